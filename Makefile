@@ -1,0 +1,43 @@
+# make quickstart   environment, then the main job on an embedded default
+# make test         environment, then the fast tests (under 15 minutes on 2 cores)
+# make test-all     the slow tier too (under 60 minutes)
+# make lint         ruff and pyright
+# make bench        benchmarks/scoring.py: cost of scoring against a plain training epoch
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+# two test processes with one thread each: faster on two cores than one process with two
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+.PHONY: env quickstart test test-all lint bench clean
+
+env: $(READY)
+
+# torch first, by its exact version, so that no other package chooses a build for it
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,gguf]"
+	touch $(READY)
+
+quickstart: env
+	$(BIN)/dualsft quickstart
+
+test: env
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: env
+	$(PYTEST) -m "not gpu"
+
+lint: env
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+bench: env
+	$(BIN)/python benchmarks/scoring.py
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

@@ -1,0 +1,81 @@
+"""dualsft: fine-tune on the best 10 % of the data and the best 5 % of the weights, chosen together.
+
+    import dualsft
+    config = dualsft.Config(
+        model=dualsft.ModelConfig(path="my-model"), data=dualsft.DataConfig(path="my.jsonl")
+    )
+    dualsft.run(config, out="runs/mine")
+
+Symbols of the paper and their names here:
+
+    θ_old theta_old   θ̄ theta_bar        ĉ curvature     G grad_sum        v_new val_grad
+    v_prior prior_grad   u projection    s_θ param_scores   s_D example_scores
+    m_θ param_mask    D_sel data_subset  η_sc eta_sc     N_sc n_sc
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dualsft.config import (
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    FinetuneConfig,
+    ModelConfig,
+    ScoreConfig,
+    SelectConfig,
+    SplitConfig,
+    WarmupConfig,
+    load,
+)
+from dualsft.errors import ConfigError, DataError, DualsftError, RunError
+
+if TYPE_CHECKING:
+    from dualsft.api import score, select
+    from dualsft.delta import apply_delta, extract_delta
+    from dualsft.optim import SparseAdamW
+    from dualsft.pipeline import run
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "run": "dualsft.pipeline",
+    "score": "dualsft.api",
+    "select": "dualsft.api",
+    "SparseAdamW": "dualsft.optim",
+    "apply_delta": "dualsft.delta",
+    "extract_delta": "dualsft.delta",
+}
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "DataError",
+    "DualsftError",
+    "EvaluationConfig",
+    "FinetuneConfig",
+    "ModelConfig",
+    "RunError",
+    "ScoreConfig",
+    "SelectConfig",
+    "SparseAdamW",
+    "SplitConfig",
+    "WarmupConfig",
+    "apply_delta",
+    "extract_delta",
+    "load",
+    "run",
+    "score",
+    "select",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Heavy parts are imported when they are first used, so that `import dualsft` is quick."""
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'dualsft' has no attribute {name!r}")

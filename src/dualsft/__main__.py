@@ -1,0 +1,6 @@
+"""`python -m dualsft` is `dualsft`."""
+
+from dualsft.cli import main
+
+if __name__ == "__main__":
+    main()

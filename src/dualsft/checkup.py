@@ -1,0 +1,158 @@
+"""`dualsft check`: what a run would do, and whether this model and corpus are sound, before it runs.
+
+Candidates and their number, the split and the budgets in rows and entries, the template rendered on
+three examples with the response marked, doubled BOS, and the engine itself on this very model: the
+gradient of one example alone by plain autograd against the same example in a padded batch by the
+ghost rules, and the fused loss against the model's own. Writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import torch
+
+from dualsft.config import Config
+from dualsft.context import RunContext
+from dualsft.data import Example, read_rows, tokenize
+from dualsft.ghost import GhostEngine
+from dualsft.model import locate
+from dualsft.passes import dot_alone, loss_objective, walk
+from dualsft.progress import Reporter
+from dualsft.rundir import RunDir
+from dualsft.stages.gradients import pass_settings
+from dualsft.stages.scores import TOLERANCE
+from dualsft.stages.split import Split, assign_roles, resolve_budget
+from dualsft.vectors import ParamVector
+
+NUM_SHOWN = 3
+NUM_BATCH = 4
+
+
+def check(config: Config, reporter: Reporter) -> list[str]:
+    """Say what would happen; returns the problems found (empty: ready to run)."""
+    ctx = RunContext(config, RunDir("."), reporter)
+    examples, split = _data(ctx)
+    _show_examples(ctx, examples)
+    problems = _bos(ctx, examples)
+    problems += _model(ctx, examples, split)
+    for problem in problems:
+        reporter.say(f"PROBLEM: {problem}")
+    if not problems:
+        reporter.say("check passed: ready to run")
+    return problems
+
+
+def _data(ctx: RunContext) -> tuple[list[Example], Split]:
+    config = ctx.config
+    path = ctx.data_path(config.data.path)
+    rows, report = read_rows(path, config.data)
+    examples, report = tokenize(
+        rows,
+        ctx.tokenizer,
+        config.data,
+        report,
+        max_positions=ctx.max_positions,
+        model_type=ctx.model_type,
+    )
+    split = assign_roles(
+        examples, config.seed, config.split.val, config.split.anchor, config.split.warm
+    )
+    say = ctx.reporter.say
+    say(
+        f"corpus: {report.num_rows:,} rows, format {report.format}, {report.num_bad:,} bad, "
+        f"{report.num_truncated:,} truncated; {sum(e.num_tokens for e in examples):,} tokens"
+    )
+    for note in [*report.notes(), *split.notes]:
+        ctx.reporter.warn(note)
+    say("split: " + ", ".join(f"{role} {count:,}" for role, count in split.counts.items()))
+    if config.select.variant != "param":
+        b = resolve_budget(config.select.data_budget, len(examples), "select.data_budget")
+        say(f"would select {b:,} of {split.counts['pool']:,} pool examples")
+    return examples, split
+
+
+def _show_examples(ctx: RunContext, examples: list[Example]) -> None:
+    """Three rows as the model will see them; ⟦…⟧ marks what the loss is taken on."""
+    for example in examples[:NUM_SHOWN]:
+        start = next(i for i, label in enumerate(example.labels) if label != -100)
+        prompt = ctx.tokenizer.decode(example.input_ids[:start])
+        response = ctx.tokenizer.decode(example.input_ids[start:])
+        ctx.reporter.say(
+            f"row {example.index + 1} ({example.num_tokens} tokens, "
+            f"{example.num_response_tokens} in the response):\n{prompt}⟦{response}⟧"
+        )
+
+
+def _bos(ctx: RunContext, examples: list[Example]) -> list[str]:
+    bos = ctx.tokenizer.bos_token_id
+    doubled = [
+        e.index + 1 for e in examples if bos is not None and e.input_ids[:2] == [bos, bos]
+    ]
+    if doubled:
+        return [f"{len(doubled):,} rows begin with two BOS tokens (first: row {doubled[0]})"]
+    starts = sum(e.input_ids[0] == bos for e in examples)
+    ctx.reporter.say(f"BOS: {starts:,} of {len(examples):,} examples begin with it, none twice")
+    return []
+
+
+def _model(ctx: RunContext, examples: list[Example], split: Split) -> list[str]:
+    """Candidates, and the engine against plain autograd on this model."""
+    model = ctx.theta_old()
+    candidates = ctx.candidates(model)
+    engine = GhostEngine(model, candidates)
+    groups: dict[str, int] = defaultdict(int)
+    for name, p in candidates.items():
+        groups[locate(name)[1]] += p.numel()
+    say = ctx.reporter.say
+    total = sum(p.numel() for p in model.parameters())
+    say(
+        f"candidates ({candidates.spec}): {len(candidates):,} tensors, {candidates.num_entries:,} of "
+        f"{total:,} parameters ({100 * candidates.num_entries / total:.1f} %)"
+    )
+    for module, count in groups.items():
+        say(f"  {module}: {count:,}")
+    if ctx.config.select.variant != "data":
+        k = resolve_budget(ctx.config.select.param_budget, candidates.num_entries)
+        say(f"would train {k:,} entries ({100 * k / candidates.num_entries:.2f} % of the candidates)")
+    return _alone_against_batch(ctx, engine, examples)
+
+
+def _alone_against_batch(
+    ctx: RunContext, engine: GhostEngine, examples: list[Example]
+) -> list[str]:
+    """⟨U, g_n⟩ of one example in a padded batch of different lengths, and alone by autograd."""
+    by_length = sorted(examples, key=lambda e: e.num_tokens)
+    picks = np.linspace(0, len(by_length) - 1, min(NUM_BATCH, len(by_length))).astype(int)
+    batch = [by_length[i] for i in dict.fromkeys(picks.tolist())]
+    generator = torch.Generator().manual_seed(ctx.config.seed)
+    direction = ParamVector(
+        {
+            name: torch.randn(p.shape, generator=generator).to(p.device, engine.candidates.dtype)
+            for name, p in engine.candidates.items()
+        }
+    )
+    settings = pass_settings(ctx)
+    together = type(settings)(
+        batch_tokens=len(batch) * max(e.num_tokens for e in batch),
+        pad_id=settings.pad_id,
+        padding_side=settings.padding_side,
+    )
+    objective = loss_objective(engine.model)
+    silent = Reporter(lambda _: None)
+    result = walk(engine, batch, objective, together, silent, "check", direction=direction)
+    shortest = batch[0]
+    exact, norm = dot_alone(engine, shortest, direction, settings)
+    error = abs(exact - result.dots[0]) / (direction.norm() * norm)
+    tolerance = TOLERANCE[ctx.dtype]
+    ctx.reporter.say(
+        f"gradient of an example alone (autograd) vs in a padded batch (ghost): error {error:.1e} of "
+        f"‖u‖‖g‖, tolerance {tolerance:g}"
+    )
+    if not error <= tolerance:
+        return [
+            f"the gradient of row {shortest.index + 1} depends on its batch or the rules do not fit "
+            f"this model (error {error:.1e} > {tolerance:g}); scores would be wrong"
+        ]
+    return []

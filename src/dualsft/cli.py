@@ -1,0 +1,235 @@
+"""The command line: `dualsft run`, one command a stage, and the tools around them.
+
+    run · split · warmup · score · select · finetune · evaluate · report · check · export · methods ·
+    quickstart
+
+`dualsft run [RECIPE|FILE.yaml] --out DIR [--until STAGE] [key=value …]` is the whole of Algorithm 1.
+A stage command works on a run folder and takes its settings from the folder's config.yaml. This is the
+only module that prints. Exit codes: 0 done, 2 the user's mistake, 1 a failure at run time.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from dualsft import config as settings
+from dualsft.config import Config
+from dualsft.errors import ConfigError, DualsftError
+from dualsft.progress import Reporter
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+export_app = typer.Typer(no_args_is_help=True, help="Merge a delta into a model, or extract one.")
+app.add_typer(export_app, name="export")
+
+console = Console(highlight=False, soft_wrap=True)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+WORDS = {"ignore_unknown_options": True}
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(help="A recipe or YAML file, and settings as key=value.", show_default=False),
+]
+RunFolder = Annotated[Path, typer.Argument(help="The run folder.", show_default=False)]
+
+STAGE_COMMANDS = {
+    "split": ("split", "Tokenise the corpus and divide it (Algorithm 1, its inputs)."),
+    "warmup": ("warmup", "Pilot warmup: theta_bar and the curvature (line 1)."),
+    "score": ("scores", "G, v_new, v_prior, u and both scores (lines 3 to 8)."),
+    "select": ("selection", "Top-k parameters and top-b examples (lines 9 to 11)."),
+    "finetune": ("finetune", "Restricted fine-tuning from theta_old (line 12)."),
+    "evaluate": ("evaluation", "Loss, perplexity and KL to the base, before and after."),
+}
+
+
+def make_reporter() -> Reporter:
+    """Lines to the terminal; a progress line that rewrites itself when there is one."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+    def write(line: str) -> None:
+        console.print(line, markup=False)
+
+    def rewrite(line: str, last: bool) -> None:
+        width = console.width
+        sys.stdout.write("\r" + line[: width - 1].ljust(width - 1) + ("\n" if last else ""))
+        sys.stdout.flush()
+
+    return Reporter(write, rewrite if console.is_terminal else None)
+
+
+def parse_words(words: list[str] | None) -> tuple[str | None, list[str]]:
+    """(recipe or file, overrides) out of `NAME key=value --key value --key=value …`."""
+    source: str | None = None
+    overrides: list[str] = []
+    rest = list(words or [])
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("--"):
+            key = word[2:]
+            if "=" not in key:
+                if not rest:
+                    raise ConfigError(f"{word}: no value given; write {key}=VALUE")
+                key = f"{key}={rest.pop(0)}"
+            overrides.append(key)
+        elif "=" in word:
+            overrides.append(word)
+        elif source is None:
+            source = word
+        else:
+            raise ConfigError(
+                f"{word!r}: a second recipe or file after {source!r}; settings are key=value"
+            )
+    return source, overrides
+
+
+def folder_config(folder: Path, words: list[str] | None) -> Config:
+    """The settings of a run folder, with overrides; a new folder needs a recipe or settings."""
+    source, overrides = parse_words(words)
+    own = folder / "config.yaml"
+    if source is None and own.is_file():
+        source = str(own)
+    return settings.load(source, overrides)
+
+
+@app.command(context_settings=WORDS)
+def run(
+    words: Words = None,
+    out: Annotated[Path, typer.Option(help="Run folder to make or go on with.")] = Path("run"),
+    until: Annotated[str | None, typer.Option(help="Last stage to run.")] = None,
+) -> None:
+    """The whole of Algorithm 1: from a model and a JSONL to a mask, a subset, a fine-tuned model."""
+    config = settings.load(*parse_words(words))
+    from dualsft import pipeline
+
+    folder = pipeline.run(config, out, until, make_reporter())
+    console.print(f"run folder: {folder}", markup=False)
+
+
+def _stage_command(name: str, stage: str, text: str) -> None:
+    def command(folder: RunFolder, words: Words = None) -> None:
+        config = folder_config(folder, words)
+        from dualsft import pipeline
+
+        pipeline.run(config, folder, stage, make_reporter())
+
+    app.command(name, help=text, context_settings=WORDS)(command)
+
+
+for _name, (_stage, _text) in STAGE_COMMANDS.items():
+    _stage_command(_name, _stage, _text)
+
+
+@app.command()
+def report(folder: RunFolder) -> None:
+    """Write report.md from the stages that are there."""
+    from dualsft.report import load_summaries, write_report
+
+    if not load_summaries(folder)["manifests"]:
+        raise ConfigError(f"{folder}: no finished stage; make one with `dualsft run --out {folder}`")
+    console.print(str(write_report(folder)), markup=False)
+
+
+@app.command(context_settings=WORDS)
+def check(words: Words = None) -> None:
+    """What a run would do: candidates, counts, rendered examples, gradient alone vs in a batch."""
+    config = settings.load(*parse_words(words))
+    from dualsft.checkup import check as run_check
+
+    problems = run_check(config, make_reporter())
+    if problems:
+        raise typer.Exit(1)
+
+
+@app.command()
+def methods() -> None:
+    """The selection methods, their axes, their cost."""
+    from dualsft.methods import METHODS
+
+    for method in METHODS.values():
+        console.print(f"[bold]{method.name}[/bold]  ({method.setting})")
+        console.print(f"  data: {method.data}; parameters: {method.params}")
+        console.print(f"  cost: {method.cost}")
+        console.print(f"  source: {method.source}")
+
+
+@export_app.command()
+def merge(
+    base: Annotated[str, typer.Argument(help="Base model: folder, .gguf file or short name.")],
+    delta: Annotated[Path, typer.Argument(help="delta.safetensors of a run.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write the merged model to.")],
+    dtype: Annotated[str, typer.Option(help="dtype of the merged weights.")] = "auto",
+    force: Annotated[bool, typer.Option(help="Merge although the base's hash differs.")] = False,
+) -> None:
+    """Base + delta → a Hugging Face folder."""
+    from dualsft.export import merge as run_merge
+
+    count = run_merge(base, delta, out, dtype, force)
+    console.print(f"{count:,} entries merged into {out}", markup=False)
+
+
+@export_app.command()
+def extract(
+    base: Annotated[str, typer.Argument(help="Base model: folder, .gguf file or short name.")],
+    tuned: Annotated[Path, typer.Argument(help="Fine-tuned model folder.")],
+    out: Annotated[Path, typer.Argument(help="Delta file to write.")],
+    dtype: Annotated[str, typer.Option(help="dtype to compare in.")] = "auto",
+) -> None:
+    """The entries in which two models differ → a delta file."""
+    from dualsft.export import extract as run_extract
+
+    count = run_extract(base, tuned, out, dtype)
+    console.print(f"{count:,} changed entries written to {out}", markup=False)
+
+
+@app.command(context_settings=WORDS)
+def quickstart(
+    words: Words = None,
+    out: Annotated[Path, typer.Option(help="Run folder.")] = Path("runs/quickstart"),
+) -> None:
+    """The main job on a real small model and a corpus made on the spot; then what came of it."""
+    source, overrides = parse_words(words)
+    if source is not None:
+        raise ConfigError(f"{source!r}: the quickstart has its own recipe; use `dualsft run` for others")
+    config = settings.load("quickstart", overrides)
+    from dualsft.quickstart import run_quickstart
+
+    for line in run_quickstart(config, out, make_reporter()):
+        console.print(line, markup=False)
+
+
+def _guarded(action: Callable[[], Any], debug: bool) -> int:
+    """Run the application; turn our errors into a message and an exit code."""
+    try:
+        action()
+    except DualsftError as problem:
+        if debug:
+            raise
+        for line in str(problem).splitlines():
+            errors.print(f"error: {line}", markup=False)
+        return problem.exit_code
+    except KeyboardInterrupt:
+        errors.print("interrupted; run the same command again to go on")
+        return 130
+    return 0
+
+
+def main() -> None:
+    """Entry point of `dualsft` and `python -m dualsft`."""
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    library = logging.getLogger("dualsft")
+    library.addHandler(handler)
+    library.setLevel(logging.INFO)
+    raise SystemExit(_guarded(lambda: app(standalone_mode=True), debug))

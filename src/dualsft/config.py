@@ -1,0 +1,461 @@
+"""Every setting of a run, defined once: the Python API, the YAML file and the `key=value` flags.
+
+The settings are the decisions of ALGORITHM.md section 2 and the inputs of Algorithm 1. A field's
+annotation says what it accepts, its default is the paper's value, the string under it is its
+documentation (`describe`, `docs/config.md`, `--help`). All problems are found at once, before
+torch is imported, and raised as one `ConfigError`; a `Config` that exists is valid, since the
+constructor checks it. Reads a YAML file or a packaged recipe; `to_yaml` writes one that replays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib.resources
+import inspect
+import sys
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+
+from dualsft.config_checks import contradictions, idle_options
+from dualsft.config_parse import (
+    NULLS,
+    Bounds,
+    FieldSpec,
+    Names,
+    Text,
+    convert,
+    dump_yaml,
+    field_docs,
+    field_spec,
+    parse_yaml,
+    show,
+    unknown_key,
+)
+from dualsft.errors import ConfigError
+
+Budget = Annotated[int | float, Bounds(above=0)]
+Count = Annotated[int, Bounds(least=1)]
+Whole = Annotated[int, Bounds(least=0)]
+Positive = Annotated[float, Bounds(above=0)]
+NonNegative = Annotated[float, Bounds(least=0)]
+
+RESERVED = "method.* is reserved for a later release; use select.variant"
+MAX_CONFIG_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The weights to start from (theta_old)."""
+
+    path: str
+    """Hugging Face folder, .gguf file, or short name such as smollm2-135m."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Type of the weights in memory; auto is float32 on a CPU, and on a GPU the type they are
+    stored in (float16 is read as bfloat16)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto is cuda when there is one."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention implementation of transformers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """The corpus D_full and how a row becomes tokens."""
+
+    path: str
+    """JSONL file, plain or gzip, one example a line."""
+    format: Literal["auto", "prompt_response", "alpaca"] = "auto"
+    """Fields of a row; auto looks at the rows."""
+    template: Literal["chat", "magicoder", "alpaca", "plain"] = "chat"
+    """Text around prompt and response; chat is the tokenizer's own template."""
+    prompt_field: str | None = None
+    """Name of the prompt field, when it is not a usual one; needs data.response_field."""
+    response_field: str | None = None
+    """Name of the response field, when it is not a usual one; needs data.prompt_field."""
+    max_length: Annotated[int, Bounds(least=8)] = 2048
+    """Most tokens of an example, prompt included."""
+    bad_rows: Literal["error", "skip"] = "error"
+    """What to do with a row whose response is empty or does not fit: name them all, or skip."""
+    padding_side: Literal["right", "left"] = "right"
+    """Side on which a batch is padded; changes no score."""
+    add_bos: Literal["auto", "always", "never"] = "auto"
+    """Whether a row starts with the begin token; auto does as the tokenizer does, never twice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitConfig:
+    """How D_full is divided; integers are counts, decimals are fractions of |D_full|."""
+
+    val: Budget | None = None
+    """Validation examples (v_new); null is the paper's 1024, at most 10 % of a small corpus."""
+    anchor: Budget | None = None
+    """Anchor examples (v_prior); null is the paper's 2048, at most 20 % of a small corpus."""
+    warm: Budget = 0.05
+    """Examples of the pilot warmup; they are not scored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupConfig:
+    """The pilot warmup: theta_old to theta_bar, and the curvature from its optimizer."""
+
+    lr: Positive | None = None
+    """Peak learning rate; null is finetune.lr."""
+    epochs: Whole = 1
+    """Passes over the warm examples; 0 means theta_bar = theta_old and no curvature."""
+    batch_size: Count | None = None
+    """Examples in an optimizer step; null is finetune.batch_size."""
+    min_steps: Whole = 0
+    """Repeat epochs until there are at least this many optimizer steps."""
+    trainable: Literal["all"] = "all"
+    """Parameters that the warmup moves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreConfig:
+    """Gradients, the projection u and both scores."""
+
+    lam: NonNegative = 0.8
+    """Weight of preservation: v_val = v_new + lam * v_prior."""
+    lam_relative: bool = False
+    """Rescale v_prior to the norm of v_new before lam."""
+    tau: Positive = 1.0
+    """Temperature of the CWSD loss."""
+    preservation: Literal["cwsd", "l2", "fisher", "none"] = "cwsd"
+    """What v_prior is the gradient of."""
+    curvature: Literal["adam_rms", "none"] = "adam_rms"
+    """Diagonal of the second-order term: the warmup optimizer's root second moment, or none."""
+    curvature_scale: NonNegative = 1.0
+    """Factor on the curvature in u."""
+    step: Literal["sgd", "adam"] = "sgd"
+    """The step the scores assume: sgd is the paper, adam divides the direction by the curvature."""
+    mode: Literal["one_pass", "two_pass"] = "one_pass"
+    """Passes over the pool: two as in the paper, or one with a certificate."""
+    candidates: Annotated[str, Names()] = "block_linear"
+    """Parameters that compete: block_linear, all, or comma-separated glob patterns over parameter
+    names; a leading ! excludes, and exclusions alone start from block_linear."""
+    keep: Annotated[str, Names(("gradients", "param_scores", "projection", "all"))] = "gradients"
+    """Parameter-sized files to save, each as large as the candidates in fp32."""
+    batch_tokens: Count | None = None
+    """Most tokens in a scoring batch, padding included; changes no score beyond rounding; null is
+    1,024 on a CPU and 16,384 on a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectConfig:
+    """Which examples and which parameter entries are kept."""
+
+    variant: Literal["dual", "data", "param"] = "dual"
+    """Select both sides, only examples, or only parameter entries."""
+    data_budget: Budget = 0.1
+    """Examples to keep: a count, or a fraction of |D_full|."""
+    param_budget: Budget = 0.05
+    """Parameter entries to train: a count, or a fraction of the candidates."""
+    rounds: Whole = 0
+    """Re-selections of one side given the other."""
+    order: Literal["data_to_param", "param_to_data"] = "data_to_param"
+    """Which side the first round re-selects: parameters given the data, or the reverse."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinetuneConfig:
+    """Restricted fine-tuning of theta_old on what was selected."""
+
+    lr: Positive = 2e-5
+    """Peak learning rate; also eta_ft of the scores."""
+    epochs: Count = 3
+    """Passes over the selected examples."""
+    batch_size: Count = 64
+    """Examples in an optimizer step."""
+    micro_batch_size: Count | None = None
+    """Examples in a forward pass; null is as many as score.batch_tokens allows."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip the gradient of the trained entries to this norm; 0 is off. The warmup never clips."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay on the trained entries."""
+    warmup_ratio: Annotated[float, Bounds(least=0, below=1)] = 0.03
+    """Share of the steps with a rising learning rate, before the cosine; the warmup uses it too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    """What the base and the tuned model are compared on."""
+
+    files: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Files in the format of data.path: name -> path, a list of paths (named by their stems), or
+    as a flag name:path,name2:path2."""
+    batch_tokens: Count | None = None
+    """Most tokens in an evaluation batch; null is score.batch_tokens."""
+    prompt: str | None = None
+    """A prompt that both models answer, greedily."""
+    max_new_tokens: Count = 48
+    """Longest answer to evaluation.prompt."""
+    limit: Count | None = None
+    """Most examples of each file; null is all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A run. The constructor checks everything and raises one `ConfigError` with all problems."""
+
+    seed: Annotated[int, Bounds(least=0, most=2**32 - 1)] = 42
+    """Seed of the split, of the order of examples and of dropout."""
+    model: ModelConfig
+    data: DataConfig
+    split: SplitConfig = dataclasses.field(default_factory=SplitConfig)
+    warmup: WarmupConfig = dataclasses.field(default_factory=WarmupConfig)
+    score: ScoreConfig = dataclasses.field(default_factory=ScoreConfig)
+    select: SelectConfig = dataclasses.field(default_factory=SelectConfig)
+    finetune: FinetuneConfig = dataclasses.field(default_factory=FinetuneConfig)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}: {show(getattr(self, name))} is not allowed; give a {section.__name__}"
+            for name, section in _sections().items()
+            if not isinstance(getattr(self, name), section)
+        ]
+        if problems:
+            raise ConfigError(problems)
+        for name, part in _build(_resolve(to_flat(self), [])).items():
+            object.__setattr__(self, name, part)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldDoc:
+    """One line of the settings' documentation; `default` is "required" where there is none."""
+
+    key: str
+    type_text: str
+    default: str
+    doc: str
+
+
+@functools.cache
+def _sections() -> dict[str, type]:
+    hints = typing.get_type_hints(Config)
+    return {
+        name: hint
+        for name, hint in hints.items()
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint)
+    }
+
+
+@functools.cache
+def _specs() -> dict[str, FieldSpec]:
+    """Every setting by its full key, in the order of the file."""
+    specs: dict[str, FieldSpec] = {}
+    for prefix, owner in {"": Config, **_sections()}.items():
+        hints = typing.get_type_hints(owner, include_extras=True)
+        for field in dataclasses.fields(owner):
+            if field.name in _sections() and not prefix:
+                continue
+            key = f"{prefix}.{field.name}".lstrip(".")
+            factory = field.default_factory
+            default = field.default if factory is MISSING else factory()
+            specs[key] = field_spec(key, hints[field.name], default)
+    return specs
+
+
+def keys() -> list[str]:
+    """Every key, in the order of the file."""
+    return list(_specs())
+
+
+def describe() -> list[FieldDoc]:
+    """Key, type, default and documentation of every setting, from the definition itself."""
+    docs = field_docs(inspect.getsource(sys.modules[__name__]))
+    described = []
+    for key, spec in _specs().items():
+        section, _, name = key.rpartition(".")
+        owner = _sections()[section].__name__ if section else "Config"
+        default = "required" if spec.default is MISSING else _plain_yaml(spec.default)
+        described.append(FieldDoc(key, spec.allowed, default, docs.get((owner, name), "")))
+    return described
+
+
+def _plain_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+
+
+def _flatten(mapping: Mapping[Any, Any], problems: list[str]) -> dict[str, Any]:
+    """`{section: {key: value}}` to `{section.key: value}`; dotted keys pass as they are."""
+    flat: dict[str, Any] = {}
+    for name, value in mapping.items():
+        nested = isinstance(value, Mapping) and name not in _specs()
+        if nested and (value or name in _sections()):
+            pairs = [(f"{name}.{key}", inner) for key, inner in value.items()]
+        elif name in _sections():
+            empty = value is None or (isinstance(value, Text) and value.strip(" \t\n") in NULLS)
+            pairs = []
+            if not empty:
+                problems.append(_not_a_section(name, value))
+        else:
+            pairs = [(str(name), value)]
+        for key, inner in pairs:
+            if key in flat:
+                problems.append(f"{key}: given twice, nested and dotted; keep one of them")
+            flat[key] = inner
+    return flat
+
+
+def _not_a_section(name: str, value: Any) -> str:
+    example = next(key for key in _specs() if key.startswith(f"{name}."))
+    return (
+        f"{name}: {show(value)} is not allowed; it is a section: give its keys, such as {example}"
+    )
+
+
+def _resolve(flat: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """The value of every key; raises with `problems` and everything found here."""
+    problems = list(problems)
+    values: dict[str, Any] = {}
+    for key in flat:
+        if key == "method" or key.startswith("method."):
+            problems.append(f"{key}: {show(flat[key])} is not allowed; {RESERVED}")
+        elif key not in _specs():
+            problems.append(unknown_key(key, _specs()))
+    for key, spec in _specs().items():
+        value = flat.get(key, spec.default)
+        if value is MISSING:
+            problems.append(f"{key}: missing; it is required: give {spec.allowed}, as in {key}=...")
+            continue
+        try:
+            values[key] = convert(spec, value)
+        except ConfigError as error:
+            problems += error.problems
+    problems += contradictions(values)
+    if problems:
+        raise ConfigError(problems)
+    return values
+
+
+def _build(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `Config` from flat values."""
+    parts: dict[str, Any] = {"seed": values["seed"]}
+    for name, section in _sections().items():
+        fields = [field.name for field in dataclasses.fields(section)]
+        parts[name] = section(**{field: values[f"{name}.{field}"] for field in fields})
+    return parts
+
+
+def _from_mapping(mapping: Mapping[Any, Any], problems: list[str]) -> Config:
+    problems = list(problems)
+    flat = _flatten(mapping, problems)
+    return Config(**_build(_resolve(flat, problems)))
+
+
+def from_mapping(mapping: Mapping[Any, Any]) -> Config:
+    """A config from nested dicts, `{"score": {"lam": 0.5}}`; raises with all problems."""
+    return _from_mapping(mapping, [])
+
+
+def validate(config: Config) -> None:
+    """Check again a config that may have been changed after it was made."""
+    if not isinstance(config, Config):
+        raise ConfigError(f"config: {show(config)} is not allowed; give a dualsft.Config")
+    dataclasses.replace(config)
+
+
+def _override(mapping: Mapping[Any, Any], overrides: Iterable[str]) -> tuple[dict, list[str]]:
+    merged = {k: dict(v) if isinstance(v, Mapping) else v for k, v in mapping.items()}
+    problems: list[str] = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            problems.append(f"{override!r}: not a setting; write key=value, as in score.lam=0.5")
+            continue
+        section, _, name = key.partition(".")
+        inside = merged.get(section)
+        if key in _sections():
+            problems.append(_not_a_section(key, Text(value)))
+        elif name and (inside is None or isinstance(inside, dict)):
+            merged.pop(key, None)
+            merged[section] = {**(inside or {}), name: Text(value)}
+        else:
+            merged[key] = Text(value)
+    return merged, problems
+
+
+def apply_overrides(mapping: Mapping[Any, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """A copy of nested dicts with `key=value` flags put over them; the last one wins."""
+    merged, problems = _override(mapping, overrides)
+    if problems:
+        raise ConfigError(problems)
+    return merged
+
+
+def _recipe_folder() -> Any:
+    return importlib.resources.files("dualsft") / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """The recipes that the package brings."""
+    folder = _recipe_folder()
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted(e.name.removesuffix(".yaml") for e in entries if e.name.endswith(".yaml"))
+
+
+def _read(source: str | Path) -> tuple[dict[str, Any], list[str]]:
+    """Nested dicts from a YAML file."""
+    path = Path(source)
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path}: over {MAX_CONFIG_BYTES} bytes; give a YAML config file")
+        return parse_yaml(path.read_bytes().decode("utf-8-sig"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}; give a UTF-8 YAML file") from None
+
+
+def load_yaml(path: str | Path) -> Config:
+    """A config from a YAML file."""
+    return _from_mapping(*_read(path))
+
+
+def load(source: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """A config from a recipe's name, a YAML file or nothing, with `key=value` flags over it."""
+    mapping: dict[str, Any] = {}
+    problems: list[str] = []
+    if isinstance(source, str) and source in recipe_names():
+        text = (_recipe_folder() / f"{source}.yaml").read_text(encoding="utf-8")
+        mapping, problems = parse_yaml(text, f"recipe {source}")
+    elif source is not None and not Path(source).exists():
+        names = recipe_names()
+        close = difflib.get_close_matches(str(source), names, n=1)
+        cure = f"did you mean '{close[0]}'?" if close else "give a YAML file or a recipe's name"
+        raise ConfigError(f"{source}: no such file or recipe; recipes: {', '.join(names)}; {cure}")
+    elif source is not None:
+        mapping, problems = _read(source)
+    merged, more = _override(mapping, overrides)
+    return _from_mapping(merged, problems + more)
+
+
+def to_flat(config: Config) -> dict[str, Any]:
+    """Every value under its full key, such as `score.lam`."""
+    flat: dict[str, Any] = {}
+    for key in _specs():
+        section, _, name = key.rpartition(".")
+        flat[key] = getattr(getattr(config, section) if section else config, name)
+    return flat
+
+
+def to_mapping(config: Config) -> dict[str, Any]:
+    """Nested dicts that `from_mapping` turns back into the same config."""
+    return dataclasses.asdict(config)
+
+
+def to_yaml(config: Config) -> str:
+    """A YAML file with every value written out; loading it gives the same config."""
+    return dump_yaml(to_mapping(config))
+
+
+def warnings(config: Config) -> list[str]:
+    """Options that were changed and have no effect in this combination."""
+    return idle_options(to_flat(config), {key: spec.default for key, spec in _specs().items()})

@@ -1,0 +1,82 @@
+"""Rules between settings: what contradicts, and what has no effect.
+
+The decisions are those of ALGORITHM.md section 2 (a warmup of zero epochs has no curvature and no
+preservation, a variant with one side has nothing to re-select). Works on flat values such as
+`{"score.lam": 0.8}`; reads and writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dualsft.config_parse import show
+
+
+def contradictions(values: Mapping[str, Any]) -> list[str]:
+    """Problems between fields; a field that is itself wrong is absent and never matches."""
+    get = values.get
+    problems: list[str] = []
+    if get("score.step") == "adam" and get("warmup.epochs") == 0:
+        problems.append(
+            "score.step: 'adam' is not allowed with warmup.epochs=0, which leaves no curvature to"
+            " divide by; give score.step=sgd, or warmup.epochs >= 1"
+        )
+    if get("select.rounds", 0) > 0 and get("select.variant", "dual") != "dual":
+        problems.append(
+            f"select.rounds: {get('select.rounds')} is not allowed with select.variant="
+            f"{get('select.variant')}, which has one side; give select.rounds=0 or variant dual"
+        )
+    pair = ("data.prompt_field", "data.response_field")
+    for one, other in (pair, pair[::-1]):
+        if get(one) is not None and other in values and get(other) is None:
+            problems.append(f"{one}: {show(get(one))} is not allowed alone; give {other} too")
+        if get(one) is not None and get("data.format") == "alpaca":
+            problems.append(
+                f"{one}: {show(get(one))} is not allowed with data.format=alpaca, whose fields have"
+                " fixed names; give data.format=prompt_response, or leave the field names out"
+            )
+    shares = {key: get(key) for key in ("split.val", "split.anchor", "split.warm")}
+    fractions = {key: share for key, share in shares.items() if isinstance(share, float)}
+    if sum(fractions.values()) >= 1:
+        given = ", ".join(f"{key}={share}" for key, share in fractions.items())
+        problems.append(f"{given}: leaves no pool to select from; give fractions that sum below 1")
+    return problems
+
+
+def idle_options(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """Settings that were changed and have no effect in this combination, one line each."""
+    found: list[str] = []
+
+    def idle(cause: str, *keys: str) -> None:
+        """Under `cause`, such as `select.rounds=0`, the keys do nothing."""
+        for key in keys:
+            if repr(values[key]) != repr(defaults[key]):
+                found.append(f"{key}={show(values[key])} has no effect with {cause}")
+
+    preservation, curvature = values["score.preservation"], values["score.curvature"]
+    if preservation != "cwsd":
+        idle(f"score.preservation={preservation}", "score.tau")
+    if preservation == "none":
+        idle("score.preservation=none", "score.lam", "score.lam_relative")
+    if curvature == "none":
+        idle("score.curvature=none", "score.curvature_scale")
+    if values["select.rounds"] == 0:
+        idle("select.rounds=0", "select.order")
+    if values["select.variant"] == "data":
+        idle("select.variant=data", "select.param_budget")
+    if values["select.variant"] == "param":
+        idle("select.variant=param", "select.data_budget", "score.mode")
+    if values["evaluation.prompt"] is None:
+        idle("evaluation.prompt=null", "evaluation.max_new_tokens")
+    if values["warmup.epochs"] == 0:
+        idle("warmup.epochs=0", "warmup.lr", "warmup.batch_size", "warmup.min_steps")
+        at_start = "with warmup.epochs=0 (theta_bar = theta_old)"
+        if preservation != "none":
+            found.append(f"score.preservation={preservation} is exactly zero {at_start}")
+        if curvature != "none":
+            found.append(f"score.curvature={curvature} is none {at_start}")
+    micro, batch = values["finetune.micro_batch_size"], values["finetune.batch_size"]
+    if micro is not None and micro > batch:
+        found.append(f"finetune.micro_batch_size={micro} acts as finetune.batch_size={batch}")
+    return found

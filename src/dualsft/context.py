@@ -1,0 +1,122 @@
+"""What a stage is given: the settings, the run folder, and one way to load each thing it reads.
+
+Stages share nothing in memory: each reads what earlier stages wrote, so `dualsft run` and the single
+stage commands are the same computation, and any number can be recomputed from the folder alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from dualsft.config import Config
+from dualsft.corpus import BUILTIN, builtin_file
+from dualsft.data import Example
+from dualsft.model import (
+    Candidates,
+    choose_device,
+    choose_dtype,
+    find_candidates,
+    load_model,
+    load_tokenizer,
+    read_model_config,
+)
+from dualsft.pretrained import cache_root, resolve_model
+from dualsft.progress import Reporter
+from dualsft.rundir import RunDir
+from dualsft.stages.split import read_split
+from dualsft.vectors import ParamVector
+
+FOLDERS = {
+    "split": "1_split",
+    "warmup": "2_warmup",
+    "gradients": "3_gradients",
+    "scores": "4_scores",
+    "selection": "5_selection",
+    "finetune": "6_finetune",
+    "evaluation": "7_evaluation",
+}
+
+
+@dataclass
+class RunContext:
+    """One run: its settings, its folder, its voice."""
+
+    config: Config
+    rundir: RunDir
+    reporter: Reporter
+
+    def folder(self, stage: str) -> Path:
+        return self.rundir.path / FOLDERS[stage]
+
+    @cached_property
+    def model_folder(self) -> Path:
+        """θ_old as a local Hugging Face folder."""
+        return resolve_model(self.config.model.path)
+
+    def data_path(self, path: str) -> Path:
+        """A corpus file; `builtin:NAME/FILE` is one that the package generates."""
+        return builtin_file(path, cache_root()) if path.startswith(BUILTIN) else Path(path)
+
+    @cached_property
+    def device(self) -> torch.device:
+        return choose_device(self.config.model.device)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return choose_dtype(self.config.model.dtype, self.model_folder, self.device)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.model_folder)
+
+    @cached_property
+    def model_config(self) -> Any:
+        """The text model's configuration, read without its weights."""
+        return read_model_config(self.model_folder)
+
+    @property
+    def model_type(self) -> str:
+        return str(self.model_config.model_type)
+
+    @property
+    def max_positions(self) -> int | None:
+        return getattr(self.model_config, "max_position_embeddings", None)
+
+    @cached_property
+    def batch_tokens(self) -> int:
+        """Padded tokens a batch: as set, or what suits the device."""
+        return self.config.score.batch_tokens or (16384 if self.device.type == "cuda" else 1024)
+
+    def load(self, folder: Path) -> PreTrainedModel:
+        return load_model(folder, self.dtype, self.device, self.config.model.attention)
+
+    def theta_old(self) -> PreTrainedModel:
+        return self.load(self.model_folder)
+
+    def theta_bar(self) -> PreTrainedModel:
+        """The warmed-up model; θ_old itself when there was no warmup."""
+        warmed = self.folder("warmup") / "theta_bar"
+        return self.load(warmed if warmed.is_dir() else self.model_folder)
+
+    def candidates(self, model: PreTrainedModel) -> Candidates:
+        return find_candidates(model, self.config.score.candidates)
+
+    def roles(self) -> dict[str, list[Example]]:
+        """val, anchor, warm, pool: the examples of each role, in source order."""
+        return read_split(self.folder("split"))
+
+    def vector(self, stage: str, name: str, candidates: Candidates) -> ParamVector:
+        return ParamVector.load(
+            self.folder(stage) / f"{name}.safetensors", candidates.names, self.device
+        )
+
+    def curvature(self, candidates: Candidates) -> ParamVector | None:
+        """ĉ, or None when there was no warmup."""
+        exists = (self.folder("warmup") / "curvature.safetensors").is_file()
+        return self.vector("warmup", "curvature", candidates) if exists else None

@@ -1,0 +1,247 @@
+"""Data: examples made of the rows of a corpus, and batches made of examples.
+
+Every row (`rows.py`) is rendered and encoded by a template (`templates.py`) and becomes an
+`Example`: token ids, and labels that are -100 outside the response, so that the mean over the
+labels is the example loss of ALGORITHM.md section 2 (response tokens, the end token included).
+A row that is too long loses prompt tokens from the left, counted and said; a response that does
+not fit makes a bad row.
+
+Batches are bucketed by length under a budget of padded tokens and do not depend on the order of
+the examples: no score may depend on how examples were put together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from dualsft.errors import ConfigError, DataError
+from dualsft.rows import BadRow, DataReport, Limits, Row, read_rows, settle, source_lines
+from dualsft.templates import Template, pad_token_id
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from dualsft.config import DataConfig
+
+__all__ = [
+    "Batch",
+    "DataReport",
+    "Example",
+    "Limits",
+    "Row",
+    "collate",
+    "make_batches",
+    "pad_token_id",
+    "read_rows",
+    "source_lines",
+    "tokenize",
+]
+
+logger = logging.getLogger(__name__)
+
+IGNORE = -100
+"""Label of a token that is not part of the response."""
+
+_CHUNK_ROWS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One tokenised row. `labels[t]` is predicted from position t - 1 (labels are not shifted).
+
+    `id` is the content hash of the row and its position; `key` is a hash of the tokens and labels,
+    so identical texts share it, wherever they stand in the file.
+    """
+
+    id: str
+    index: int
+    input_ids: list[int]
+    labels: list[int]
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.key:
+            tokens = array("q", self.input_ids).tobytes() + array("q", self.labels).tobytes()
+            object.__setattr__(self, "key", hashlib.sha256(tokens).hexdigest())
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_response_tokens(self) -> int:
+        return sum(label != IGNORE for label in self.labels)
+
+
+# --- examples ----------------------------------------------------------------------------------
+
+
+def tokenize(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    report: DataReport | None = None,
+    *,
+    max_positions: int | None = None,
+    model_type: str = "",
+) -> tuple[list[Example], DataReport]:
+    """Examples of the rows, in their order, and the report carried on from `read_rows`.
+
+    `max_positions` is the model's own limit; the smaller of it and data.max_length holds.
+    """
+    report = report or DataReport(path=str(config.path), num_rows=len(rows))
+    limit = _Limit.of(config.max_length, max_positions)
+    report = replace(
+        report,
+        problems=list(report.problems),
+        template=config.template,
+        max_length=limit.num_tokens,
+    )
+    template = Template(config.template, tokenizer, config.add_bos, model_type)
+    known, examples = report.num_bad, []
+    for start in range(0, len(rows), _CHUNK_ROWS):
+        examples += _encode(rows[start : start + _CHUNK_ROWS], template, limit, report)
+    report.num_good = len(examples)
+    settle(report, config.bad_rows, known)
+    if not examples:
+        raise DataError(f"{report.path}: there is no row to tokenise; give a corpus with data.path")
+    for number, what in (
+        (report.num_truncated, f"lost prompt tokens from the left to fit {report.max_length}"),
+        (report.num_double_bos, "began with more than one BOS; one was kept"),
+        (report.num_empty_prompts, "have an empty prompt"),
+    ):
+        if number:
+            logger.warning("%s: %d of %d examples %s", report.path, number, len(examples), what)
+    return examples, report
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """The longest example allowed (None: any), and what to tell the owner of a longer one."""
+
+    num_tokens: int | None
+    cure: str
+
+    @classmethod
+    def of(cls, max_length: int | None, max_positions: int | None) -> _Limit:
+        if max_positions is None or (max_length is not None and max_length <= max_positions):
+            cure = f"data.max_length is {max_length}; raise data.max_length or shorten the response"
+            return cls(max_length, cure)
+        return cls(max_positions, f"the model has {max_positions} positions; shorten the response")
+
+
+def _encode(
+    rows: Sequence[Row], template: Template, limit: _Limit, report: DataReport
+) -> list[Example]:
+    texts: list[tuple[Row, str, str]] = []
+    for row in rows:
+        try:
+            texts.append((row, *template.render(row.prompt, row.response)))
+        except ValueError as problem:
+            report.add(row.index + 1, f"{problem}; repair the row, or use another data.template")
+    prompts, doubled = template.encode_prompts([prompt for _, prompt, _ in texts])
+    responses = template.encode_responses([response for _, _, response in texts])
+    examples: list[Example] = []
+    for (row, _, _), prompt, response, double in zip(
+        texts, prompts, responses, doubled, strict=True
+    ):
+        try:
+            kept = _fit(prompt, response, template, limit)
+        except BadRow as problem:
+            report.add(row.index + 1, str(problem))
+            continue
+        report.num_truncated += len(kept) < len(prompt)
+        report.num_double_bos += double
+        report.num_empty_prompts += not row.prompt.strip()
+        labels = [IGNORE] * len(kept) + response
+        examples.append(Example(row.id, row.index, kept + response, labels))
+    return examples
+
+
+def _fit(prompt: list[int], response: list[int], template: Template, limit: _Limit) -> list[int]:
+    """The prompt's tokens that fit: the BOS, then as many as possible of the last ones."""
+    if set(response) == {template.eos_id}:
+        raise BadRow("the response gives no token but its end; write a longer one")
+    if not prompt:
+        raise BadRow(
+            "the prompt gives no token, so the response's first has nothing to be predicted from; "
+            "write a prompt, or set data.add_bos=always"
+        )
+    if limit.num_tokens is None or len(prompt) + len(response) <= limit.num_tokens:
+        return prompt
+    room = limit.num_tokens - len(response)
+    if room < 1:
+        raise BadRow(
+            f"response has {len(response)} tokens with its end, and one token must stand before "
+            f"it; {limit.cure}"
+        )
+    bos, rest = (prompt[:1], prompt[1:]) if prompt[0] == template.bos_id else ([], prompt)
+    return bos + rest[len(rest) - (room - len(bos)) :]
+
+
+# --- batches -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Padded tensors of some examples, all [B, T] (B examples, T tokens) and int64."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+
+
+def make_batches(examples: Sequence[Example], batch_tokens: int) -> list[list[int]]:
+    """Positions of the examples in batches of like length, the longest first.
+
+    Examples x longest of the batch is at most `batch_tokens`; an example that is longer alone has
+    its own batch. The same examples give the same batches in whatever order they come.
+    """
+    if batch_tokens < 1:
+        raise ConfigError(f"score.batch_tokens: {batch_tokens} is not allowed; use 1 or more")
+    order = sorted(
+        range(len(examples)),
+        key=lambda i: (examples[i].num_tokens, examples[i].key, examples[i].id),
+        reverse=True,
+    )
+    batches: list[list[int]] = []
+    for i in order:
+        if batches and (len(batches[-1]) + 1) * examples[batches[-1][0]].num_tokens <= batch_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+def collate(
+    examples: Sequence[Example],
+    pad_id: int,
+    padding_side: str = "right",
+    device: torch.device | str = "cpu",
+) -> Batch:
+    """Pad examples to the longest; positions count real tokens from 0 on either padding side."""
+    if padding_side not in ("left", "right"):
+        raise ConfigError(f"data.padding_side: {padding_side!r} is not known; use left or right")
+    shape = (len(examples), max(example.num_tokens for example in examples))
+    batch = Batch(
+        input_ids=torch.full(shape, pad_id),
+        attention_mask=torch.zeros(shape, dtype=torch.int64),
+        position_ids=torch.zeros(shape, dtype=torch.int64),
+        labels=torch.full(shape, IGNORE),
+    )
+    for i, example in enumerate(examples):
+        start = shape[1] - example.num_tokens if padding_side == "left" else 0
+        real = slice(start, start + example.num_tokens)
+        batch.input_ids[i, real] = torch.tensor(example.input_ids)
+        batch.attention_mask[i, real] = 1
+        batch.position_ids[i, real] = torch.arange(example.num_tokens)
+        batch.labels[i, real] = torch.tensor(example.labels)
+    return Batch(*(getattr(batch, name).to(device) for name in Batch.__slots__))

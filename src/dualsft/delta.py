@@ -1,0 +1,139 @@
+"""The sparse delta: which entries changed, and to what.
+
+6_finetune/delta.safetensors holds, for each parameter with changed entries, `<param>.idx` (int64,
+sorted, flat) and `<param>.val` (the new values, in the model's dtype); its header names the base
+model and the hash of its weights. Values, not differences: base + delta is the merged model bit for
+bit. Merging and extracting are inverse to each other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dualsft.errors import ConfigError
+
+FORMAT = "dualsft-delta-1"
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New values at flat indices, by parameter; and the base they belong to."""
+
+    indices: dict[str, Tensor]
+    values: dict[str, Tensor]
+    base_model: str = ""
+    base_hash: str = ""
+
+    @property
+    def num_entries(self) -> int:
+        return sum(i.numel() for i in self.indices.values())
+
+    def save(self, path: Path) -> None:
+        tensors: dict[str, Tensor] = {}
+        for name, index in self.indices.items():
+            if index.numel():
+                tensors[f"{name}.idx"] = index.to("cpu", torch.int64).contiguous()
+                tensors[f"{name}.val"] = self.values[name].to("cpu").contiguous()
+        header = {"format": FORMAT, "base_model": self.base_model, "base_hash": self.base_hash}
+        save_file(tensors, str(path), metadata=header)
+
+    @classmethod
+    def load(cls, path: Path) -> Delta:
+        """Read and check a delta file; everything wrong with it is said by name."""
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                header = file.metadata() or {}
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as problem:
+            raise ConfigError(f"{path}: cannot be read as a delta: {problem}") from problem
+        if header.get("format") != FORMAT:
+            raise ConfigError(
+                f"{path}: its header says format {header.get('format')!r}, not {FORMAT!r}; give the "
+                "delta.safetensors of a run folder"
+            )
+        names = sorted({key.rpartition(".")[0] for key in tensors})
+        problems = [f"{path}: {n}: idx or val is missing" for n in names if _lacks(tensors, n)]
+        if problems:
+            raise ConfigError(problems)
+        return cls(
+            {n: tensors[f"{n}.idx"] for n in names},
+            {n: tensors[f"{n}.val"] for n in names},
+            header.get("base_model", ""),
+            header.get("base_hash", ""),
+        )
+
+
+def _lacks(tensors: Mapping[str, Tensor], name: str) -> bool:
+    index, value = tensors.get(f"{name}.idx"), tensors.get(f"{name}.val")
+    return index is None or value is None or index.shape != value.shape
+
+
+@torch.no_grad()
+def take_delta(
+    model: nn.Module, indices: Mapping[str, Tensor], base_model: str = "", base_hash: str = ""
+) -> Delta:
+    """The model's present values at `indices`."""
+    parameters = dict(model.named_parameters())
+    values = {
+        name: parameters[name].detach().view(-1)[index.to(parameters[name].device)].cpu()
+        for name, index in indices.items()
+    }
+    return Delta({n: i.cpu() for n, i in indices.items()}, values, base_model, base_hash)
+
+
+@torch.no_grad()
+def apply_delta(model: nn.Module, delta: Delta | str | Path) -> nn.Module:
+    """Write a delta's values into the model, in place; returns the model."""
+    delta = delta if isinstance(delta, Delta) else Delta.load(Path(delta))
+    parameters = dict(model.named_parameters())
+    problems = []
+    for name, index in delta.indices.items():
+        if name not in parameters:
+            problems.append(f"delta names {name!r}, which the model does not have")
+        elif index.numel() and (
+            int(index.min()) < 0 or int(index.max()) >= parameters[name].numel()
+        ):
+            problems.append(f"delta indexes {name!r} outside its {parameters[name].numel()} entries")
+    if problems:
+        raise ConfigError([*problems, "give the base model that the delta was made from"])
+    for name, index in delta.indices.items():
+        p = parameters[name]
+        p.view(-1)[index.to(p.device)] = delta.values[name].to(p.device, p.dtype)
+    return model
+
+
+@torch.no_grad()
+def extract_delta(base: nn.Module, tuned: nn.Module, **origin: Any) -> Delta:
+    """Every entry whose bits differ between two models of the same shape."""
+    before, after = dict(base.named_parameters()), dict(tuned.named_parameters())
+    if {n: p.shape for n, p in before.items()} != {n: p.shape for n, p in after.items()}:
+        odd = sorted(before.keys() ^ after.keys())[:3]
+        raise ConfigError(f"the two models have different parameters or shapes {odd}")
+    indices = {}
+    for name, p in before.items():
+        same = _bits(p).eq(_bits(after[name].to(p.dtype)))
+        index = torch.nonzero(~same.view(-1)).squeeze(-1).cpu()
+        if index.numel():
+            indices[name] = index
+    return take_delta(tuned, indices, **origin)
+
+
+def _bits(p: Tensor) -> Tensor:
+    views = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return p.detach().contiguous().view(views[p.element_size()])
+
+
+def describe(delta: Delta) -> str:
+    """One line for people."""
+    return json.dumps(
+        {"entries": delta.num_entries, "parameters": len(delta.indices), "base": delta.base_model}
+    )

@@ -1,0 +1,64 @@
+"""Export: a delta merged into its base model, or extracted from a fine-tuned one.
+
+What leaves the run folder must load in the tools people already use: a merged model is an ordinary
+Hugging Face folder with the tokenizer beside it; a delta is the compact form of the same thing
+(`delta.py`). Both are written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from dualsft.delta import Delta, apply_delta, extract_delta
+from dualsft.errors import ConfigError
+from dualsft.model import DTYPES, choose_device, choose_dtype, load_model, load_tokenizer
+from dualsft.pretrained import resolve_model, weights_hash
+
+
+def merge(base: str, delta_path: Path, out: Path, dtype: str = "auto", force: bool = False) -> int:
+    """Write base + delta as a Hugging Face folder; returns the number of entries merged."""
+    folder = resolve_model(base)
+    delta = Delta.load(delta_path)
+    if out.exists():
+        raise ConfigError(f"{out}: already exists; give a new folder")
+    found = weights_hash(folder)
+    if delta.base_hash and delta.base_hash != found and not force:
+        raise ConfigError(
+            f"{delta_path}: made from {delta.base_model!r} with weights {delta.base_hash[:12]}…, but "
+            f"{base!r} has {found[:12]}…; give that base, or --force to merge anyway"
+        )
+    model = load_model(folder, _dtype(dtype, folder), choose_device("cpu"))
+    apply_delta(model, delta)
+    part = out.with_name(f"{out.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        model.save_pretrained(part)
+        load_tokenizer(folder).save_pretrained(part)
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return delta.num_entries
+
+
+def extract(base: str, tuned: Path, out: Path, dtype: str = "auto") -> int:
+    """Write the entries in which `tuned` differs from `base`; returns their number."""
+    if out.exists():
+        raise ConfigError(f"{out}: already exists; give a new file")
+    folder = resolve_model(base)
+    chosen = _dtype(dtype, folder)
+    cpu = choose_device("cpu")
+    before, after = load_model(folder, chosen, cpu), load_model(resolve_model(str(tuned)), chosen, cpu)
+    origin = {"base_model": Path(base).name, "base_hash": weights_hash(folder)}
+    delta = extract_delta(before, after, **origin)
+    part = out.with_name(f"{out.name}.part")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    delta.save(part)
+    part.rename(out)
+    return delta.num_entries
+
+
+def _dtype(name: str, folder: Path):  # noqa: ANN202
+    if name != "auto" and name not in DTYPES:
+        raise ConfigError(f"--dtype: {name!r} is not one of auto, {', '.join(DTYPES)}")
+    return choose_dtype(name, folder, choose_device("cpu"))

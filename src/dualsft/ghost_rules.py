@@ -1,0 +1,282 @@
+"""The exact rule of each layer class: how a use of a parameter enters a per-example gradient.
+
+ALGORITHM.md §2 "Ghost dot product" and §4 (bounds). With input a_t and output gradient ε_t:
+
+    linear      g_n = Σ_t ε_t a_tᵀ          dot Σ_t ε_t · (U a_t)      bound Σ_t ‖ε_t‖ ‖a_t‖
+    bias        g_n = Σ_t ε_t               dot g_n · u                bound ‖g_n‖
+    embedding   g_n[i] = Σ_{t: id_t=i} ε_t  dot Σ_t ε_t · U[id_t]      bound Σ_t ‖ε_t‖
+    norm        g_n = Σ_t ε_t ⊙ x̂_t         dot g_n · u                bound ‖g_n‖
+    head        as linear, fed chunk by chunk with the logit gradient
+
+A parameter used several times (a tied head) is observed by several rules: sums, dots and bounds add.
+
+Shape letters: B examples, T positions, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.pytorch_utils import Conv1D
+
+from dualsft.errors import RunError
+from dualsft.vectors import accumulation_dtype
+
+if TYPE_CHECKING:
+    from dualsft.ghost import Taps
+
+
+def add_product(total_OI: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += leftᵀ right, products of low-precision factors summed in the total's dtype."""
+    if left.dtype == total_OI.dtype:
+        total_OI.addmm_(left.T, right)
+    elif left.is_cuda:
+        total_OI.add_(torch.mm(left.T, right, out_dtype=total_OI.dtype))
+    else:
+        total_OI.addmm_(left.T.to(total_OI.dtype), right.to(total_OI.dtype))
+
+
+def row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """Σ over all but the first dimension of a ⊙ b, without forming the product: [B] in fp64."""
+    wide = accumulation_dtype(a.dtype)
+    rows = len(a)
+    left, right = a.reshape(rows, 1, -1).to(wide), b.reshape(rows, -1, 1).to(wide)
+    return torch.bmm(left, right).reshape(rows).double()
+
+
+def token_norms(x: Tensor) -> Tensor:
+    """‖x_t‖ at every position: [B, T]. q, k and v share their input, so it is kept on the tensor."""
+    kept = getattr(x, "_dualsft_norms", None)
+    if kept is None:
+        wide = accumulation_dtype(x.dtype)
+        kept = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide)
+        x._dualsft_norms = kept  # pyright: ignore[reportAttributeAccessIssue]
+    return kept
+
+
+class Rule(ABC):
+    """A module and the names of the candidates it owns, keyed by their own name in it."""
+
+    def __init__(self, module: nn.Module, used: dict[str, str]) -> None:
+        self.module = module
+        self.weight = used.get("weight")
+        self.bias = used.get("bias")
+
+    @abstractmethod
+    def attached(self, taps: Taps) -> Any:
+        """A context in which the module's uses are observed."""
+
+    def observe_vector(self, taps: Taps, name: str, gradient_BO: Tensor) -> None:
+        """A 1-D parameter: its per-example gradients are small, so they are used as they are."""
+        wide = gradient_BO.to(taps.dtype)
+        if taps.sums is not None:
+            taps.sums[name].add_(wide.sum(0))
+        if taps.direction is not None:
+            taps.dots += wide.double() @ taps.direction[name].double()
+        if taps.bounds:
+            taps.add_bound(name, torch.linalg.vector_norm(wide, dim=-1))
+
+
+class LinearRule(Rule):
+    """nn.Linear (weight [O, I]) and GPT-2's Conv1D (weight [I, O])."""
+
+    def __init__(self, module: nn.Module, used: dict[str, str]) -> None:
+        super().__init__(module, used)
+        self.transposed = isinstance(module, Conv1D)
+
+    @contextmanager
+    def attached(self, taps: Taps) -> Iterator[None]:
+        self.module.forward = lambda x: _TappedLinear.apply(x, self, taps)
+        try:
+            yield
+        finally:
+            del self.module.forward
+
+    def weight_OI(self) -> Tensor:
+        weight = self.module.get_parameter("weight")
+        return weight.T if self.transposed else weight
+
+    def observe(self, taps: Taps, x_BTI: Tensor, norms_BT: Tensor | None, grad_BTO: Tensor) -> None:
+        if self.bias is not None:
+            self.observe_vector(taps, self.bias, grad_BTO.to(taps.dtype).sum(1))
+        name = self.weight
+        if name is None:
+            return
+        if taps.sums is not None:
+            left, right = (x_BTI, grad_BTO) if self.transposed else (grad_BTO, x_BTI)
+            add_product(taps.sums[name], left.flatten(0, 1), right.flatten(0, 1))
+        if taps.direction is not None:
+            block = taps.factor(name, x_BTI.dtype)
+            moved = x_BTI.flatten(0, 1) @ (block if self.transposed else block.T)
+            taps.dots += row_dots(moved.view_as(grad_BTO), grad_BTO)
+        if norms_BT is not None:
+            gradient = torch.linalg.vector_norm(grad_BTO, dim=-1, dtype=taps.dtype)
+            taps.add_bound(name, (gradient * norms_BT).sum(1))
+
+
+class _TappedLinear(torch.autograd.Function):
+    """A linear map whose backward shows (input, output gradient) to its rule."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, rule: LinearRule, taps: Taps) -> Tensor:  # noqa: ANN001
+        if x.ndim != 3:
+            raise RunError(
+                f"{rule.weight or rule.bias}: its input has {x.ndim} dimensions, not (example, "
+                "token, feature), so examples cannot be told apart; leave it out of score.candidates"
+            )
+        ctx.rule, ctx.taps = rule, taps
+        ctx.norms = token_norms(x) if taps.bounds and rule.weight is not None else None
+        ctx.save_for_backward(x)
+        return nn.functional.linear(x, rule.weight_OI(), getattr(rule.module, "bias", None))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # noqa: ANN001, ANN205
+        (x,) = ctx.saved_tensors
+        ctx.rule.observe(ctx.taps, x, ctx.norms, grad.contiguous())
+        grad_x = grad @ ctx.rule.weight_OI() if ctx.needs_input_grad[0] else None
+        return grad_x, None, None
+
+
+class _OutputRule(Rule):
+    """A rule that needs only the module's input and its output's gradient: a pair of hooks."""
+
+    @contextmanager
+    def attached(self, taps: Taps) -> Iterator[None]:
+        def after_forward(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            output = output if output.requires_grad else output.requires_grad_()
+            source = inputs[0].detach()
+            output.register_hook(lambda grad: self.observe(taps, source, grad))
+            return output
+
+        handle = self.module.register_forward_hook(after_forward)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @abstractmethod
+    def observe(self, taps: Taps, source: Tensor, grad: Tensor) -> None: ...
+
+    def with_weight(self, weight: Tensor, source: Tensor) -> Tensor:
+        """The module's own forward with another weight (and no bias)."""
+        changed = {"weight": weight}
+        if getattr(self.module, "bias", None) is not None:
+            changed["bias"] = torch.zeros_like(self.module.get_parameter("bias"))
+        return functional_call(self.module, changed, (source,))
+
+
+class EmbeddingRule(_OutputRule):
+    """nn.Embedding and its scaled subclasses: the output is scale · W[token]."""
+
+    def __init__(self, module: nn.Module, used: dict[str, str]) -> None:
+        super().__init__(module, used)
+        probe = torch.ones_like(module.get_parameter("weight")[:1])
+        first = torch.zeros(1, 1, dtype=torch.long, device=probe.device)
+        values = self._unpadded(probe, first)
+        if not bool((values == values.flatten()[0]).all()):
+            raise RunError(f"{self.weight}: the embedding is no uniform scaling of its rows")
+        self.scale = float(values.flatten()[0])
+
+    def _unpadded(self, weight: Tensor, ids: Tensor) -> Tensor:
+        padding, self.module.padding_idx = self.module.padding_idx, None
+        try:
+            return functional_call(self.module, {"weight": weight}, (ids,))
+        finally:
+            self.module.padding_idx = padding
+
+    @torch.no_grad()
+    def observe(self, taps: Taps, source: Tensor, grad: Tensor) -> None:
+        assert self.weight is not None
+        if source.shape[0] != len(taps.dots):
+            raise RunError(
+                f"{self.weight}: looked up once for all examples, so they cannot be told apart; "
+                "leave it out of score.candidates"
+            )
+        wide = grad.to(taps.dtype) * self.scale
+        padding = self.module.padding_idx
+        if padding is not None:  # autograd gives the padding row no gradient; neither do we
+            wide = wide.masked_fill((source == padding).unsqueeze(-1), 0.0)
+        if taps.sums is not None:
+            taps.sums[self.weight].index_add_(0, source.flatten(), wide.flatten(0, 1))
+        if taps.direction is not None:
+            rows = nn.functional.embedding(source, taps.direction[self.weight])
+            taps.dots += row_dots(rows, wide)
+        if taps.bounds:
+            taps.add_bound(self.weight, torch.linalg.vector_norm(wide, dim=-1).sum(1))
+
+
+class NormRule(_OutputRule):
+    """Any norm whose output is affine in its weight, x̂ ⊙ (c + w) + b: RMSNorm, Gemma's, LayerNorm.
+
+    x̂ is read off the module itself, as the difference between weight one and weight zero; that the
+    output really is affine in the weight is checked on the first use.
+    """
+
+    checked = False
+
+    def _check(self, source: Tensor, unit: Tensor, zero: Tensor) -> None:
+        weight = self.module.get_parameter("weight")
+        expected = zero + unit * weight
+        actual = self.with_weight(weight, source)
+        scale = float(expected.abs().max()) or 1.0
+        tolerance = 64 * torch.finfo(weight.dtype).eps * scale
+        if float((expected - actual).abs().max()) > tolerance:
+            raise RunError(
+                f"{self.weight or self.bias}: {type(self.module).__name__} is not affine in its "
+                "weight, so no exact rule covers it; leave it out of score.candidates"
+            )
+        self.checked = True
+
+    @torch.no_grad()
+    def observe(self, taps: Taps, source: Tensor, grad: Tensor) -> None:
+        wide = grad.to(taps.dtype)
+        if self.bias is not None:
+            self.observe_vector(taps, self.bias, _per_example(wide))
+        if self.weight is not None:
+            weight = self.module.get_parameter("weight")
+            zero = self.with_weight(torch.zeros_like(weight), source)
+            unit = self.with_weight(torch.ones_like(weight), source) - zero
+            if not self.checked:
+                self._check(source, unit, zero)
+            self.observe_vector(taps, self.weight, _per_example(wide * unit.to(taps.dtype)))
+
+
+def _per_example(gradient: Tensor) -> Tensor:
+    """Sum over everything between the example and the feature dimension: [B, O]."""
+    return gradient.reshape(len(gradient), -1, gradient.shape[-1]).sum(1)
+
+
+class HeadRule(Rule):
+    """The output head, fed by `losses.HeadLoss` with chunks of (hidden, logit gradient)."""
+
+    def attached(self, taps: Taps) -> Any:
+        raise AssertionError("the head is observed through losses.HeadLoss, not through hooks")
+
+    def observe(self, taps: Taps, hidden: Tensor, grad: Tensor, example: Tensor) -> None:
+        if self.bias is not None:
+            gradient = torch.zeros(len(taps.dots), grad.shape[-1], dtype=grad.dtype).to(grad.device)
+            self._observe_bias(taps, gradient.index_add_(0, example, grad))
+        name = self.weight
+        if name is None:
+            return
+        if taps.sums is not None:
+            add_product(taps.sums[name], grad.to(hidden.dtype), hidden)
+        if taps.direction is not None:
+            moved = hidden @ taps.factor(name, hidden.dtype).T
+            taps.dots.index_add_(0, example, row_dots(moved, grad.to(moved.dtype)))
+        if taps.bounds:
+            norms = torch.linalg.vector_norm(hidden, dim=-1, dtype=taps.dtype)
+            value = torch.linalg.vector_norm(grad, dim=-1).to(taps.dtype) * norms
+            total = torch.zeros(len(taps.dots), dtype=taps.dtype, device=value.device)
+            taps.add_bound(name, total.index_add_(0, example, value))
+
+    def _observe_bias(self, taps: Taps, gradient_BV: Tensor) -> None:
+        """A chunk holds part of an example's tokens; its norm bounds add up by the triangle."""
+        assert self.bias is not None
+        self.observe_vector(taps, self.bias, gradient_BV)

@@ -1,0 +1,263 @@
+"""The example loss, and CWSD, without full-vocabulary logits for a whole batch.
+
+ALGORITHM.md §2: an example's loss is the mean cross-entropy over its own response tokens; CWSD
+(Algorithm 1 line 6) is a confidence-weighted KL from teacher to student on the same tokens. Both
+are functions of the last hidden states at the label positions, through the output head. `HeadLoss`
+walks those positions in chunks, writes the logit gradient down directly and multiplies it back
+through the head at once, so at most one chunk of fp32 logits exists at any time.
+
+Shape letters: B examples, T positions, M label positions of the batch (all its examples), C rows of
+a chunk, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dualsft.data import Batch
+from dualsft.vectors import accumulation_dtype
+
+CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 512 << 20}
+
+# called with (hidden_CD, logit_grad_CV, example_C) for each chunk: how a tapped head is observed
+HeadObserver = Callable[[Tensor, Tensor, Tensor], None]
+
+
+class Pointwise(Protocol):
+    """A loss on logits, token by token."""
+
+    def __call__(self, rows: slice, logits_CV: Tensor, want_grad: bool) -> tuple[Tensor, Tensor]:
+        """Token values and the weighted gradient with respect to the logits (may reuse them)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The label positions of a batch: where the response tokens are predicted."""
+
+    row_M: Tensor
+    """Which example of the batch each position belongs to."""
+    column_M: Tensor
+    """Position whose hidden state predicts the token."""
+    target_M: Tensor
+    """The token to predict."""
+    count_B: Tensor
+    """Response tokens of each example (T_n)."""
+
+    @classmethod
+    def of(cls, batch: Batch) -> Positions:
+        shifted = batch.labels[:, 1:]
+        row, column = torch.nonzero(shifted != -100, as_tuple=True)
+        count = torch.bincount(row, minlength=shifted.shape[0])
+        return cls(row, column, shifted[row, column], count)
+
+    def per_token(self, value_B: Tensor) -> Tensor:
+        """Spread a value per example over its tokens, divided by T_n."""
+        return (value_B / self.count_B)[self.row_M]
+
+    def per_example_mean(self, value_M: Tensor) -> Tensor:
+        """Mean over each example's own tokens, in fp64."""
+        total = torch.zeros(len(self.count_B), dtype=torch.float64, device=value_M.device)
+        return total.index_add_(0, self.row_M, value_M.double()) / self.count_B
+
+
+def last_hidden(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Hidden states after the final norm, before the head: [B, T, D]."""
+    return model.base_model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        position_ids=batch.position_ids,
+        use_cache=False,
+    ).last_hidden_state
+
+
+class CrossEntropy:
+    """−log softmax(logits)[target], weighted per token."""
+
+    def __init__(self, target_M: Tensor, weight_M: Tensor) -> None:
+        self.target_M, self.weight_M = target_M, weight_M
+
+    def __call__(self, rows: slice, logits_CV: Tensor, want_grad: bool) -> tuple[Tensor, Tensor]:
+        target = self.target_M[rows, None]
+        lse = logits_CV.logsumexp(-1, keepdim=True)
+        value = (lse - logits_CV.gather(-1, target)).squeeze(-1)
+        if want_grad:
+            logits_CV.sub_(lse).exp_()
+            logits_CV.scatter_add_(-1, target, torch.full_like(lse, -1.0))
+            logits_CV.mul_(self.weight_M[rows, None].to(logits_CV.dtype))
+        return value, logits_CV
+
+
+class Distillation:
+    """τ² KL(teacher ‖ student) at temperature τ; its logit gradient is τ (p − q), weighted."""
+
+    def __init__(
+        self, teacher_MD: Tensor, head: nn.Module, tau: float, weight_M: Tensor | None = None
+    ) -> None:
+        self.teacher_MD, self.head, self.tau, self.weight_M = teacher_MD, head, tau, weight_M
+
+    def teacher_logits(self, rows: slice) -> Tensor:
+        logits = self.head(self.teacher_MD[rows])
+        return logits.to(accumulation_dtype(logits.dtype))
+
+    def __call__(self, rows: slice, logits_CV: Tensor, want_grad: bool) -> tuple[Tensor, Tensor]:
+        log_q = torch.log_softmax(self.teacher_logits(rows) / self.tau, -1)
+        log_p = torch.log_softmax(logits_CV / self.tau, -1)
+        q = log_q.exp()
+        value = self.tau**2 * (q * (log_q - log_p)).sum(-1)
+        if not want_grad:
+            return value, logits_CV
+        assert self.weight_M is not None
+        gradient = log_p.exp_().sub_(q)
+        return value, gradient.mul_(self.tau * self.weight_M[rows, None].to(gradient.dtype))
+
+    def entropies(self) -> Tensor:
+        """The teacher's entropy at temperature 1, natural logs, token by token: [M]."""
+        parts = []
+        for rows in chunks(len(self.teacher_MD), self.head):
+            log_q = torch.log_softmax(self.teacher_logits(rows), -1)
+            parts.append(-(log_q.exp() * log_q).sum(-1))
+        return torch.cat(parts)
+
+
+def chunks(num_rows: int, head: nn.Module) -> list[slice]:
+    """Row ranges whose fp32 logits fit the chunk size."""
+    weight = head.get_parameter("weight")
+    limit = CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cpu"])
+    size = max(1, limit // (4 * weight.shape[0]))
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+
+
+class HeadLoss(torch.autograd.Function):
+    """Σ over label positions of a weighted pointwise loss, its gradient computed chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx,  # noqa: ANN001
+        hidden_MD: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: nn.Module,
+        pointwise: Pointwise,
+        observer: HeadObserver | None,
+        example_M: Tensor,
+        want_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        grad_hidden = torch.empty_like(hidden_MD) if want_grad else None
+        wide = accumulation_dtype(weight.dtype)
+        train_weight = want_grad and ctx.needs_input_grad[1]
+        train_bias = want_grad and bias is not None and ctx.needs_input_grad[2]
+        grad_weight = torch.zeros_like(weight) if train_weight else None
+        grad_bias = torch.zeros_like(bias) if train_bias else None  # pyright: ignore
+        values = []
+        for rows in chunks(len(hidden_MD), head):
+            hidden = hidden_MD[rows]
+            logits = torch.nn.functional.linear(hidden, weight, bias).to(wide)
+            value, gradient = pointwise(rows, logits, want_grad)
+            values.append(value)
+            if grad_hidden is None:
+                continue
+            narrow = gradient.to(weight.dtype)
+            torch.mm(narrow, weight, out=grad_hidden[rows])
+            if observer is not None:
+                observer(hidden, gradient, example_M[rows])
+            if grad_weight is not None:
+                grad_weight.addmm_(narrow.T, hidden)
+            if grad_bias is not None:
+                grad_bias.add_(narrow.sum(0))
+        ctx.gradients = (grad_hidden, grad_weight, grad_bias)
+        value_M = torch.cat(values) if values else hidden_MD.new_zeros(0, dtype=wide)
+        ctx.mark_non_differentiable(value_M)
+        return hidden_MD.new_zeros((), dtype=wide), value_M
+
+    @staticmethod
+    def backward(ctx, grad_objective: Tensor, _: Tensor):  # noqa: ANN001, ANN205
+        gradients = ctx.gradients
+        ctx.gradients = None
+        scaled = [None if g is None else g.mul_(grad_objective.to(g.dtype)) for g in gradients]
+        return *scaled, None, None, None, None, None
+
+
+def head_objective(
+    model: PreTrainedModel,
+    hidden_BTD: Tensor,
+    positions: Positions,
+    pointwise: Pointwise,
+    observer: HeadObserver | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(objective to call backward on, token values [M]); the objective's own value is not kept."""
+    head = model.get_output_embeddings()
+    hidden_MD = hidden_BTD[positions.row_M, positions.column_M]
+    want_grad = torch.is_grad_enabled() and (
+        hidden_MD.requires_grad or any(p.requires_grad for p in head.parameters())
+    )
+    bias = getattr(head, "bias", None)
+    result = HeadLoss.apply(
+        hidden_MD, head.weight, bias, head, pointwise, observer, positions.row_M, want_grad
+    )
+    assert result is not None
+    return result
+
+
+def example_objective(
+    model: PreTrainedModel,
+    batch: Batch,
+    scale: float = 1.0,
+    observer: HeadObserver | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(Σ_n scale · loss_n to differentiate, loss_n [B] in fp64): the sum over the examples."""
+    positions = Positions.of(batch)
+    hidden = last_hidden(model, batch)
+    weight = positions.per_token(
+        torch.full_like(positions.count_B, scale, dtype=accumulation_dtype(hidden.dtype))
+    )
+    loss = CrossEntropy(positions.target_M, weight)
+    objective, value_M = head_objective(model, hidden, positions, loss, observer)
+    return objective, positions.per_example_mean(value_M)
+
+
+def distillation_objective(
+    teacher: PreTrainedModel,
+    student: PreTrainedModel,
+    batch: Batch,
+    tau: float,
+    scale: float = 1.0,
+    weighted: bool = True,
+    observer: HeadObserver | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """CWSD of a batch: (Σ_n scale · ω_n · mean KL to differentiate, mean KL_n [B], ω_n [B])."""
+    positions = Positions.of(batch)
+    with torch.no_grad():
+        teacher_MD = last_hidden(teacher, batch)[positions.row_M, positions.column_M]
+        head = teacher.get_output_embeddings()
+        loss = Distillation(teacher_MD, head, tau)
+        omega = torch.ones(len(positions.count_B), dtype=torch.float64, device=teacher_MD.device)
+        if weighted:
+            entropy = positions.per_example_mean(loss.entropies())
+            width = torch.tensor(float(head.weight.shape[0]), dtype=torch.float64)
+            omega = 1.0 - entropy / torch.log(width).to(entropy.device)
+        loss.weight_M = positions.per_token(omega * scale)
+    hidden = last_hidden(student, batch)
+    objective, value_M = head_objective(student, hidden, positions, loss, observer)
+    return objective, positions.per_example_mean(value_M), omega
+
+
+def plain_example_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """The same example loss through the model's own logits: the slow path that checks the fast."""
+    logits = model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        position_ids=batch.position_ids,
+        use_cache=False,
+    ).logits
+    positions = Positions.of(batch)
+    chosen = logits[positions.row_M, positions.column_M].to(accumulation_dtype(logits.dtype))
+    token = torch.nn.functional.cross_entropy(chosen, positions.target_M, reduction="none")
+    weight = positions.per_token(torch.ones_like(positions.count_B, dtype=token.dtype))
+    return (token * weight).sum()

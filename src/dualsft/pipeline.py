@@ -1,0 +1,198 @@
+"""The table of contents: Algorithm 1 as ordered stages over a run folder.
+
+    split → warmup → gradients → scores → selection → finetune → evaluation → report
+
+Each stage names the settings it depends on and the stages it reads. Its fingerprint is made of both,
+so a finished stage is reused while nothing it depends on has changed, and a changed setting re-runs
+exactly what depends on it, saying why. A stage is written whole or not at all (`rundir.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dualsft import config as settings
+from dualsft.config import Config
+from dualsft.context import FOLDERS, RunContext
+from dualsft.errors import ConfigError
+from dualsft.pretrained import tokenizer_hash, weights_hash
+from dualsft.progress import Reporter, clock
+from dualsft.report import peak_gib, write_report
+from dualsft.rundir import MANIFEST, Fingerprint, RunDir, sha256_file
+from dualsft.stages import evaluation, finetune, gradients, scores, selection, split, warmup
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the flow: what it runs, what it depends on, what it reads."""
+
+    name: str
+    run: Callable[[RunContext, Path], dict[str, Any]]
+    settings: Callable[[RunContext], Settings]
+    reads: tuple[str, ...]
+
+
+def _pick(ctx: RunContext, *keys: str) -> Settings:
+    """Config values by full key; `section.*` takes the whole section."""
+    flat = settings.to_flat(ctx.config)
+    chosen: Settings = {}
+    for key in keys:
+        if key.endswith(".*"):
+            chosen |= {name: v for name, v in flat.items() if name.startswith(key[:-1])}
+        else:
+            chosen[key] = flat[key]
+    return chosen
+
+
+def _split_settings(ctx: RunContext) -> Settings:
+    chosen = _pick(ctx, "seed", "data.*", "split.*")
+    for key in ("data.path", "data.padding_side"):
+        del chosen[key]
+    source = ctx.data_path(ctx.config.data.path)
+    if not source.is_file():
+        raise ConfigError(f"data.path: {ctx.config.data.path!r} is not a file; give a JSONL file")
+    tokens = {"tokenizer": tokenizer_hash(ctx.model_folder), "model type": ctx.model_type}
+    return chosen | tokens | {"rows of data.path": sha256_file(source)}
+
+
+def _compute(ctx: RunContext) -> Settings:
+    """What decides the bits of any pass through the model."""
+    dtype = str(ctx.dtype).removeprefix("torch.")
+    return {
+        "dtype": dtype,
+        "device": ctx.device.type,
+        "batch_tokens": ctx.batch_tokens,
+    } | _pick(ctx, "model.attention", "data.padding_side")
+
+
+def _warmup_settings(ctx: RunContext) -> Settings:
+    chosen = _pick(
+        ctx, "warmup.*", "finetune.warmup_ratio", "finetune.micro_batch_size", "score.candidates"
+    )
+    chosen["warmup.lr"] = ctx.config.warmup.lr or ctx.config.finetune.lr
+    chosen["warmup.batch_size"] = ctx.config.warmup.batch_size or ctx.config.finetune.batch_size
+    return chosen | _compute(ctx) | {"weights of model.path": weights_hash(ctx.model_folder)}
+
+
+_DIRECTION = (
+    "score.lam",
+    "score.lam_relative",
+    "score.curvature",
+    "score.curvature_scale",
+    "score.step",
+    "finetune.lr",
+)
+
+
+def _gradients_settings(ctx: RunContext) -> Settings:
+    chosen = _pick(ctx, "score.preservation") | _compute(ctx)
+    if ctx.config.score.preservation == "cwsd":
+        chosen |= _pick(ctx, "score.tau")
+    one_pass = gradients.one_pass_wanted(ctx)
+    chosen["per-example product in the pool pass"] = one_pass
+    return chosen | (_pick(ctx, *_DIRECTION) if one_pass else {})
+
+
+def _scores_settings(ctx: RunContext) -> Settings:
+    per_example = ctx.config.select.variant != "param"
+    chosen = _pick(ctx, *_DIRECTION, "score.mode", "score.keep")
+    return chosen | {"per-example scores": per_example}
+
+
+def _selection_settings(ctx: RunContext) -> Settings:
+    chosen = _pick(ctx, "select.*")
+    unused = {"data": "select.param_budget", "param": "select.data_budget"}
+    chosen.pop(unused.get(ctx.config.select.variant, ""), None)
+    if not ctx.config.select.rounds:
+        del chosen["select.order"]
+    return chosen
+
+
+def _finetune_settings(ctx: RunContext) -> Settings:
+    return _pick(ctx, "finetune.*", "seed")
+
+
+def _evaluation_settings(ctx: RunContext) -> Settings:
+    chosen = _pick(ctx, "evaluation.*", "data.*")
+    del chosen["data.path"]
+    files = {n: ctx.data_path(p) for n, p in ctx.config.evaluation.files.items()}
+    problems = [
+        f"evaluation.files: {name!r}: {str(path)!r} is not a file"
+        for name, path in files.items()
+        if not path.is_file()
+    ]
+    if problems:
+        raise ConfigError(problems)
+    hashes = {name: sha256_file(path) for name, path in files.items()}
+    return chosen | {"evaluation.files": hashes}
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage("split", split.run, _split_settings, ()),
+    Stage("warmup", warmup.run, _warmup_settings, ("split",)),
+    Stage("gradients", gradients.run, _gradients_settings, ("split", "warmup")),
+    Stage("scores", scores.run, _scores_settings, ("split", "warmup", "gradients")),
+    Stage("selection", selection.run, _selection_settings, ("split", "gradients", "scores")),
+    Stage("finetune", finetune.run, _finetune_settings, ("split", "selection")),
+    Stage("evaluation", evaluation.run, _evaluation_settings, ("split", "finetune")),
+)
+STAGE_NAMES: tuple[str, ...] = (*(stage.name for stage in STAGES), "report")
+
+
+def run(
+    config: Config,
+    out: str | Path = "run",
+    until: str | None = None,
+    reporter: Reporter | None = None,
+) -> Path:
+    """Run Algorithm 1 into the folder `out`, up to and including the stage `until`.
+
+    Finished stages whose settings have not changed are reused. Returns the run folder.
+    """
+    settings.validate(config)
+    last = until or "report"
+    if last not in STAGE_NAMES:
+        raise ConfigError(f"--until: {last!r} is not a stage; use one of {', '.join(STAGE_NAMES)}")
+    rundir = RunDir(Path(out))
+    rundir.create()
+    ctx = RunContext(config, rundir, reporter or Reporter())
+    for warning in settings.warnings(config):
+        ctx.reporter.warn(warning)
+    rundir.write_config(settings.to_yaml(config))
+    hashes: dict[str, str] = {}
+    for stage in STAGES:
+        hashes[stage.name] = _ensure(ctx, stage, hashes)
+        if stage.name == last:
+            return rundir.path
+    write_report(rundir.path)
+    ctx.reporter.say(f"report: {rundir.path / 'report.md'}")
+    return rundir.path
+
+
+def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
+    """Reuse the finished stage or run it; returns its fingerprint's hash."""
+    folder = FOLDERS[stage.name]
+    fingerprint = Fingerprint(stage.settings(ctx), {name: hashes[name] for name in stage.reads})
+    state = ctx.rundir.stage_state(folder, fingerprint)
+    if state.ready:
+        ctx.reporter.say(f"[{stage.name}] reused: nothing it depends on has changed")
+        return fingerprint.hash
+    redo = state.status in ("stale", "corrupt")
+    why = f"again ({'; '.join(state.reasons)})" if redo else "started"
+    ctx.reporter.say(f"[{stage.name}] {why}")
+    ctx.reporter.warnings.clear()
+    ctx.reporter.metrics = lambda **values: ctx.rundir.log_metrics(stage.name, **values)
+    with ctx.rundir.write_stage(folder, fingerprint) as part:
+        facts = stage.run(ctx, part)
+        record = {"facts": facts, "warnings": list(ctx.reporter.warnings)}
+        (part / "stage.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    manifest = json.loads((ctx.folder(stage.name) / MANIFEST).read_text())
+    spent = clock(manifest["seconds"])
+    ctx.reporter.say(f"[{stage.name}] done in {spent}, peak memory {peak_gib(manifest):.2f} GiB")
+    return fingerprint.hash

@@ -1,0 +1,138 @@
+"""Progress of long work: what, how far, how fast, how long still, how much memory.
+
+The library never prints: a `Reporter` turns progress into plain text lines and hands them to
+whoever listens (the command line prints them; otherwise they go to the log). A terminal gets one
+line that rewrites itself, anything else a line every few seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+log = logging.getLogger("dualsft")
+
+RECORD_SECONDS = 5.0  # how often progress enters metrics.jsonl
+
+
+def peak_memory_gib() -> float:
+    """Peak resident memory of this process so far (GPU memory when one is in use)."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            for line in status:
+                if line.startswith("VmHWM"):
+                    return int(line.split()[1]) / 2**20
+    except OSError:
+        pass
+    unit = 2**30 if sys.platform == "darwin" else 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def clock(seconds: float) -> str:
+    """1:05 or 2:03:40."""
+    whole = int(seconds + 0.5)
+    hours, rest = divmod(whole, 3600)
+    minutes, secs = divmod(rest, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+
+
+@dataclass
+class Progress:
+    """One piece of work with a known number of units."""
+
+    label: str
+    total: int
+    unit: str
+    show: Callable[[str, bool], None]
+    record: Callable[..., None] | None = None
+    interval: float = 5.0
+    started: float = field(default_factory=time.monotonic)
+    shown: float = 0.0
+    recorded: float = 0.0
+    done: int = 0
+    tokens: int = 0
+    extra: str = ""
+
+    def advance(self, units: int, tokens: int = 0, loss: float | None = None) -> None:
+        """Count finished units and show the state when it is due."""
+        self.done += units
+        self.tokens += tokens
+        if loss is not None:
+            self.extra = f" · loss {loss:.4f}"
+        now = time.monotonic()
+        last = self.done >= self.total
+        if last or now - self.shown >= self.interval:
+            self.shown = now
+            self.show(self.line(now - self.started), last)
+        if self.record is not None and (last or now - self.recorded >= RECORD_SECONDS):
+            self.recorded = now
+            self.record(**self.state(now - self.started))
+
+    def state(self, elapsed: float) -> dict[str, float | str]:
+        """The same state as numbers, for metrics.jsonl."""
+        remaining = elapsed / self.done * (self.total - self.done) if self.done else 0.0
+        return {
+            "work": self.label,
+            "done": self.done,
+            "total": self.total,
+            "percentage": round(100 * self.done / max(1, self.total), 2),
+            "elapsed_time": round(elapsed, 3),
+            "remaining_time": round(remaining, 3),
+            "tokens_per_second": round(self.tokens / max(elapsed, 1e-9), 1),
+        }
+
+    def line(self, elapsed: float) -> str:
+        state = self.state(elapsed)
+        rate = self.tokens / max(elapsed, 1e-9)
+        speed = f" · {rate:,.0f} tok/s" if self.tokens else ""
+        left = f" · {clock(float(state['remaining_time']))} left" if self.done < self.total else ""
+        return (
+            f"{self.label}: {self.done:,}/{self.total:,} {self.unit} "
+            f"({100 * self.done / max(1, self.total):.0f} %){self.extra}{speed} · "
+            f"{clock(elapsed)} spent{left} · peak {peak_memory_gib():.2f} GiB"
+        )
+
+
+class Reporter:
+    """Where messages, warnings and progress of a run go."""
+
+    def __init__(
+        self,
+        write: Callable[[str], None] | None = None,
+        rewrite: Callable[[str, bool], None] | None = None,
+        interval: float = 5.0,
+    ) -> None:
+        self._write = write or log.info
+        self._rewrite = rewrite
+        self.interval = interval
+        self.warnings: list[str] = []
+        self.metrics: Callable[..., None] | None = None
+
+    def say(self, message: str) -> None:
+        self._write(message)
+
+    def warn(self, message: str) -> None:
+        """A warning: shown now and kept for the stage's summary and the report."""
+        self.warnings.append(message)
+        self._write(f"warning: {message}")
+
+    @contextmanager
+    def track(self, label: str, total: int, unit: str) -> Iterator[Progress]:
+        """Progress over `total` units of work."""
+
+        def show(line: str, last: bool) -> None:
+            if self._rewrite is not None:
+                self._rewrite(line, last)
+            else:
+                self._write(line)
+
+        interval = 0.2 if self._rewrite is not None else self.interval
+        yield Progress(label, total, unit, show, self.metrics, interval)

@@ -1,0 +1,186 @@
+"""The Markdown report of a run folder: what was chosen, what it cost, what changed.
+
+Reads the JSON that the stages wrote, computes nothing new, and writes `report.md` at the top of the
+run folder. Works on a run that stopped early: it tells of the stages that are there.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dualsft.context import FOLDERS
+from dualsft.rundir import MANIFEST, atomic_write_text
+
+SUMMARIES = {
+    "split": "1_split/summary.json",
+    "scores": "4_scores/summary.json",
+    "selection": "5_selection/summary.json",
+    "finetune": "6_finetune/summary.json",
+    "evaluation": "7_evaluation/results.json",
+}
+
+
+def load_summaries(run: Path) -> dict[str, Any]:
+    """The summaries of the finished stages, and every stage's manifest and warnings."""
+    found: dict[str, Any] = {"manifests": {}, "warnings": {}}
+    for stage, folder in FOLDERS.items():
+        manifest = run / folder / MANIFEST
+        if manifest.is_file():
+            found["manifests"][stage] = json.loads(manifest.read_text())
+            record = json.loads((run / folder / "stage.json").read_text(encoding="utf-8"))
+            found["warnings"][stage] = record["warnings"]
+    for stage, file in SUMMARIES.items():
+        if stage in found["manifests"]:
+            found[stage] = json.loads((run / file).read_text(encoding="utf-8"))
+    return found
+
+
+def peak_gib(manifest: dict[str, Any]) -> float:
+    """A stage's peak memory: the GPU's when one was used, otherwise this process's."""
+    memory = manifest["peak_memory"]
+    return (memory["cuda_bytes"] or memory["rss_bytes"] or 0) / 2**30
+
+
+def write_report(run: Path) -> Path:
+    """Write report.md and return its path."""
+    facts = load_summaries(run)
+    sections = [
+        f"# DualSFT run `{run.name}`",
+        _summary(facts),
+        _evaluation(facts),
+        _selection(facts),
+        _scores(facts),
+        _cost(facts),
+        _warnings(facts),
+        "Settings: `config.yaml`; replay with `dualsft run config.yaml --out NEW_FOLDER`.",
+    ]
+    path = run / "report.md"
+    atomic_write_text(path, "\n\n".join(s for s in sections if s) + "\n")
+    return path
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; numbers are already text. Pipes in cells are escaped."""
+    clean = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in clean])
+
+
+def _summary(facts: dict[str, Any]) -> str:
+    chosen = facts.get("selection")
+    if chosen is None:
+        done = ", ".join(facts["manifests"]) or "nothing"
+        return f"Finished so far: {done}."
+    lines = []
+    if "k" in chosen:
+        lines.append(
+            f"- **{chosen['k']:,}** of {chosen['denominator']:,} candidate parameters "
+            f"({100 * chosen['share']:.2f} %)"
+        )
+    if "b" in chosen:
+        lines.append(
+            f"- **{chosen['b']:,}** of {chosen['num_full']:,} examples "
+            f"({100 * chosen['data_share']:.2f} %)"
+        )
+    return "\n".join(lines)
+
+
+def _evaluation(facts: dict[str, Any]) -> str:
+    results = facts.get("evaluation")
+    if results is None:
+        return ""
+    rows = []
+    for name, r in results["files"].items():
+        before, after = r["before"], r["after"]
+        rows.append(
+            [
+                name,
+                f"{r['examples']:,}",
+                f"{before['loss']:.4f}",
+                f"{after['loss']:.4f}",
+                f"{before['perplexity']:.3f}",
+                f"{after['perplexity']:.3f}",
+                f"{after['kl_to_base']:.4f}",
+            ]
+        )
+    head = ["file", "examples", "loss before", "after", "perplexity before", "after", "KL to base"]
+    text = "## Before and after\n\n" + table(head, rows)
+    text += (
+        "\n\n`validation` is the split that scoring used; files given as `evaluation.files` are the "
+        "ones to judge by."
+    )
+    if "prompt" in results:
+        p = results["prompt"]
+        asked = [["asked", p["prompt"]], ["before", p["before"]], ["after", p["after"]]]
+        text += "\n\n" + table(["", "text"], asked)
+    return text
+
+
+def _selection(facts: dict[str, Any]) -> str:
+    chosen = facts.get("selection")
+    if chosen is None:
+        return ""
+    parts = ["## Selection"]
+    if "b" in chosen:
+        gap = chosen["boundary_gap"]
+        gap_text = f"{gap:.3g}" if gap is not None else "none (all selected)"
+        parts.append(
+            f"Response length: selected {chosen['response_tokens_selected']:.1f}, pool "
+            f"{chosen['response_tokens_pool']:.1f} tokens. Certificate: {chosen['certified_in']:,} in, "
+            f"{chosen['certified_out']:,} out, {chosen['rescored']:,} scored exactly. Boundary gap "
+            f"{gap_text}; rounding slack {chosen['rounding_slack']:.3g}, "
+            f"{chosen['near_ties']:,} examples lie within it of the boundary."
+        )
+    if "per_module" in chosen:
+        total = max(1, chosen["k"])
+        for title, counts in (("module", "per_module"), ("layer", "per_layer")):
+            rows = [[k, f"{v:,}", f"{100 * v / total:.1f} %"] for k, v in chosen[counts].items()]
+            parts.append(table([title, "selected entries", "share"], rows))
+    for r in chosen.get("rounds", []):
+        parts.append(f"Round {r['round']} re-selected {r['moved']}: Jaccard {r['jaccard']:.3f}.")
+    return "\n\n".join(parts)
+
+
+def _scores(facts: dict[str, Any]) -> str:
+    s = facts.get("scores")
+    if s is None:
+        return ""
+    norms, cosines = s["norms"], s["cosines"]
+    rows = [
+        ["‖v_new‖", f"{norms['val_grad']:.4g}"],
+        ["‖v_prior‖", f"{norms['prior_grad']:.4g}"],
+        ["λ as applied to v_prior", f"{s['lam_effective']:.4g}"],
+        ["‖G/N‖", f"{norms['grad_mean']:.4g}"],
+        ["curvature share ‖second‖/‖first‖", _number(s["curvature_share"])],
+        ["cos(v_new, G)", _number(cosines["val_grad_grad_sum"])],
+        ["cos(v_new, v_prior)", _number(cosines["val_grad_prior_grad"])],
+    ]
+    text = "## Scores\n\n" + table(["quantity", "value"], rows)
+    if "checks" in s:
+        checks = s["checks"]
+        worst = max((row["error"] for row in checks["alone"]), default=0.0)
+        text += (
+            f"\n\nSelf-check passed: Σ scores against ⟨u, G⟩ to {checks['relative_error']:.1e}, "
+            f"{len(checks['alone'])} examples scored alone to {worst:.1e} of ‖u‖‖g‖ "
+            f"(tolerance {checks['tolerance']:g})."
+        )
+    return text
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _cost(facts: dict[str, Any]) -> str:
+    rows = [
+        [stage, f"{m['seconds']:.1f}", f"{peak_gib(m):.2f}"]
+        for stage, m in facts["manifests"].items()
+    ]
+    return "## Cost\n\n" + table(["stage", "seconds", "peak memory, GiB"], rows) if rows else ""
+
+
+def _warnings(facts: dict[str, Any]) -> str:
+    lines = [f"- {stage}: {text}" for stage, many in facts["warnings"].items() for text in many]
+    return "## Warnings\n\n" + "\n".join(lines) if lines else ""

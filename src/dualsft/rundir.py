@@ -1,0 +1,397 @@
+"""The run folder: stages that are whole or absent, and a reason for each one that is run again.
+
+The layout is that of ARCHITECTURE.md: one numbered folder for each step of Algorithm 1. A stage is
+written as `<folder>.part`, sealed by a manifest (`manifest.py`), and swapped into place by rename;
+a finished stage is not removed before its successor is complete, and a reader finishes or undoes a
+swap that a crash cut short. One process at a time writes.
+Writes `config.yaml`, `manifest.json`, `metrics.jsonl` and the stage folders; reads them back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from dualsft.errors import ConfigError, RunError
+from dualsft.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    Fingerprint,
+    atomic_write_bytes,
+    atomic_write_text,
+    damage,
+    fsync,
+    is_whole,
+    jsonable,
+    read_manifest,
+    read_stage_manifest,
+    render_manifest,
+    seal,
+    sha256_file,
+    versions,
+)
+
+try:
+    import fcntl
+except ImportError:  # Windows: two runs on one folder go unnoticed there
+    fcntl = None
+
+__all__ = [
+    "FORMAT_VERSION",
+    "Fingerprint",
+    "PeakMemory",
+    "RunDir",
+    "StageState",
+    "StageWriter",
+    "atomic_write_bytes",
+    "atomic_write_text",
+    "sha256_file",
+]
+
+log = logging.getLogger(__name__)
+
+STAGE_FOLDER = re.compile(r"[0-9]+_[a-z_]+")
+
+
+class PeakMemory:
+    """Peak memory while the block runs, in bytes.
+
+    `rss_bytes` is the resident peak of this process; where the system cannot reset it, the peak
+    since the process began (`since_start`). `cuda_bytes` is the largest allocated peak of a device,
+    None while torch.cuda is not in use. Blocks may nest.
+    """
+
+    _open: ClassVar[list[PeakMemory]] = []
+
+    def __init__(self) -> None:
+        self.rss_bytes = 0
+        self.cuda_bytes: int | None = None
+        self.since_start = False
+
+    def __enter__(self) -> PeakMemory:
+        self._record()
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            self.since_start = True
+        for device in _cuda_devices():
+            sys.modules["torch"].cuda.reset_peak_memory_stats(device)
+        self._open.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._record()
+        self._open.remove(self)
+
+    @classmethod
+    def _record(cls) -> None:
+        """Give the peak since the last reset to every open block: the next reset forgets it."""
+        rss = _peak_rss()
+        cuda = [sys.modules["torch"].cuda.max_memory_allocated(d) for d in _cuda_devices()]
+        for block in cls._open:
+            block.rss_bytes = max(block.rss_bytes, rss)
+            if cuda:
+                block.cuda_bytes = max(block.cuda_bytes or 0, *cuda)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a manifest holds it."""
+        names = ("rss_bytes", "since_start", "cuda_bytes")
+        return {name: getattr(self, name) for name in names}
+
+
+def _cuda_devices() -> range:
+    """The devices to ask; none unless somebody else already uses torch.cuda."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return range(0)
+    return range(torch.cuda.device_count())
+
+
+def _peak_rss() -> int:
+    """Resident peak of this process since the last reset, in bytes; 0 where nothing tells it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """What is on disk for a stage; only `ready` may be read."""
+
+    status: Literal["missing", "stale", "corrupt", "ready"]
+    reasons: tuple[str, ...] = ()
+    manifest: Mapping[str, Any] | None = None
+    extra: tuple[str, ...] = ()
+    """Files in the folder that its manifest does not list; they are ignored."""
+
+    @property
+    def ready(self) -> bool:
+        return self.status == "ready"
+
+
+class StageWriter(os.PathLike[str]):
+    """A stage while it is written: `path` is its folder, and `writer / "name"` a file in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.facts: dict[str, Any] = {}
+        self.memory = PeakMemory()
+        self.seconds = 0.0
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Keep facts about the stage in its manifest."""
+        self.facts |= jsonable(facts)
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes: of the GPU when one is in use, otherwise of the process."""
+        cuda = self.memory.cuda_bytes
+        return self.memory.rss_bytes if cuda is None else cuda
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def _exists(path: Path) -> bool:
+    return os.path.lexists(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+class RunDir:
+    """One run's folder; `path` need not exist before `create`."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._lock_depth = 0
+        self._lock_file = -1
+
+    def create(self) -> RunDir:
+        """Make the folder, or take up a run's; refuses a folder that holds something else."""
+        if _exists(self.path) and not self.path.is_dir():
+            raise ConfigError(f"--out: {str(self.path)!r} is not a folder; give a new folder")
+        names = os.listdir(self.path) if self.path.is_dir() else []
+        if MANIFEST in names:
+            read_manifest(self.path / MANIFEST)
+        elif any(not name.startswith(".") for name in names):
+            raise ConfigError(
+                f"--out: {str(self.path)!r} is neither empty nor a run folder; give a new folder"
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._write_manifest()
+        return self
+
+    def write_config(self, text: str) -> None:
+        """Write `config.yaml`."""
+        atomic_write_text(self.path / "config.yaml", text)
+
+    def _write_manifest(self) -> None:
+        """Write the run's `manifest.json`: a summary of the stages that are there."""
+        stages: dict[str, Any] = {}
+        for folder in sorted(filter(STAGE_FOLDER.fullmatch, os.listdir(self.path))):
+            manifest, wrong = read_stage_manifest(self.path / folder)
+            if not wrong:
+                names = ("stage", "seconds", "peak_memory", "finished")
+                summary = {"fingerprint": manifest["fingerprint"].get("hash")}
+                stages[folder] = summary | {name: manifest[name] for name in names}
+        body = {
+            "format_version": FORMAT_VERSION,
+            "versions": versions(),
+            "platform": platform.platform(),
+            "stages": stages,
+        }
+        atomic_write_text(self.path / MANIFEST, render_manifest(body))
+
+    def log_metrics(self, stage: str, **values: Any) -> None:
+        """Append one line to `metrics.jsonl`; nan and inf, which JSON lacks, become their names."""
+        assert "time" not in values
+        record = {"time": round(time.time(), 3), "stage": stage, **values}
+        line = json.dumps(jsonable(record), allow_nan=False) + "\n"
+        with open(self.path / "metrics.jsonl", "ab+") as file:
+            if file.seek(0, os.SEEK_END) > 0:  # a crash may have cut the last line
+                file.seek(-1, os.SEEK_END)
+                pass
+            file.write(line.encode("ascii"))
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The records of `metrics.jsonl`; a line that a crash cut is left out."""
+        records: list[dict[str, Any]] = []
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self.path / "metrics.jsonl").read_bytes().splitlines():
+                with contextlib.suppress(ValueError):
+                    records.append(json.loads(line))
+        return records
+
+    def stage_path(self, folder: str) -> Path:
+        """Where a finished stage lies."""
+        assert STAGE_FOLDER.fullmatch(folder), folder
+        return self.path / folder
+
+    def stage_state(self, folder: str, fingerprint: Fingerprint) -> StageState:
+        """Whether a stage can be reused and, if not, why; hashes every file before `ready`."""
+        final = self.stage_path(folder)
+        self._recover_if_free(folder)
+        if final.is_symlink():
+            return StageState("corrupt", (f"{folder} is a symlink",))
+        if not final.exists():
+            return StageState("missing")
+        manifest, wrong = read_stage_manifest(final)
+        if wrong:
+            return StageState("corrupt", (wrong,))
+        if reasons := fingerprint.explain(manifest):
+            return StageState("stale", tuple(reasons), manifest)
+        reasons, extra = damage(final, manifest)
+        if extra:
+            log.info("%s: ignored, not written by the stage: %s", final, ", ".join(extra))
+        status = "corrupt" if reasons else "ready"
+        return StageState(status, tuple(reasons), manifest, tuple(extra))
+
+    @contextlib.contextmanager
+    def write_stage(self, folder: str, fingerprint: Fingerprint) -> Iterator[StageWriter]:
+        """Give an empty folder to write a stage into; on a clean exit it replaces the old stage.
+
+        On an exception the new folder is removed and the old stage stays as it was.
+        """
+        final = self.stage_path(folder)
+        part = _beside(final, ".part")
+        with self.lock():
+            self._recover(folder)
+            _remove(part)
+            part.mkdir()
+            writer = StageWriter(part)
+            start = time.perf_counter()
+            try:
+                with writer.memory:
+                    yield writer
+                writer.seconds = time.perf_counter() - start
+                seal(part, self._stage_body(folder, fingerprint, writer))
+            except BaseException:
+                shutil.rmtree(part, ignore_errors=True)
+                raise
+            self._swap(part, final)
+            self._write_manifest()
+
+    @staticmethod
+    def _stage_body(folder: str, fingerprint: Fingerprint, writer: StageWriter) -> dict[str, Any]:
+        return {
+            "format_version": FORMAT_VERSION,
+            "stage": folder.partition("_")[2],
+            "fingerprint": fingerprint.as_dict(),
+            "facts": writer.facts,
+            "seconds": round(writer.seconds, 3),
+            "peak_memory": writer.memory.as_dict(),
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": versions(),
+        }
+
+    def _swap(self, part: Path, final: Path) -> None:
+        """Put a sealed folder in the place of the old one; a crash in between is recoverable."""
+        old = _beside(final, ".old")
+        _remove(old)
+        if _exists(final):
+            os.rename(final, old)
+        os.rename(part, final)
+        fsync(self.path)
+        _remove(old)
+
+    def _recover(self, folder: str) -> None:
+        """Finish a swap that a crash cut short, or undo it; the caller holds the lock."""
+        final = self.stage_path(folder)
+        part, old = _beside(final, ".part"), _beside(final, ".old")
+        if not _exists(old) and _exists(final):
+            return
+        if not is_whole(final):
+            for candidate in (part, old):
+                if is_whole(candidate):
+                    log.warning("%s: taking up %s after a crash", final, candidate.name)
+                    _remove(final)
+                    os.rename(candidate, final)
+                    fsync(self.path)
+                    break
+        _remove(old)
+
+    def _recover_if_free(self, folder: str) -> None:
+        """`_recover` for a reader: not while somebody writes, nor in a read-only copy."""
+        final = self.stage_path(folder)
+        swapping = _exists(_beside(final, ".old"))
+        if not swapping and (_exists(final) or not _exists(_beside(final, ".part"))):
+            return
+        try:
+            if not self._try_lock():
+                return
+        except OSError:
+            return
+        try:
+            self._recover(folder)
+        finally:
+            self._unlock()
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder for writing; another process is refused by name. May nest."""
+        if not self._try_lock():
+            owner = (self.path / ".lock").read_text(encoding="utf-8", errors="replace").strip()
+            raise RunError(
+                f"{self.path}: in use by {owner or 'another process'}; wait for it to end, or give"
+                " another --out"
+            )
+        try:
+            yield
+        finally:
+            self._unlock()
+
+    def _try_lock(self) -> bool:
+        if self._lock_depth == 0:
+            file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                if fcntl is not None:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    os.close(file)
+                    return False
+                log.warning("%s: this file system has no locks: %s", self.path, error)
+            os.ftruncate(file, 0)
+            os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            self._lock_file = file
+        self._lock_depth += 1
+        return True
+
+    def _unlock(self) -> None:
+        self._lock_depth -= 1
+        if self._lock_depth == 0:
+            os.ftruncate(self._lock_file, 0)
+            os.close(self._lock_file)

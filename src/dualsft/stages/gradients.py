@@ -1,0 +1,120 @@
+"""Gradients at θ̄: Algorithm 1 lines 3 to 6 (G, v_new, v_prior).
+
+v_new is the gradient of the mean validation loss, G the sum over the scoring pool. In one-pass mode
+(ALGORITHM.md §4) the same pool pass also gives f_n = ⟨U₀, g_n⟩ for a direction U₀ known in advance,
+and the inner sums of the bound on what U₀ misses. DualSFT-Param needs G alone. Reads 1_split and
+2_warmup; writes grad_sum, val_grad, prior_grad (safetensors), pool.parquet and summary.json.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dualsft.context import RunContext
+from dualsft.data import Example
+from dualsft.ghost import GhostEngine
+from dualsft.passes import PassResult, PassSettings, loss_objective, walk
+from dualsft.stages.preservation import prior_gradient
+from dualsft.stages.projection import projection_terms
+from dualsft.vectors import ParamVector
+
+
+def run(ctx: RunContext, part: Path) -> dict[str, Any]:
+    """Write the three gradients, and in one-pass mode the pool's f, into `part`."""
+    roles = ctx.roles()
+    model = ctx.theta_bar()
+    engine = GhostEngine(model, ctx.candidates(model))
+    settings = pass_settings(ctx)
+    objective = loss_objective(model)
+    say = ctx.reporter
+
+    val_grad = ParamVector.zeros(engine.candidates)
+    validation = walk(
+        engine, roles["val"], objective, settings, say, "v_new (validation)", sums=val_grad
+    )
+    val_grad = val_grad.scaled(1.0 / len(roles["val"]))
+    val_grad.save(part / "val_grad.safetensors")
+    prior_grad, prior_loss = prior_gradient(ctx, engine, roles["anchor"], settings)
+    prior_grad.save(part / "prior_grad.safetensors")
+
+    pool = roles["pool"]
+    one_pass = one_pass_wanted(ctx)
+    direction = None
+    if one_pass:
+        curvature = ctx.curvature(engine.candidates)
+        terms = projection_terms(ctx.config, len(pool), val_grad, prior_grad, curvature)
+        direction = terms.estimate()
+    del prior_grad
+    grad_sum = ParamVector.zeros(engine.candidates)
+    label = "pool (G and f)" if one_pass else "pool (G)"
+    result = walk(
+        engine,
+        pool,
+        objective,
+        settings,
+        say,
+        label,
+        sums=grad_sum,
+        direction=direction,
+        bounds=one_pass,
+    )
+    grad_sum.save(part / "grad_sum.safetensors", n_sc=len(pool))
+    write_pool(part / "pool.parquet", pool, result, list(engine.columns), one_pass)
+    return {
+        "n_sc": len(pool),
+        "validation_loss": float(validation.values.mean()),
+        "preservation_loss": prior_loss,
+        "pool_loss": float(result.values.mean()),
+        "candidates": engine.candidates.num_entries,
+        "tokens": {role: sum(e.num_tokens for e in rows) for role, rows in roles.items()},
+    }
+
+
+def one_pass_wanted(ctx: RunContext) -> bool:
+    """Whether the pool pass also makes the per-example product."""
+    return ctx.config.score.mode == "one_pass" and ctx.config.select.variant != "param"
+
+
+def pass_settings(ctx: RunContext) -> PassSettings:
+    return PassSettings(
+        batch_tokens=ctx.batch_tokens,
+        pad_id=ctx.tokenizer.pad_token_id,
+        padding_side=ctx.config.data.padding_side,
+    )
+
+
+def write_pool(
+    path: Path, pool: list[Example], result: PassResult, columns: list[str], one_pass: bool
+) -> None:
+    """id, loss, response_tokens, and in one-pass mode f and the inner sums (names in the schema)."""
+    table: dict[str, Any] = {
+        "id": [e.id for e in pool],
+        "loss": result.values,
+        "response_tokens": pa.array([e.num_response_tokens for e in pool], pa.int32()),
+    }
+    if one_pass:
+        table["f"] = result.dots
+        flat = pa.array(result.inner_sums.reshape(-1))
+        table["inner_sums"] = pa.FixedSizeListArray.from_arrays(flat, len(columns))
+    built = pa.table(table)
+    metadata = {"parameters": "\n".join(columns)} if one_pass else {}
+    pq.write_table(built.replace_schema_metadata(metadata), path)
+
+
+def read_pool(path: Path) -> dict[str, np.ndarray]:
+    """The columns of pool.parquet as arrays; `inner_sums` is [N, L]."""
+    table = pq.read_table(path)
+    columns = {
+        name: np.asarray(table[name].to_pylist() if name == "id" else table[name].to_numpy())
+        for name in table.column_names
+        if name != "inner_sums"
+    }
+    if "inner_sums" in table.column_names:
+        sums = table["inner_sums"].combine_chunks()
+        columns["inner_sums"] = sums.flatten().to_numpy().reshape(len(table), -1)
+    return columns

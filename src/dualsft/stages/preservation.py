@@ -1,0 +1,75 @@
+"""v_prior, the preservation direction: Algorithm 1 line 6.
+
+`cwsd` is the paper's confidence-weighted self-distillation (Eq. cwsd): teacher θ_old, student θ̄, on
+the anchors' own text. `l2` is θ̄ − θ_old; `fisher` is F ⊙ (θ̄ − θ_old) with F the mean over the anchors
+of the squared gradient of one example at θ_old, true labels; `none` is zero. Without a warmup
+θ̄ = θ_old and all of them are exactly zero. Stored unscaled: λ comes later.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dualsft.context import RunContext
+from dualsft.data import Example, collate
+from dualsft.ghost import GhostEngine, alone
+from dualsft.passes import PassSettings, cwsd_objective, walk
+from dualsft.vectors import ParamVector
+
+
+def prior_gradient(
+    ctx: RunContext, engine: GhostEngine, anchors: list[Example], settings: PassSettings
+) -> tuple[ParamVector, float]:
+    """(v_prior over the candidates, the preservation loss itself)."""
+    kind = ctx.config.score.preservation
+    zero = ParamVector.zeros(engine.candidates)
+    warmed = (ctx.folder("warmup") / "theta_bar").is_dir()
+    if kind == "none" or not warmed:
+        if kind != "none":
+            ctx.reporter.say(f"no warmup, so θ̄ = θ_old and v_prior ({kind}) is exactly zero")
+        return zero, 0.0
+    theta_old = ctx.theta_old()
+    if kind == "cwsd":
+        objective = cwsd_objective(theta_old, engine.model, ctx.config.score.tau)
+        label = "v_prior (CWSD on the anchors)"
+        result = walk(engine, anchors, objective, settings, ctx.reporter, label, sums=zero)
+        return zero.scaled(1.0 / len(anchors)), float(result.values.mean())
+    moved = _moved(engine, theta_old)
+    if kind == "l2":
+        return moved, 0.5 * moved.norm() ** 2
+    fisher = _fisher(ctx, theta_old, anchors, settings)
+    weighted = moved.combine(torch.mul, fisher)
+    return weighted, 0.5 * weighted.dot(moved)
+
+
+def _moved(engine: GhostEngine, theta_old: PreTrainedModel) -> ParamVector:
+    """θ̄ − θ_old over the candidates."""
+    before = dict(theta_old.named_parameters())
+    wide = engine.candidates.dtype
+    with torch.no_grad():
+        return ParamVector(
+            {name: p.to(wide) - before[name].to(wide) for name, p in engine.candidates.items()}
+        )
+
+
+def _fisher(
+    ctx: RunContext, theta_old: PreTrainedModel, anchors: list[Example], settings: PassSettings
+) -> ParamVector:
+    """Mean over the anchors of the squared gradient of one example: one example at a time."""
+    candidates = ctx.candidates(theta_old)
+    total = ParamVector.zeros(candidates)
+
+    def add_square(name: str, gradient: Tensor) -> None:
+        wide = gradient.to(total[name].dtype)
+        total[name].addcmul_(wide, wide)
+
+    with ctx.reporter.track(
+        "v_prior (Fisher on the anchors)", len(anchors), "examples"
+    ) as progress:
+        for example in anchors:
+            batch = collate([example], settings.pad_id, settings.padding_side, ctx.device)
+            alone(theta_old, candidates, batch, add_square)
+            progress.advance(1, tokens=example.num_tokens)
+    return total.scaled(1.0 / len(anchors))

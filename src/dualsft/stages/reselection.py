@@ -1,0 +1,111 @@
+"""Fixed-side re-selection: rounds that re-select one side given the latest other side.
+
+ALGORITHM.md §2 "Re-selection" (the paper's Data → Param and Param → Data). u stays that of the
+one-shot run: Data → Param uses s_θ = u ⊙ G_S with G_S summed over the selected examples, Param → Data
+uses s_D = ⟨u ⊙ m, g_n⟩. `select.order` says which side moves first. Each round_<t>/ holds the complete
+pair it ends with; the one-shot selection stays in 5_selection itself, and summary.json's `final` names
+the round that fine-tuning uses.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dualsft.context import RunContext
+from dualsft.data import Example
+from dualsft.ghost import GhostEngine
+from dualsft.passes import loss_objective, walk
+from dualsft.stages.chosen import product_source, write_mask, write_selected
+from dualsft.stages.gradients import pass_settings
+from dualsft.stages.scores import Scored
+from dualsft.topk import TopK, top_b, topk_signed
+from dualsft.vectors import ParamVector
+
+
+def reselect(
+    ctx: RunContext,
+    part: Path,
+    engine: GhostEngine,
+    pool: list[Example],
+    scored: Scored,
+    mask: TopK,
+    positions: np.ndarray,
+) -> dict[str, Any]:
+    """Run the rounds and write their folders; returns what the selection's summary adds."""
+    data_to_param = ctx.config.select.order == "data_to_param"
+    history = []
+    for number in range(1, ctx.config.select.rounds + 1):
+        moves_mask = data_to_param == (number % 2 == 1)
+        side = "parameters" if moves_mask else "examples"
+        label = f"round {number} ({side})"
+        if moves_mask:
+            new_mask = select_mask(ctx, engine, pool, scored, positions, mask.num_selected, label)
+            overlap = _mask_jaccard(mask, new_mask)
+            mask = new_mask
+        else:
+            chosen = select_examples(ctx, engine, pool, scored, mask, len(positions), label)
+            overlap = _jaccard(set(positions.tolist()), set(chosen.tolist()))
+            positions = chosen
+        folder = part / f"round_{number}"
+        folder.mkdir()
+        facts: dict[str, Any] = {"round": number, "moved": side, "jaccard": overlap}
+        facts |= write_mask(ctx, folder, mask)
+        write_selected(ctx, folder, [pool[i] for i in positions])
+        (folder / "summary.json").write_text(json.dumps(facts, indent=2) + "\n")
+        history.append({"round": number, "moved": side, "jaccard": overlap})
+    return {"rounds": history, "final": f"round_{len(history)}"}
+
+
+def select_mask(
+    ctx: RunContext,
+    engine: GhostEngine,
+    pool: list[Example],
+    scored: Scored,
+    positions: np.ndarray,
+    k: int,
+    label: str,
+) -> TopK:
+    """Data → Param: top k of u ⊙ G_S."""
+    subset_sum = ParamVector.zeros(engine.candidates)
+    chosen = [pool[i] for i in positions]
+    objective = loss_objective(engine.model)
+    walk(engine, chosen, objective, pass_settings(ctx), ctx.reporter, label, sums=subset_sum)
+    source = product_source(scored.projection, subset_sum, scored.terms.eta_sc)
+    return topk_signed(source, k)
+
+
+def select_examples(
+    ctx: RunContext,
+    engine: GhostEngine,
+    pool: list[Example],
+    scored: Scored,
+    mask: TopK,
+    b: int,
+    label: str,
+) -> np.ndarray:
+    """Param → Data: top b of ⟨u ⊙ m, g_n⟩, in ascending position."""
+    masked = ParamVector.zeros(scored.projection, engine.candidates.dtype)
+    for name, index in mask.indices.items():
+        where = index.to(masked[name].device)
+        masked[name].view(-1)[where] = scored.projection[name].view(-1)[where]
+    objective = loss_objective(engine.model)
+    result = walk(engine, pool, objective, pass_settings(ctx), ctx.reporter, label, direction=masked)
+    ties = np.array([e.index for e in pool])
+    return np.sort(top_b(result.dots, ties, b))
+
+
+def _jaccard(a: set[int], b: set[int]) -> float:
+    return len(a & b) / len(a | b)
+
+
+def _mask_jaccard(a: TopK, b: TopK) -> float:
+    shared = sum(
+        int(torch.isin(index, b.indices[name], assume_unique=True).sum())
+        for name, index in a.indices.items()
+    )
+    return shared / (a.num_selected + b.num_selected - shared)

@@ -1,0 +1,251 @@
+"""Split: D_full into val, anchor, warm and pool (Algorithm 1, its inputs and line 2).
+
+D_train is what val and anchor leave; D_warm is a part of it and D_pool = D_train \\ D_warm
+(ALGORITHM.md section 2, "Splits"). Budgets count against |D_full|, the usable rows of the corpus.
+
+Who goes where is decided by hashing (seed, text), so it does not depend on the order of the file,
+and examples with identical tokens move as one group: no text is in two roles.
+
+Writes `split.parquet` (id, role, index), `tokens.parquet` (id, role, input_ids, labels) and
+`summary.json` into the stage's folder, in source order; `read_split` reads them back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dualsft.data import DataReport, Example, read_rows, tokenize
+from dualsft.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from dualsft.context import RunContext
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("val", "anchor", "warm", "pool")
+
+_PAPER = {"val": (1024, Decimal("0.1")), "anchor": (2048, Decimal("0.2"))}
+"""The paper's sizes, and the largest share of a small corpus that we let them take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The role of every example, in the order of the examples, and what the user should know."""
+
+    roles: list[str]
+    counts: dict[str, int]
+    notes: list[str]
+
+
+def run(ctx: RunContext, part: Path) -> dict[str, Any]:
+    """Read and tokenise the corpus, give every row its role, write both into `part`."""
+    config = ctx.config
+    rows, report = read_rows(ctx.data_path(config.data.path), config.data)
+    examples, report = tokenize(
+        rows,
+        ctx.tokenizer,
+        config.data,
+        report,
+        max_positions=ctx.max_positions,
+        model_type=ctx.model_type,
+    )
+    wanted = config.split
+    split = assign_roles(examples, config.seed, wanted.val, wanted.anchor, wanted.warm)
+    for note in [*report.notes(), *split.notes]:
+        ctx.reporter.warn(note)
+    write_split(part, examples, split, report)
+    shares = ", ".join(f"{role} {count:,}" for role, count in split.counts.items())
+    ctx.reporter.say(f"{len(examples):,} examples: {shares}")
+    return {"counts": split.counts}
+
+
+def resolve_budget(budget: int | float, total: int, name: str = "budget") -> int:
+    """A budget as a count: an int is one, a float is a fraction of `total`, rounded down, >= 1.
+
+    `name` is the configuration key that an error names.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise ConfigError(f"{name}: {budget!r} is not a number; use a count or a fraction")
+    if isinstance(budget, int):
+        if budget < 0:
+            raise ConfigError(f"{name}: {budget} is negative; use a count or a fraction in (0, 1]")
+        return budget
+    if not 0 < budget <= 1:
+        raise ConfigError(
+            f"{name}: {budget} is not in (0, 1]; write a fraction, or a count without a point"
+        )
+    return max(1, int(Decimal(repr(budget)) * total))  # decimal: 0.29 of 100 is 29, not 28
+
+
+def assign_roles(
+    examples: Sequence[Example],
+    seed: int,
+    val: int | float | None = None,
+    anchor: int | float | None = None,
+    warm: int | float = 0.05,
+) -> Split:
+    """Give every example its role; None means the paper's size, less for a small corpus."""
+    total, notes = len(examples), []
+    wanted: dict[str, int] = {}
+    for role, budget in (("val", val), ("anchor", anchor), ("warm", warm)):
+        if budget is None:
+            wanted[role] = _default_count(role, total, notes)
+        else:
+            wanted[role] = resolve_budget(budget, total, f"split.{role}")
+    _check_counts(wanted, total)
+
+    groups: dict[str, list[int]] = defaultdict(list)
+    for i, example in enumerate(examples):
+        groups[example.key].append(i)
+    order = sorted(groups, key=lambda key: _digest(seed, key))
+    roles = ["pool"] * total
+    for role, count in wanted.items():
+        left, passed_over = count, []
+        for key in order:
+            if len(groups[key]) > left:
+                passed_over.append(key)
+                continue
+            left -= len(groups[key])
+            for i in groups[key]:
+                roles[i] = role
+        order = passed_over
+        if left:
+            notes.append(
+                f"split.{role}: {count - left:,} of {count:,} examples, because identical texts "
+                "stay together and no group of them fits the rest"
+            )
+    counts = {role: roles.count(role) for role in ROLES}
+    _check_filled(counts, wanted, len(groups))
+    for note in notes:
+        logger.warning("%s", note)
+    return Split(roles, counts, notes)
+
+
+def _default_count(role: str, total: int, notes: list[str]) -> int:
+    paper, share = _PAPER[role]
+    count = min(paper, max(1, int(share * total)))
+    if count < paper:
+        notes.append(
+            f"split.{role}: {count:,} examples instead of the paper's {paper:,}: at most "
+            f"{share:.0%} of the {total:,} usable rows"
+        )
+    return count
+
+
+def _check_counts(wanted: dict[str, int], total: int) -> None:
+    asked = ", ".join(f"split.{role}={count:,}" for role, count in wanted.items())
+    if wanted["val"] == 0:
+        raise ConfigError("split.val: 0 leaves nothing to take v_new from; use 1 or more")
+    if sum(wanted.values()) >= total:
+        raise ConfigError(
+            f"{asked}: together {sum(wanted.values()):,} of {total:,} usable rows, which leaves no "
+            "pool to select from; lower split.val, split.anchor or split.warm, or bring more data"
+        )
+
+
+def _check_filled(counts: dict[str, int], wanted: dict[str, int], num_texts: int) -> None:
+    empty = [
+        f"split.{role}={wanted[role]:,}" for role in wanted if wanted[role] > counts[role] == 0
+    ]
+    if empty:
+        got = ", ".join(f"{role} {count:,}" for role, count in counts.items())
+        raise ConfigError(
+            f"{', '.join(empty)} cannot be filled ({got}): the {sum(counts.values()):,} usable "
+            f"rows hold only {num_texts:,} different texts, and identical ones stay together; "
+            "change split.val, split.anchor or split.warm, or bring more varied data"
+        )
+    assert counts["pool"], "no role may hold more than was asked for"
+
+
+def training_order(examples: Sequence[Example], seed: int, epoch: int) -> list[int]:
+    """A shuffle of the examples for one epoch; the same texts come in the same order whatever
+    their place in the file (copies of one text are told apart by their number, not their line).
+    """
+    copies: dict[str, int] = defaultdict(int)
+    keyed: list[tuple[bytes, int]] = []
+    for i in sorted(range(len(examples)), key=lambda i: (examples[i].key, examples[i].id)):
+        key = examples[i].key
+        keyed.append((_digest(seed, epoch, key, copies[key]), i))
+        copies[key] += 1
+    return [i for _, i in sorted(keyed)]
+
+
+def _digest(*parts: int | str) -> bytes:
+    return hashlib.sha256("|".join(map(str, parts)).encode()).digest()
+
+
+def write_split(
+    folder: Path, examples: Sequence[Example], split: Split, report: DataReport | None = None
+) -> None:
+    """Write the split and its tokens in source order, and the summary."""
+    assert len(examples) == len(split.roles)
+    order = sorted(range(len(examples)), key=lambda i: examples[i].index)
+    rows = [examples[i] for i in order]
+    shared = {"id": [row.id for row in rows], "role": [split.roles[i] for i in order]}
+    index = pa.array([row.index for row in rows], pa.int64())
+    tokens = pa.list_(pa.int32())
+    input_ids = pa.array([row.input_ids for row in rows], tokens)
+    labels = pa.array([row.labels for row in rows], tokens)
+    for name, columns in (
+        ("split.parquet", {**shared, "index": index}),
+        ("tokens.parquet", {**shared, "input_ids": input_ids, "labels": labels}),
+    ):
+        pq.write_table(pa.table(columns), folder / name, compression="zstd")
+    (folder / "summary.json").write_text(
+        json.dumps(_summary(rows, split, report), indent=2, ensure_ascii=False) + "\n",
+        encoding="utf-8",
+    )
+
+
+def _summary(rows: list[Example], split: Split, report: DataReport | None) -> dict[str, Any]:
+    return {
+        "num_examples": len(rows),
+        "num_texts": len({row.key for row in rows}),
+        "num_tokens": sum(row.num_tokens for row in rows),
+        "num_response_tokens": sum(row.num_response_tokens for row in rows),
+        "counts": split.counts,
+        "fractions": {role: count / len(rows) for role, count in split.counts.items()},
+        "notes": split.notes,
+        "data": report.numbers() if report else None,
+        "bad": report.bad if report else [],
+    }
+
+
+def read_split(folder: Path) -> dict[str, list[Example]]:
+    """The examples of every role, in source order."""
+    index = pq.read_table(folder / "split.parquet", columns=["id", "role", "index"])
+    tokens = pq.read_table(folder / "tokens.parquet")
+    if not index.select(["id", "role"]).equals(tokens.select(["id", "role"])):
+        raise RunError(f"{folder}: split.parquet and tokens.parquet are not of one split; redo it")
+    by_role: dict[str, list[Example]] = {role: [] for role in ROLES}
+    for row_id, role, row_index, input_ids, labels in zip(
+        index["id"].to_pylist(),
+        index["role"].to_pylist(),
+        index["index"].to_pylist(),
+        _lists(tokens["input_ids"]),
+        _lists(tokens["labels"]),
+        strict=True,
+    ):
+        by_role[role].append(Example(row_id, row_index, input_ids, labels))
+    return by_role
+
+
+def _lists(column: pa.ChunkedArray) -> list[list[int]]:
+    """Python lists of a list column, through numpy: to_pylist is an order of magnitude slower."""
+    result: list[list[int]] = []
+    for chunk in column.chunks:
+        offsets, values = chunk.offsets.to_numpy(), chunk.values.to_numpy()
+        bounds = zip(offsets[:-1], offsets[1:], strict=True)
+        result += [values[start:end].tolist() for start, end in bounds]
+    return result

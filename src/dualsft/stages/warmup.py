@@ -1,0 +1,87 @@
+"""Pilot warmup: Algorithm 1 line 1, (θ̄, ĉ) ← Warmup(θ_old, D_warm).
+
+One epoch of AdamW over D_warm, all parameters, unclipped; bf16 weights have an fp32 master. ĉ =
+sqrt(r / (1 − β₂^t)) + ε comes from this very optimizer's second moment, with its own β₂, step count
+and ε. Reads 1_split; writes 2_warmup/theta_bar (a Hugging Face folder), curvature.safetensors and
+summary.json. `warmup.epochs: 0` writes neither model nor ĉ: θ̄ is θ_old, and that is said.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+from dualsft.config import Config
+from dualsft.context import RunContext
+from dualsft.model import Candidates
+from dualsft.optim import SparseAdamW
+from dualsft.training import TrainingPlan, train
+from dualsft.vectors import ParamVector
+
+FEW_STEPS = 20
+
+
+def run(ctx: RunContext, part: Path) -> dict[str, Any]:
+    """Write θ̄ and ĉ into `part`."""
+    examples = ctx.roles()["warm"]
+    plan = warmup_plan(ctx)
+    num_steps = plan.num_steps(len(examples))
+    if num_steps == 0:
+        ctx.reporter.say(
+            "warmup.epochs is 0: gradients are taken at θ_old, there is no curvature ĉ and CWSD is "
+            "exactly zero"
+        )
+        return {"steps": 0, "examples": 0}
+    if num_steps < FEW_STEPS:
+        ctx.reporter.warn(
+            f"the warmup has only {num_steps} steps over {len(examples)} examples; ĉ and θ̄ are rough "
+            "(raise split.warm, lower warmup.batch_size, or set warmup.min_steps)"
+        )
+    model = ctx.theta_old()
+    candidates = ctx.candidates(model)
+    with SparseAdamW(model.named_parameters(), None, lr=plan.lr) as optimizer:
+        with ctx.reporter.track("warmup", num_steps, "steps") as progress:
+            train(model, examples, optimizer, plan, progress, _logger(ctx))
+        curvature = adam_rms(optimizer, candidates)
+    curvature.save(part / "curvature.safetensors")
+    model.save_pretrained(part / "theta_bar")
+    ctx.tokenizer.save_pretrained(part / "theta_bar")
+    return {"steps": num_steps, "examples": len(examples), "curvature_norm": curvature.norm()}
+
+
+def adam_rms(optimizer: SparseAdamW, candidates: Candidates) -> ParamVector:
+    """ĉ over the candidates, read from the optimizer's own state."""
+    group = optimizer.param_groups[0]
+    beta2, eps = group["betas"][1], group["eps"]
+    blocks = {}
+    for name, parameter in candidates.items():
+        state = optimizer.state.get(optimizer.masters[name])
+        if not state:  # the warmup never reached this parameter: its second moment is zero
+            blocks[name] = torch.full_like(parameter, eps, dtype=candidates.dtype)
+            continue
+        unbiased = state["exp_avg_sq"] / (1.0 - beta2 ** float(state["step"]))
+        blocks[name] = unbiased.sqrt_().add_(eps).view(parameter.shape).to(candidates.dtype)
+    return ParamVector(blocks)
+
+
+def warmup_plan(ctx: RunContext) -> TrainingPlan:
+    """warmup.* where it is set, otherwise fine-tuning's own settings; never clipped."""
+    config: Config = ctx.config
+    return TrainingPlan(
+        lr=config.warmup.lr or config.finetune.lr,
+        epochs=config.warmup.epochs,
+        batch_size=config.warmup.batch_size or config.finetune.batch_size,
+        warmup_ratio=config.finetune.warmup_ratio,
+        max_grad_norm=0.0,
+        micro_batch_size=config.finetune.micro_batch_size,
+        batch_tokens=ctx.batch_tokens,
+        seed=config.seed,
+        pad_id=ctx.tokenizer.pad_token_id,
+        padding_side=config.data.padding_side,
+        min_steps=config.warmup.min_steps,
+    )
+
+
+def _logger(ctx: RunContext) -> Any:
+    return lambda **values: ctx.rundir.log_metrics("warmup", **values)

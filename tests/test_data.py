@@ -1,0 +1,254 @@
+"""Examples and batches: label spans, truncation, BOS, counting, padding and token budgets."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_tokenizers import BOS, CHAT, EOS, byte_tokenizer, text_ids
+
+from dualsft.config import DataConfig
+from dualsft.data import (
+    IGNORE,
+    DataReport,
+    Example,
+    Row,
+    collate,
+    make_batches,
+    read_rows,
+    tokenize,
+)
+from dualsft.errors import ConfigError, DataError
+
+BYTES = byte_tokenizer("<s> $A", chat_template=CHAT)
+
+
+def row(prompt: str, response: str, index: int = 0) -> Row:
+    return Row(index, f"{'0' * 16}-{index}", b"", prompt, response)
+
+
+def encode(
+    rows: list[Row], tokenizer: Any = BYTES, max_positions: int | None = None, **config: Any
+) -> tuple[list[Example], DataReport]:
+    config = {"path": "corpus.jsonl", "template": "plain", **config}
+    return tokenize(rows, tokenizer, DataConfig(**config), max_positions=max_positions)
+
+
+def example(num_tokens: int, text: int = 0, index: int = 0) -> Example:
+    ids = [(text * 31 + t) % 97 for t in range(num_tokens)]
+    return Example(f"row-{index}", index, ids, [IGNORE, *ids[1:]])
+
+
+# --- examples ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", ["plain", "alpaca", "magicoder"])
+def test_labels_are_the_response_and_its_end(template: str) -> None:
+    [made], report = encode([row("ask", "né", 6)], template=template)
+    response = text_ids("né") + [EOS]
+    assert made.input_ids[0] == BOS
+    assert made.input_ids[-4:] == response and made.labels[-4:] == response
+    assert set(made.labels[:-4]) == {IGNORE}
+    assert len(made.labels) == made.num_tokens
+    assert (made.num_response_tokens, made.index, made.id) == (4, 6, "0000000000000000-6")
+    assert (report.num_good, report.template) == (1, template)
+    if template == "plain":
+        assert made.input_ids == [BOS, *text_ids("ask"), *response]
+
+
+def test_chat_labels_are_what_the_template_writes_after_the_prompt() -> None:
+    [made], report = encode([row("ask", "yes")], template="chat")
+    response = text_ids("yes</s>\n")
+    assert made.input_ids == text_ids("<s>[user]ask\n[assistant]") + response
+    assert made.input_ids.count(BOS) == 1
+    assert made.labels[-len(response) :] == response
+    assert made.num_response_tokens == len(response)
+    assert report.num_double_bos == 0
+
+
+def test_rows_that_the_chat_template_refuses_are_bad() -> None:
+    picky = "{% if 'bad' in messages[0]['content'] %}{{ raise_exception('no') }}{% endif %}" + CHAT
+    tokenizer = byte_tokenizer(chat_template=picky)
+    rows = [row("fine", "r", 0), row("bad", "r", 4)]
+    with pytest.raises(DataError, match=r"corpus.jsonl, line 5: the chat template fails .*no\)"):
+        encode(rows, tokenizer, template="chat")
+    examples, report = encode(rows, tokenizer, template="chat", bad_rows="skip")
+    assert ([e.index for e in examples], report.num_bad) == ([0], 1)
+
+
+def test_doubled_bos_is_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    examples, report = encode([row("<s>a", "r", 0), row("b", "r", 1)])
+    assert [e.input_ids[:2] for e in examples] == [[BOS, *text_ids(c)] for c in "ab"]
+    assert report.num_double_bos == 1
+    assert "1 of 2 examples began with more than one BOS" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("around", "max_length", "kept"),
+    [
+        ("<s> $A", 100, "<s>abcdef"),
+        ("<s> $A", 10, "<s>abcdef"),
+        ("<s> $A", 9, "<s>bcdef"),
+        ("<s> $A", 5, "<s>f"),
+        ("<s> $A", 4, "<s>"),
+        ("$A", 9, "abcdef"),
+        ("$A", 8, "bcdef"),
+        ("$A", 4, "f"),
+    ],
+)
+@pytest.mark.parametrize("limit", ["max_length", "max_positions"])
+def test_long_rows_lose_prompt_tokens_after_the_bos(
+    around: str, max_length: int, kept: str, limit: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    [made], report = encode([row("abcdef", "xy")], byte_tokenizer(around), **{limit: max_length})
+    assert made.input_ids == text_ids(kept) + text_ids("xy") + [EOS]
+    assert made.labels == [IGNORE] * len(text_ids(kept)) + text_ids("xy") + [EOS]
+    cut = "abcdef" not in kept
+    assert report.num_truncated == cut
+    assert report.max_length == max_length
+    assert ("1 of 1 examples lost prompt tokens" in caplog.text) == cut
+
+
+@pytest.mark.parametrize(
+    ("limits", "cure"),
+    [
+        ({"max_length": 3}, "data.max_length is 3; raise data.max_length or shorten"),
+        ({"max_length": 3, "max_positions": 9}, "data.max_length is 3; raise"),
+        ({"max_positions": 3}, "the model has 3 positions; shorten the response"),
+    ],
+)
+def test_a_response_that_does_not_fit_makes_a_bad_row(limits: dict[str, int], cure: str) -> None:
+    rows = [row("a", "xy", 3), row("b", "x", 5)]
+    with pytest.raises(DataError) as caught:
+        encode(rows, **limits)
+    assert caught.value.problems[0].startswith("corpus.jsonl, line 4: response has 3 tokens")
+    assert cure in caught.value.problems[0]
+    examples, report = encode(rows, bad_rows="skip", **limits)
+    assert [e.index for e in examples] == [5]
+    assert (report.num_rows, report.num_good, report.num_bad) == (2, 1, 1)
+
+
+def test_a_response_without_tokens_is_a_bad_row() -> None:
+    with pytest.raises(DataError, match="line 1: the response gives no token but its end"):
+        encode([row("a", "</s>")])
+
+
+def test_an_empty_prompt_needs_a_bos(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(DataError, match="line 1: the prompt gives no token.*data.add_bos=always"):
+        encode([row("", "r")], byte_tokenizer("$A"))
+    [made], report = encode([row("", "r")], byte_tokenizer("$A"), add_bos="always")
+    assert made.input_ids == [BOS, *text_ids("r"), EOS]
+    assert report.num_empty_prompts == 1
+    assert "1 of 1 examples have an empty prompt" in caplog.text
+
+
+def test_the_report_is_carried_on(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(
+        b'{"prompt": "p", "response": "long one"}\n{\n{"prompt": "p", "response": "r"}'
+    )
+    config = DataConfig(path=str(path), template="plain", max_length=8, bad_rows="skip")
+    rows, read_report = read_rows(path, config)
+    examples, report = tokenize(rows, BYTES, config, read_report)
+    assert [e.index for e in examples] == [2]
+    assert [message.split(": ")[0][-6:] for message in report.bad] == ["line 1", "line 2"]
+    assert (report.num_rows, report.num_good, report.num_bad) == (3, 1, 2)
+    assert (read_report.num_good, read_report.num_bad, len(read_report.bad)) == (2, 1, 1)
+    assert report.numbers()["num_bad"] == 2 and "problems" not in report.numbers()
+
+
+def test_nothing_left_is_an_error_even_when_skipping() -> None:
+    with pytest.raises(DataError, match="1 of 1 rows of corpus.jsonl are bad .*nothing is left"):
+        encode([row("a", "xyz")], max_length=2, bad_rows="skip")
+    with pytest.raises(DataError, match="no row to tokenise"):
+        encode([])
+
+
+def test_many_rows_keep_their_order_across_chunks() -> None:
+    examples, _ = encode([row("p", str(i), i) for i in range(2500)])
+    assert [e.index for e in examples] == list(range(2500))
+    assert examples[2345].labels[-5:] == text_ids("2345") + [EOS]
+
+
+def test_identical_texts_share_a_key() -> None:
+    examples, _ = encode([row("ab", "c", 0), row("ab", "c", 1), row("a", "bc", 2)])
+    assert examples[0].input_ids == examples[2].input_ids
+    assert examples[0].key == examples[1].key != examples[2].key
+    assert len(examples[0].key) == 64
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(), st.text(), st.integers(2, 40), st.booleans())
+def test_any_text_gives_its_response_whole_or_a_bad_row(
+    prompt: str, response: str, max_length: int, bos: bool
+) -> None:
+    tokenizer = byte_tokenizer("<s> $A" if bos else "$A")
+    answer = [*text_ids(response), EOS]
+    try:
+        [made], _ = encode([row(prompt, response)], tokenizer, max_length=max_length)
+    except DataError:
+        assert len(answer) + 1 > max_length or not response or not (prompt or bos)
+        return
+    whole = [BOS] * bos + text_ids(prompt)
+    assert made.labels == [IGNORE] * (made.num_tokens - len(answer)) + answer
+    assert made.num_tokens == min(max_length, len(whole) + len(answer))
+    kept = made.input_ids[: -len(answer)]
+    assert kept[:bos] == [BOS] * bos and whole[len(whole) - len(kept) + bos :] == kept[bos:]
+
+
+# --- batches -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(2, 30), st.integers(0, 3)), max_size=40),
+    st.integers(1, 120),
+    st.randoms(use_true_random=False),
+)
+def test_batches_hold_the_budget_and_ignore_the_order(
+    sizes: list[tuple[int, int]], batch_tokens: int, rng: random.Random
+) -> None:
+    examples = [example(length, text, i) for i, (length, text) in enumerate(sizes)]
+    batches = make_batches(examples, batch_tokens)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(examples)))
+    for batch in batches:
+        longest = max(examples[i].num_tokens for i in batch)
+        assert len(batch) == 1 or len(batch) * longest <= batch_tokens
+    for one, two in zip(batches, batches[1:], strict=False):
+        longest = max(examples[i].num_tokens for i in one)
+        assert (len(one) + 1) * longest > batch_tokens
+        assert min(examples[i].num_tokens for i in one) >= examples[two[0]].num_tokens
+
+    shuffled = rng.sample(examples, len(examples))
+    again = make_batches(shuffled, batch_tokens)
+    assert [[shuffled[i].id for i in batch] for batch in again] == [
+        [examples[i].id for i in batch] for batch in batches
+    ]
+
+
+def test_a_budget_below_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="score.batch_tokens: 0"):
+        make_batches([example(3)], 0)
+
+
+def test_collate_on_either_side() -> None:
+    pair = [Example("a", 0, [5, 6, 7], [IGNORE, 6, 7]), Example("b", 1, [8, 9], [IGNORE, 9])]
+    right = collate(pair, pad_id=3, padding_side="right")
+    assert right.input_ids.tolist() == [[5, 6, 7], [8, 9, 3]]
+    assert right.attention_mask.tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert right.position_ids.tolist() == [[0, 1, 2], [0, 1, 0]]
+    assert right.labels.tolist() == [[IGNORE, 6, 7], [IGNORE, 9, IGNORE]]
+    left = collate(pair, pad_id=3, padding_side="left", device=torch.device("cpu"))
+    assert left.input_ids.tolist() == [[5, 6, 7], [3, 8, 9]]
+    assert left.attention_mask.tolist() == [[1, 1, 1], [0, 1, 1]]
+    assert left.position_ids.tolist() == [[0, 1, 2], [0, 0, 1]]
+    assert left.labels.tolist() == [[IGNORE, 6, 7], [IGNORE, IGNORE, 9]]
+    for name in ("input_ids", "attention_mask", "position_ids", "labels"):
+        assert getattr(left, name).dtype == getattr(right, name).dtype == torch.int64
+    with pytest.raises(ConfigError, match="data.padding_side: 'both'"):
+        collate(pair, 0, "both")

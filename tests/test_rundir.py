@@ -1,0 +1,616 @@
+"""The run folder: whole or absent, verified before use, and a reason for every re-run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dualsft import manifest as manifest_module
+from dualsft import rundir as rundir_module
+from dualsft.errors import ConfigError, RunError
+from dualsft.manifest import render_manifest
+from dualsft.rundir import (
+    Fingerprint,
+    PeakMemory,
+    RunDir,
+    atomic_write_bytes,
+    atomic_write_text,
+    sha256_file,
+)
+
+OLD = Fingerprint({"score.lam": 0.8, "score.step": "sgd"}, {"warmup": "aaa"})
+NEW = Fingerprint({"score.lam": 0.5, "score.step": "sgd"}, {"warmup": "aaa"})
+STAGE = "4_scores"
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "my run ü 数据").create()
+
+
+def write(run: RunDir, fingerprint: Fingerprint, text: str, folder: str = STAGE) -> None:
+    with run.write_stage(folder, fingerprint) as part:
+        (part / "summary.json").write_text(text)
+        (part.path / "deep er" / "ü").mkdir(parents=True)
+        (part / "deep er/ü/数.bin").write_bytes(b"\x00\x01" * 5000)
+        (part / "empty").touch()
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def names(run: RunDir) -> list[str]:
+    return sorted(name for name in os.listdir(run.path) if name[0].isdigit())
+
+
+def status(run: RunDir, fingerprint: Fingerprint = OLD, folder: str = STAGE) -> str:
+    return run.stage_state(folder, fingerprint).status
+
+
+# --- a stage --------------------------------------------------------------------------------------
+
+
+def test_a_stage_is_missing_then_ready_then_stale(run: RunDir) -> None:
+    assert status(run) == "missing" and run.stage_state(STAGE, OLD).reasons == ()
+    write(run, OLD, "one")
+    state = run.stage_state(STAGE, OLD)
+    assert state.ready and state.reasons == () and state.extra == ()
+    stale = run.stage_state(STAGE, NEW)
+    assert (stale.status, stale.reasons) == ("stale", ("score.lam: 0.8 -> 0.5",))
+    assert names(run) == [STAGE]
+    write(run, NEW, "two")
+    assert status(run, NEW) == "ready" and status(run, OLD) == "stale"
+    assert (run.stage_path(STAGE) / "summary.json").read_text() == "two"
+    assert names(run) == [STAGE]
+
+
+def test_the_manifest_can_be_recomputed_by_anyone(run: RunDir) -> None:
+    write(run, OLD, "one")
+    manifest = json.loads((run.stage_path(STAGE) / "manifest.json").read_text())
+    content = tree(run.stage_path(STAGE))
+    del content["manifest.json"]
+    assert set(content) == {"summary.json", "deep er/ü/数.bin", "empty"}
+    assert manifest["files"] == {
+        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in content.items()
+    }
+    both = {"reads": {"warmup": "aaa"}, "settings": {"score.lam": 0.8, "score.step": "sgd"}}
+    text = json.dumps(both, sort_keys=True, separators=(",", ":"))
+    assert manifest["fingerprint"] == {"hash": hashlib.sha256(text.encode()).hexdigest(), **both}
+    assert manifest["stage"] == "scores" and manifest["format_version"] == 1
+    assert manifest["seconds"] >= 0 and manifest["peak_memory"]["rss_bytes"] > 0
+    assert set(manifest["versions"]) == {"python", "dualsft", "torch", "transformers"}
+
+
+def test_facts_and_measures_of_a_stage(run: RunDir) -> None:
+    with run.write_stage(STAGE, OLD) as writer:
+        (writer / "a").write_text("x")
+        assert Path(writer) == writer.path and writer.path.name == f"{STAGE}.part"
+        writer.note({"examples": np.int64(3), "loss": math.nan, "list": (1, 2.5)})
+        writer.note({"more": True})
+    assert writer.seconds > 0 and writer.peak_memory > 0
+    manifest = run.stage_state(STAGE, OLD).manifest
+    assert manifest is not None
+    assert manifest["facts"] == {"examples": 3, "loss": "nan", "list": [1, 2.5], "more": True}
+
+
+def test_the_run_manifest_summarises_the_stages(run: RunDir) -> None:
+    write(run, OLD, "one", "1_split")
+    write(run, NEW, "two", "2_warmup")
+    top = json.loads((run.path / "manifest.json").read_text())
+    assert top["format_version"] == 1 and top["platform"] and top["versions"]["python"]
+    assert list(top["stages"]) == ["1_split", "2_warmup"]
+    assert top["stages"]["2_warmup"]["fingerprint"] == NEW.hash
+    assert set(top["stages"]["1_split"]) == {
+        *("stage", "fingerprint", "seconds", "peak_memory", "finished")
+    }
+    (run.path / "manifest.json").write_text("damaged")
+    RunDir(run.path).create()
+    assert json.loads((run.path / "manifest.json").read_text()) == top
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_failed_write_leaves_the_old_stage(run: RunDir, error: type[BaseException]) -> None:
+    write(run, OLD, "one")
+    before = tree(run.path)
+    with pytest.raises(error, match="half way"), run.write_stage(STAGE, NEW) as part:
+        (part / "summary.json").write_text("half")
+        raise error("half way")
+    assert tree(run.path) == before and names(run) == [STAGE]
+    assert status(run) == "ready"
+
+
+def test_a_failed_first_write_leaves_nothing(run: RunDir) -> None:
+    with pytest.raises(ValueError, match="half way"), run.write_stage(STAGE, OLD) as part:
+        (part / "summary.json").write_text("half")
+        raise ValueError("half way")
+    assert names(run) == [] and status(run) == "missing"
+
+
+@pytest.mark.parametrize("step", ["fsync", "sha256_file", "atomic_write_text"])
+def test_a_failed_seal_leaves_the_old_stage(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    write(run, OLD, "one")
+    before = tree(run.stage_path(STAGE))
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+        patch.setattr(manifest_module, step, fail)
+        write(run, NEW, "two")
+    assert tree(run.stage_path(STAGE)) == before and names(run) == [STAGE]
+    assert status(run) == "ready"
+
+
+def test_a_stage_cannot_contain_symlinks(run: RunDir) -> None:
+    with pytest.raises(RunError, match="link is a symlink"), run.write_stage(STAGE, OLD) as part:
+        (part / "link").symlink_to("/etc")
+    assert names(run) == []
+
+
+# --- after a crash: the states on disk that a kill at any point leaves behind ---------------------
+
+
+def crash_states(run: RunDir) -> tuple[Path, Path]:
+    """Two finished stages, kept beside the run: what was there before, and its successor."""
+    kept = run.path.parent
+    write(run, OLD, "one")
+    shutil.copytree(run.stage_path(STAGE), kept / "before")
+    write(run, NEW, "two")
+    shutil.copytree(run.stage_path(STAGE), kept / "after")
+    shutil.rmtree(run.stage_path(STAGE))
+    return kept / "before", kept / "after"
+
+
+def put(run: RunDir, source: Path, suffix: str) -> Path:
+    return Path(shutil.copytree(source, run.path / f"{STAGE}{suffix}"))
+
+
+def test_killed_while_writing(run: RunDir) -> None:
+    before, after = crash_states(run)
+    put(run, before, "")
+    part = put(run, after, ".part")
+    os.rename(part / "manifest.json", part / "leftover")
+    assert status(run) == "ready" and status(run, NEW) == "stale"
+    write(run, NEW, "three")
+    assert names(run) == [STAGE] and status(run, NEW) == "ready"
+    assert not (run.stage_path(STAGE) / "leftover").exists()
+
+
+def test_killed_in_the_first_write(run: RunDir) -> None:
+    part = run.path / f"{STAGE}.part"
+    part.mkdir()
+    (part / "leftover").write_text("half")
+    assert status(run) == "missing"
+    write(run, OLD, "one")
+    assert "leftover" not in tree(run.stage_path(STAGE)) and names(run) == [STAGE]
+
+
+def test_killed_after_the_seal_of_the_first_write(run: RunDir) -> None:
+    _, after = crash_states(run)
+    put(run, after, ".part")
+    assert status(run, NEW) == "ready" and names(run) == [STAGE]
+
+
+def test_killed_before_the_first_rename(run: RunDir) -> None:
+    before, after = crash_states(run)
+    put(run, before, "")
+    put(run, after, ".part")
+    assert status(run) == "ready"
+
+
+def test_killed_between_the_renames(run: RunDir) -> None:
+    before, after = crash_states(run)
+    put(run, before, ".old")
+    put(run, after, ".part")
+    assert status(run, NEW) == "ready" and names(run) == [STAGE]
+    assert tree(run.stage_path(STAGE)) == tree(after)
+
+
+def test_killed_between_the_renames_and_the_new_one_is_damaged(run: RunDir) -> None:
+    before, after = crash_states(run)
+    put(run, before, ".old")
+    (put(run, after, ".part") / "summary.json").write_text("TWO")
+    assert status(run) == "ready"
+    assert tree(run.stage_path(STAGE)) == tree(before)
+
+
+def test_killed_between_the_renames_then_written_again(run: RunDir) -> None:
+    before, _ = crash_states(run)
+    put(run, before, ".old")
+    with pytest.raises(ValueError, match="again"), run.write_stage(STAGE, NEW):
+        assert tree(run.stage_path(STAGE)) == tree(before)
+        raise ValueError("again")
+    assert status(run) == "ready" and names(run) == [STAGE]
+
+
+def test_killed_before_the_old_one_was_removed(run: RunDir) -> None:
+    before, after = crash_states(run)
+    put(run, before, ".old")
+    put(run, after, "")
+    assert status(run, NEW) == "ready" and names(run) == [STAGE]
+
+
+def test_the_old_one_is_taken_when_the_new_one_is_damaged(run: RunDir) -> None:
+    before, after = crash_states(run)
+    put(run, before, ".old")
+    (put(run, after, "") / "empty").unlink()
+    assert status(run) == "ready" and names(run) == [STAGE]
+    assert tree(run.stage_path(STAGE)) == tree(before)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rename_that_fails_loses_nothing(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    write(run, OLD, "one")
+    calls: list[Any] = []
+    rename = os.rename
+
+    def fail(source: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) == failing + 1:
+            raise OSError("rename failed")
+        rename(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="rename failed"):
+        patch.setattr(rundir_module.os, "rename", fail)
+        write(run, NEW, "two")
+    expected = OLD if failing == 0 else NEW
+    assert status(run, expected) == "ready"
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+def flip(path: Path, position: int, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def replace_by_link(folder: Path) -> None:
+    os.rename(folder / "summary.json", folder.parent / "elsewhere")
+    (folder / "summary.json").symlink_to(folder.parent / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda f: flip(f / "summary.json", 0, 0), "summary.json has another SHA-256"),
+        (lambda f: flip(f / "deep er/ü/数.bin", 9999, 7), "deep er/ü/数.bin has another SHA-256"),
+        (lambda f: os.truncate(f / "deep er/ü/数.bin", 9999), "数.bin has 9999 bytes, not 10000"),
+        (lambda f: (f / "empty").write_text("x"), "empty has 1 bytes, not 0"),
+        (lambda f: (f / "summary.json").unlink(), "summary.json is missing"),
+        (lambda f: shutil.rmtree(f / "deep er"), "deep er/ü/数.bin is missing"),
+        (replace_by_link, "summary.json is a symlink"),
+        (lambda f: (f / "extra").symlink_to("/etc"), "extra is a symlink"),
+        (lambda f: os.mkfifo(f / "pipe"), "pipe is not a regular file"),
+        (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda f: (f / "manifest.json").write_text(""), "manifest.json is damaged"),
+        (lambda f: (f / "manifest.json").write_text("[" * 10**5), "manifest.json is damaged"),
+        (lambda f: (f / "manifest.json").write_text("[1]"), "manifest.json is damaged"),
+        (lambda f: (f / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json is damaged"),
+        (lambda f: os.truncate(f / "manifest.json", 100), "manifest.json is damaged"),
+    ],
+)
+def test_damage_is_named(run: RunDir, harm: Damage, reason: str) -> None:
+    write(run, OLD, "one")
+    harm(run.stage_path(STAGE))
+    state = run.stage_state(STAGE, OLD)
+    assert state.status == "corrupt" and not state.ready
+    assert any(reason in text for text in state.reasons), state.reasons
+    write(run, OLD, "one")
+    assert status(run) == "ready" and names(run) == [STAGE]
+
+
+def test_all_damage_is_named_at_once(run: RunDir) -> None:
+    write(run, OLD, "one")
+    (run.stage_path(STAGE) / "empty").unlink()
+    (run.stage_path(STAGE) / "summary.json").write_text("longer")
+    assert len(run.stage_state(STAGE, OLD).reasons) == 2
+
+
+def test_bit_flips_all_over_the_manifest_are_noticed(run: RunDir) -> None:
+    write(run, OLD, "one")
+    path = run.stage_path(STAGE) / "manifest.json"
+    text = path.read_bytes()
+    for position in range(0, len(text), 3):
+        flip(path, position, position % 8)
+        try:
+            assert status(run) == "corrupt", position
+        except RunError as error:  # the digit of format_version may become a larger one
+            assert "format_version" in str(error)
+        path.write_bytes(text)
+    assert status(run) == "ready"
+
+
+def test_a_sealed_manifest_of_something_else_is_no_stage(run: RunDir) -> None:
+    write(run, OLD, "one")
+    path = run.stage_path(STAGE) / "manifest.json"
+    path.write_text(render_manifest({"format_version": 1, "files": {"../../x": 3}}))
+    assert run.stage_state(STAGE, OLD).reasons == ("manifest.json does not describe a stage",)
+
+
+def test_a_manifest_cannot_point_outside(run: RunDir) -> None:
+    write(run, OLD, "one")
+    path = run.stage_path(STAGE) / "manifest.json"
+    body = json.loads(path.read_text())
+    del body["seal"]
+    outside = run.path / "config.yaml"
+    outside.write_text("seed: 1")
+    body["files"]["../config.yaml"] = {"size": 7, "sha256": sha256_file(outside)}
+    path.write_text(render_manifest(body))
+    assert run.stage_state(STAGE, OLD).reasons == ("../config.yaml is missing",)
+
+
+def test_extra_files_are_ignored_but_mentioned(run: RunDir) -> None:
+    write(run, OLD, "one")
+    (run.stage_path(STAGE) / "note.txt").write_text("mine")
+    state = run.stage_state(STAGE, OLD)
+    assert state.ready and state.extra == ("note.txt",)
+
+
+def test_a_linked_stage_folder_is_refused_and_replaced(run: RunDir) -> None:
+    write(run, OLD, "one")
+    elsewhere = run.path.parent / "elsewhere"
+    os.rename(run.stage_path(STAGE), elsewhere)
+    run.stage_path(STAGE).symlink_to(elsewhere)
+    assert run.stage_state(STAGE, OLD).reasons == ("4_scores is a symlink",)
+    write(run, OLD, "two")
+    assert status(run) == "ready" and (elsewhere / "summary.json").read_text() == "one"
+
+
+def test_a_newer_format_is_refused_by_name(run: RunDir) -> None:
+    write(run, OLD, "one")
+    for path in (run.stage_path(STAGE) / "manifest.json", run.path / "manifest.json"):
+        body = json.loads(path.read_text()) | {"format_version": 7}
+        text, _ = path.read_text(), path.write_text(json.dumps(body))
+        with pytest.raises(RunError, match=r"manifest\.json: format_version 7 is newer than 1"):
+            RunDir(run.path).create()
+        path.write_text(text)
+    (run.stage_path(STAGE) / "manifest.json").write_text('{"format_version": 2}')
+    with pytest.raises(RunError, match="format_version 2 is newer"):
+        run.stage_state(STAGE, OLD)
+
+
+# --- fingerprints ---------------------------------------------------------------------------------
+
+
+def explain(old: Fingerprint, new: Fingerprint) -> list[str]:
+    return new.explain(json.loads(json.dumps({"fingerprint": old.as_dict()})))
+
+
+def test_a_fingerprint_depends_on_values_not_on_order() -> None:
+    one = Fingerprint({"a": 1, "b": [1, 2]}, {"x": "h", "y": "k"})
+    same = Fingerprint({"b": (1, 2), "a": 1}, {"y": "k", "x": "h"})
+    assert one.hash == same.hash and explain(one, same) == []
+    for other in (
+        Fingerprint({"a": 1.0, "b": [1, 2]}, one.reads),
+        Fingerprint({"a": True, "b": [1, 2]}, one.reads),
+        Fingerprint({"a": "1", "b": [1, 2]}, one.reads),
+        Fingerprint({"a": 1}, one.reads),
+        Fingerprint(one.settings, {"x": "h"}),
+        Fingerprint(one.settings, {"x": "h", "y": "other"}),
+    ):
+        assert other.hash != one.hash and explain(one, other)
+
+
+def test_the_reasons_are_readable() -> None:
+    old = Fingerprint(
+        {"score.lam": 0.8, "select.data_budget": 1, "gone": None, "kept": [1], "hash": "a" * 64},
+        {"warmup": "aaa", "split": "s", "gone": "g"},
+    )
+    new = Fingerprint(
+        {
+            **{"score.lam": 0.5, "select.data_budget": 1.0, "kept": [1], "hash": "b" * 64},
+            **{"score.step": "adam", "on": True},
+        },
+        {"warmup": "bbb", "split": "s", "new": "n"},
+    )
+    assert explain(old, new) == [
+        "score.lam: 0.8 -> 0.5",
+        "select.data_budget: 1 -> 1.0",
+        "hash: aaaaaaaaaaaaaaaa… -> bbbbbbbbbbbbbbbb…",
+        "score.step: not set -> adam",
+        "on: not set -> true",
+        "gone: null -> not set",
+        "reads warmup, which changed",
+        "reads new, which it did not before",
+        "no longer reads gone",
+    ]
+
+
+# --- the folder itself ----------------------------------------------------------------------------
+
+
+def test_create_takes_up_a_run_and_refuses_anything_else(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "a" / "b").create()
+    write(run, OLD, "one")
+    assert status(RunDir(run.path).create()) == "ready"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(ConfigError, match="neither empty nor a run folder"):
+        RunDir(tmp_path / "mine").create()
+    with pytest.raises(ConfigError, match="is not a folder"):
+        RunDir(tmp_path / "mine" / "thesis.tex").create()
+    assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / ".manifest.json.1.tmp").write_text("left by a crash")
+    RunDir(tmp_path / "hidden").create()
+
+
+def test_atomic_writes_keep_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a ü.txt"
+    atomic_write_text(path, "eins ü")
+    assert path.read_bytes() == "eins ü".encode()
+    atomic_write_bytes(path, b"zwei")
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    for step in ("fsync", "replace"):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+            patch.setattr(manifest_module.os, step, fail)
+            atomic_write_bytes(path, b"drei")
+        assert os.listdir(tmp_path) == ["a ü.txt"] and path.read_bytes() == b"zwei"
+
+
+def test_an_atomic_write_does_not_follow_a_link(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("keep")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    atomic_write_text(tmp_path / "link", "new")
+    assert (tmp_path / "target").read_text() == "keep"
+    assert (tmp_path / "link").read_text() == "new" and not (tmp_path / "link").is_symlink()
+
+
+def test_config_is_written(run: RunDir) -> None:
+    run.write_config("seed: 1 # ü\n")
+    run.write_config("seed: 2 # ü\n")
+    assert (run.path / "config.yaml").read_text(encoding="utf-8") == "seed: 2 # ü\n"
+
+
+def test_sha256_of_a_large_file(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 20_000
+    (tmp_path / "f").write_bytes(data)
+    assert sha256_file(tmp_path / "f") == hashlib.sha256(data).hexdigest()
+
+
+def test_metrics_are_one_object_a_line(run: RunDir) -> None:
+    assert run.read_metrics() == []
+    run.log_metrics("warmup", step=1, loss=np.float32(0.5), text="ü\n")
+    run.log_metrics("warmup", step=2, loss=math.inf)
+    lines = (run.path / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert records == run.read_metrics()
+    assert list(records[0]) == ["time", "stage", "step", "loss", "text"]
+    assert records[0]["loss"] == 0.5 and records[0]["text"] == "ü\n"
+    assert records[1]["stage"] == "warmup" and records[1]["loss"] == "inf"
+
+
+def test_a_cut_metrics_line_spoils_no_other(run: RunDir) -> None:
+    run.log_metrics("warmup", step=1)
+    with open(run.path / "metrics.jsonl", "ab") as file:
+        file.write(b'{"time": 1, "sta')
+    run.log_metrics("warmup", step=2)
+    assert [record["step"] for record in run.read_metrics()] == [1, 2]
+
+
+# --- one writer -----------------------------------------------------------------------------------
+
+
+def test_a_second_writer_is_refused_by_name(run: RunDir) -> None:
+    other = RunDir(run.path)
+    with run.write_stage(STAGE, OLD) as part:
+        (part / "a").write_text("x")
+        with pytest.raises(RunError, match=f"in use by process {os.getpid()} on "):
+            write(other, NEW, "two")
+        assert (part / "a").read_text() == "x"
+    write(other, NEW, "two")
+    assert status(run, NEW) == "ready"
+
+
+def test_another_process_is_refused_until_the_owner_ends(run: RunDir) -> None:
+    code = (
+        "import sys; from dualsft.rundir import RunDir\n"
+        "with RunDir(sys.argv[1]).lock():\n"
+        "    print('held', flush=True); sys.stdin.read()\n"
+    )
+    source = Path(rundir_module.__file__).parents[1]
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(run.path)],
+        env={**os.environ, "PYTHONPATH": str(source)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == "held\n"
+        with pytest.raises(RunError, match=f"in use by process {owner.pid} on "), run.lock():
+            pass
+        owner.kill()
+    with run.lock(), run.lock():
+        write(run, OLD, "one")
+    assert status(run) == "ready"
+
+
+def test_a_reader_leaves_a_swap_in_progress_alone(run: RunDir) -> None:
+    before, after = crash_states(run)
+    put(run, before, ".old")
+    put(run, after, ".part")
+    with run.lock():
+        assert status(RunDir(run.path), NEW) == "missing"
+        assert names(run) == [f"{STAGE}.old", f"{STAGE}.part"]
+    assert status(RunDir(run.path), NEW) == "ready"
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+BLOCK = 96 * 2**20
+
+
+def test_peak_memory_is_that_of_the_block() -> None:
+    with PeakMemory() as outer:
+        with PeakMemory() as large:
+            np.ones(BLOCK, dtype=np.uint8).sum()
+        with PeakMemory() as small:
+            pass
+    if large.since_start:
+        assert outer.rss_bytes >= large.rss_bytes >= BLOCK
+    else:
+        assert large.rss_bytes - small.rss_bytes > BLOCK // 2
+        assert outer.rss_bytes >= large.rss_bytes
+    assert set(large.as_dict()) == {"rss_bytes", "since_start", "cuda_bytes"}
+
+
+def test_peak_memory_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoProc(type(Path())):
+        def write_text(self, *_: object, **__: object) -> int:
+            raise PermissionError(str(self))
+
+        def read_text(self, *_: object, **__: object) -> str:
+            raise PermissionError(str(self))
+
+    monkeypatch.setattr(rundir_module, "Path", NoProc)
+    with PeakMemory() as memory:
+        pass
+    assert memory.since_start and memory.rss_bytes > 2**20
+
+
+def test_peak_memory_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = {0: 10**9, 1: 10**9}
+
+    def reset(device: int) -> None:
+        peaks[device] = 0
+
+    cuda = types.SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        device_count=lambda: 2,
+        reset_peak_memory_stats=reset,
+        max_memory_allocated=lambda device: peaks[device],
+    )
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    with PeakMemory() as memory:
+        peaks[1] = 777
+    assert memory.cuda_bytes == 777
+    cuda.is_initialized = lambda: False
+    with PeakMemory() as memory:
+        peaks[1] = 888
+    assert memory.cuda_bytes is None

@@ -104,7 +104,7 @@ def test_defaults_are_the_ones_promised() -> None:
         "score.mode": "one_pass",
         "score.candidates": "block_linear",
         "score.keep": "gradients",
-        "score.batch_tokens": 4096,
+        "score.batch_tokens": None,
         "select.variant": "dual",
         "select.data_budget": 0.1,
         "select.param_budget": 0.05,

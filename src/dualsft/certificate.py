@@ -49,9 +49,7 @@ def judge(f: np.ndarray, bound: np.ndarray, b: int) -> Verdict:
     return Verdict(low > threshold_in, high < threshold_out)
 
 
-def settle(
-    f: np.ndarray, verdict: Verdict, exact: np.ndarray, tie_order: np.ndarray, b: int
-) -> np.ndarray:
+def settle(verdict: Verdict, exact: np.ndarray, tie_order: np.ndarray, b: int) -> np.ndarray:
     """Positions of the top b, in ascending order; `exact` is read only where the verdict is open."""
     inside = np.flatnonzero(verdict.inside)
     places = b - len(inside)

@@ -87,9 +87,7 @@ def _show_examples(ctx: RunContext, examples: list[Example]) -> None:
 
 def _bos(ctx: RunContext, examples: list[Example]) -> list[str]:
     bos = ctx.tokenizer.bos_token_id
-    doubled = [
-        e.index + 1 for e in examples if bos is not None and e.input_ids[:2] == [bos, bos]
-    ]
+    doubled = [e.index + 1 for e in examples if bos is not None and e.input_ids[:2] == [bos, bos]]
     if doubled:
         return [f"{len(doubled):,} rows begin with two BOS tokens (first: row {doubled[0]})"]
     starts = sum(e.input_ids[0] == bos for e in examples)
@@ -115,7 +113,9 @@ def _model(ctx: RunContext, examples: list[Example], split: Split) -> list[str]:
         say(f"  {module}: {count:,}")
     if ctx.config.select.variant != "data":
         k = resolve_budget(ctx.config.select.param_budget, candidates.num_entries)
-        say(f"would train {k:,} entries ({100 * k / candidates.num_entries:.2f} % of the candidates)")
+        say(
+            f"would train {k:,} entries ({100 * k / candidates.num_entries:.2f} % of the candidates)"
+        )
     return _alone_against_batch(ctx, engine, examples)
 
 

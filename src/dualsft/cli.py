@@ -134,7 +134,9 @@ def report(folder: RunFolder) -> None:
     from dualsft.report import load_summaries, write_report
 
     if not load_summaries(folder)["manifests"]:
-        raise ConfigError(f"{folder}: no finished stage; make one with `dualsft run --out {folder}`")
+        raise ConfigError(
+            f"{folder}: no finished stage; make one with `dualsft run --out {folder}`"
+        )
     console.print(str(write_report(folder)), markup=False)
 
 
@@ -198,7 +200,9 @@ def quickstart(
     """The main job on a real small model and a corpus made on the spot; then what came of it."""
     source, overrides = parse_words(words)
     if source is not None:
-        raise ConfigError(f"{source!r}: the quickstart has its own recipe; use `dualsft run` for others")
+        raise ConfigError(
+            f"{source!r}: the quickstart has its own recipe; use `dualsft run` for others"
+        )
     config = settings.load("quickstart", overrides)
     from dualsft.quickstart import run_quickstart
 

@@ -85,11 +85,15 @@ def _draw(seed: int, *what: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def skill_rows(num_rows: int, seed: int, wrong_share: float, start: int = 0) -> list[dict[str, str]]:
+def skill_rows(
+    num_rows: int, seed: int, wrong_share: float, start: int = 0
+) -> list[dict[str, str]]:
     """Rows of the new skill over distinct numbers; an exact share of them has a wrong answer."""
     numbers = sorted(range(1000, 10000), key=lambda n: _draw(0, "number", n))
     numbers = numbers[start : start + num_rows]
-    wrong = set(sorted(numbers, key=lambda n: _draw(seed, "wrong", n))[: int(wrong_share * num_rows)])
+    wrong = set(
+        sorted(numbers, key=lambda n: _draw(seed, "wrong", n))[: int(wrong_share * num_rows)]
+    )
     rows = []
     for n in numbers:
         answer = n if n not in wrong else 1000 + _draw(seed, "other", n) % 9000

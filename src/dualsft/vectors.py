@@ -109,9 +109,7 @@ class ParamVector(Mapping[str, Tensor]):
         )
 
     @classmethod
-    def load(
-        cls, path: Path, names: list[str], device: torch.device | str = "cpu"
-    ) -> ParamVector:
+    def load(cls, path: Path, names: list[str], device: torch.device | str = "cpu") -> ParamVector:
         """Read the vector over exactly `names`, in that order."""
         with safe_open(str(path), framework="pt", device=str(device)) as file:
             stored = set(file.keys())

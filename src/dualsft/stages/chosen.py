@@ -26,6 +26,7 @@ from dualsft.vectors import CHUNK, ParamVector
 
 def product_source(left: ParamVector, right: ParamVector, eta_sc: float) -> ScoreSource:
     """eta_sc · left ⊙ right in chunks, recomputed at every reading."""
+
     def read() -> Iterator[tuple[str, int, Tensor]]:
         for name, block in left.items():
             a, b = block.view(-1), right[name].view(-1)

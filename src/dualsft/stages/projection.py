@@ -79,12 +79,9 @@ def projection_terms(
     prior_grad: ParamVector,
     curvature: ParamVector | None,
 ) -> ProjectionTerms:
-    """Eq. (u)'s terms under the run's settings; a zero v_prior is never divided by."""
+    """Eq. (u)'s terms under the run's settings."""
     score = config.score
-    prior_norm = prior_grad.norm()
-    lam = score.lam if prior_norm > 0 else 0.0
-    if score.lam_relative and prior_norm > 0:
-        lam = score.lam * val_grad.norm() / prior_norm
+    lam = effective_lambda(score.lam, score.lam_relative, val_grad, prior_grad)
     v_val = val_grad.plus(prior_grad, lam) if lam else val_grad
     second = score.curvature == "adam_rms" and score.curvature_scale > 0
     return ProjectionTerms(
@@ -97,6 +94,16 @@ def projection_terms(
         n_sc=n_sc,
         lam_effective=lam,
     )
+
+
+def effective_lambda(
+    lam: float, relative: bool, val_grad: ParamVector, prior_grad: ParamVector
+) -> float:
+    """The factor of v_prior: λ, or λ ‖v_new‖ / ‖v_prior‖; zero for a zero v_prior."""
+    prior_norm = prior_grad.norm()
+    if prior_norm == 0:
+        return 0.0
+    return lam * val_grad.norm() / prior_norm if relative else lam
 
 
 def param_score_chunk(eta_sc: float, projection: Tensor, grad_sum: Tensor) -> Tensor:

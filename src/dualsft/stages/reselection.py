@@ -94,7 +94,9 @@ def select_examples(
         where = index.to(masked[name].device)
         masked[name].view(-1)[where] = scored.projection[name].view(-1)[where]
     objective = loss_objective(engine.model)
-    result = walk(engine, pool, objective, pass_settings(ctx), ctx.reporter, label, direction=masked)
+    result = walk(
+        engine, pool, objective, pass_settings(ctx), ctx.reporter, label, direction=masked
+    )
     ties = np.array([e.index for e in pool])
     return np.sort(top_b(result.dots, ties, b))
 

@@ -101,7 +101,7 @@ def choose_examples(
         )
         score[inexact] = rescore(ctx, engine, [pool[i] for i in inexact], scored)
     ties = np.array([e.index for e in pool])
-    positions = settle(score, verdict, score, ties, b)
+    positions = settle(verdict, score, ties, b)
     counts = (int(verdict.inside.sum()), int(verdict.outside.sum()))
     return DataChoice(positions, score, inexact, *counts)
 

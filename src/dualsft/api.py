@@ -1,0 +1,157 @@
+"""The parts by themselves: `score` and `select` on a model and token lists in memory.
+
+The same engine, projection and certificate as `dualsft run`, without a run folder: Algorithm 1 lines
+3 to 11 for callers who bring their own checkpoint, batches and training loop.
+
+    scores = dualsft.score(theta_bar, pool, val, eta_ft=2e-5, anchors=anchors, theta_old=base)
+    chosen = dualsft.select(scores, data_budget=0.1, param_budget=0.05)
+    optimizer = dualsft.SparseAdamW(model.named_parameters(), chosen.param_mask, lr=2e-5)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dualsft.certificate import bounds, judge, settle
+from dualsft.data import Example
+from dualsft.errors import ConfigError
+from dualsft.ghost import GhostEngine
+from dualsft.model import find_candidates
+from dualsft.passes import PassSettings, cwsd_objective, loss_objective, walk
+from dualsft.progress import Reporter
+from dualsft.stages.chosen import product_source
+from dualsft.stages.projection import ProjectionTerms, effective_lambda
+from dualsft.stages.split import resolve_budget
+from dualsft.topk import topk_signed
+from dualsft.vectors import ParamVector
+
+
+@dataclass(frozen=True)
+class Scores:
+    """s_D with a bound each, u and G; s_θ is u ⊙ G."""
+
+    example_scores: np.ndarray
+    """⟨U₀, g_n⟩ · eta_sc, within `bound` of the exact ⟨u, g_n⟩."""
+    bound: np.ndarray
+    losses: np.ndarray
+    grad_sum: ParamVector
+    val_grad: ParamVector
+    prior_grad: ParamVector
+    projection: ParamVector
+    """u / eta_sc."""
+    eta_sc: float
+    rescore: Callable[[np.ndarray], np.ndarray] = field(repr=False)
+    """Exact scores of the pool examples at these positions (one pass over them)."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The mask as sorted flat indices by parameter, the subset as positions in the pool."""
+
+    param_mask: dict[str, Tensor]
+    data_subset: np.ndarray
+    num_rescored: int
+
+
+def score(
+    model: PreTrainedModel,
+    pool: Sequence[Example],
+    val: Sequence[Example],
+    *,
+    eta_ft: float,
+    anchors: Sequence[Example] = (),
+    theta_old: PreTrainedModel | None = None,
+    curvature: ParamVector | None = None,
+    lam: float = 0.8,
+    lam_relative: bool = False,
+    tau: float = 1.0,
+    curvature_scale: float = 1.0,
+    candidates: str = "block_linear",
+    batch_tokens: int = 1024,
+    reporter: Reporter | None = None,
+) -> Scores:
+    """Score a pool at `model` (θ̄) in one pass; CWSD when `theta_old` and `anchors` are given."""
+    if (theta_old is None) != (not anchors):
+        raise ConfigError("score: give both theta_old and anchors for CWSD, or neither")
+    if not pool or not val:
+        raise ConfigError("score: pool and val must not be empty")
+    model.eval()
+    engine = GhostEngine(model, find_candidates(model, candidates))
+    settings = PassSettings(batch_tokens=batch_tokens, pad_id=0, padding_side="right")
+    objective, say = loss_objective(model), reporter or Reporter()
+    val_grad = ParamVector.zeros(engine.candidates)
+    walk(engine, val, objective, settings, say, "v_new (validation)", sums=val_grad)
+    val_grad = val_grad.scaled(1.0 / len(val))
+    prior_grad = ParamVector.zeros(engine.candidates)
+    if theta_old is not None:
+        theta_old.eval()
+        distil = cwsd_objective(theta_old, model, tau)
+        walk(engine, anchors, distil, settings, say, "v_prior (CWSD)", sums=prior_grad)
+        prior_grad = prior_grad.scaled(1.0 / len(anchors))
+    factor = effective_lambda(lam, lam_relative, val_grad, prior_grad)
+    terms = ProjectionTerms(
+        val_grad=val_grad,
+        v_val=val_grad.plus(prior_grad, factor),
+        curvature=curvature,
+        preconditioner=None,
+        curvature_scale=curvature_scale,
+        eta_ft=eta_ft,
+        n_sc=len(pool),
+        lam_effective=factor,
+    )
+    grad_sum = ParamVector.zeros(engine.candidates)
+    result = walk(
+        engine,
+        pool,
+        objective,
+        settings,
+        say,
+        "pool (G and f)",
+        sums=grad_sum,
+        direction=terms.estimate(),
+        bounds=True,
+    )
+    residual = terms.residual(grad_sum).block_norms()
+    bound = bounds(result.inner_sums, np.array([residual[name] for name in engine.columns]))
+    projection = terms.projection(grad_sum)
+
+    def rescore(positions: np.ndarray) -> np.ndarray:
+        rows = [pool[i] for i in positions]
+        again = walk(engine, rows, objective, settings, say, "re-scoring", direction=projection)
+        return again.dots * terms.eta_sc
+
+    return Scores(
+        example_scores=result.dots * terms.eta_sc,
+        bound=bound * terms.eta_sc,
+        losses=result.values,
+        grad_sum=grad_sum,
+        val_grad=val_grad,
+        prior_grad=prior_grad,
+        projection=projection,
+        eta_sc=terms.eta_sc,
+        rescore=rescore,
+    )
+
+
+def select(
+    scores: Scores, *, data_budget: int | float = 0.1, param_budget: int | float = 0.05
+) -> Selection:
+    """The exact signed top-k and top-b; fractions are of the candidates and of the pool."""
+    k = resolve_budget(param_budget, scores.grad_sum.num_entries, "param_budget")
+    mask = topk_signed(product_source(scores.projection, scores.grad_sum, scores.eta_sc), k)
+    count = len(scores.example_scores)
+    b = resolve_budget(data_budget, count, "data_budget")
+    if b > count:
+        raise ConfigError(f"data_budget: {b:,} of a pool of {count:,}; lower it")
+    verdict = judge(scores.example_scores, scores.bound, b)
+    exact = scores.example_scores.copy()
+    open_rows = np.flatnonzero(verdict.open & (scores.bound > 0))
+    if len(open_rows):
+        exact[open_rows] = scores.rescore(open_rows)
+    chosen = settle(verdict, exact, np.arange(count), b)
+    return Selection(mask.indices, chosen, len(open_rows))

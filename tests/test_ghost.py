@@ -1,0 +1,245 @@
+"""The ghost engine against batch-of-one autograd, on every architecture, in float64 and fp32."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from models import ARCHITECTURES, tiny_examples, tiny_model
+from torch import nn
+
+from dualsft.data import Example, collate
+from dualsft.errors import ConfigError, RunError
+from dualsft.ghost import GhostEngine
+from dualsft.losses import distillation_objective, example_objective
+from dualsft.model import decoder_blocks, find_candidates
+from dualsft.passes import PassResult, PassSettings, cwsd_objective, dot_alone, loss_objective, walk
+from dualsft.progress import Reporter
+from dualsft.vectors import ParamVector
+
+QUIET = Reporter(lambda _: None)
+
+
+def settings(batch_tokens: int = 64, side: str = "right") -> PassSettings:
+    return PassSettings(batch_tokens=batch_tokens, pad_id=0, padding_side=side)
+
+
+def examples_for(model: nn.Module, count: int = 9, seed: int = 1) -> list[Example]:
+    rows = tiny_examples(count, 97, seed)
+    return [Example(e.id, e.index, list(e.input_ids), list(e.labels)) for e in rows]
+
+
+def random_direction(engine: GhostEngine, seed: int = 3) -> ParamVector:
+    generator = torch.Generator().manual_seed(seed)
+    return ParamVector(
+        {
+            n: torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+            for n, p in engine.candidates.items()
+        }
+    )
+
+
+def full_pass(engine: GhostEngine, rows: list[Example], how: PassSettings) -> tuple:
+    sums, direction = ParamVector.zeros(engine.candidates), random_direction(engine)
+    objective = loss_objective(engine.model)
+    result: PassResult = walk(
+        engine, rows, objective, how, QUIET, "test", sums=sums, direction=direction, bounds=True
+    )
+    return sums, direction, result
+
+
+def worst(got: ParamVector, true: dict[str, torch.Tensor]) -> float:
+    errors = [
+        float((got[n].double() - t.double()).norm()) / max(float(t.double().norm()), 1e-30)
+        for n, t in true.items()
+    ]
+    return max(errors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("spec", ["block_linear", "all"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_sums_dots_and_bounds(arch: str, spec: str, dtype: torch.dtype) -> None:
+    """G, ⟨U, g_n⟩ and ‖g_n,l‖ ≤ bound, both padding sides, batches of several sizes."""
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-4
+    exact_model = tiny_model(arch, dtype=torch.float64).eval()
+    model = tiny_model(arch, dtype=dtype).eval()
+    engine = GhostEngine(model, find_candidates(model, spec))
+    rows, names = examples_for(model), engine.candidates.names
+    grads = [oracle.example_gradient(exact_model, e.input_ids, e.labels, names) for e in rows]
+    for batch_tokens, side in ((64, "right"), (64, "left"), (1, "right"), (10_000, "left")):
+        sums, direction, result = full_pass(engine, rows, settings(batch_tokens, side))
+        assert worst(sums, oracle.add(grads)) <= tolerance
+        true = np.array(
+            [sum(float((g[n] * direction[n].double()).sum()) for n in names) for g in grads]
+        )
+        assert np.abs(result.dots - true).max() <= tolerance * np.abs(true).max()
+        norms = np.array([[float(g[n].norm()) for n in names] for g in grads])
+        assert (norms <= result.inner_sums * (1 + 1e-4) + 1e-12).all()
+        losses = [oracle.example_loss(exact_model, e.input_ids, e.labels).item() for e in rows]
+        assert np.abs(result.values - losses).max() <= tolerance * max(losses)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_bounds_are_not_vacuous(arch: str) -> None:
+    """The bound of a linear layer is within the number of tokens of the true norm."""
+    model = tiny_model(arch).eval()
+    engine = GhostEngine(model, find_candidates(model, "block_linear"))
+    rows = examples_for(model)
+    _, _, result = full_pass(engine, rows, settings())
+    for i, e in enumerate(rows):
+        g = oracle.example_gradient(model, e.input_ids, e.labels, engine.candidates.names)
+        norms = np.array([float(g[n].norm()) for n in engine.candidates])
+        assert (result.inner_sums[i] <= 40 * e.num_tokens * norms + 1e-9).all()
+
+
+@pytest.mark.parametrize("tau", [1.0, 2.5])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_cwsd_gradient(arch: str, tau: float) -> None:
+    teacher, student = tiny_model(arch, seed=0).eval(), tiny_model(arch, seed=7).eval()
+    engine = GhostEngine(student, find_candidates(student, "all"))
+    rows = examples_for(student, seed=2)
+    sums = ParamVector.zeros(engine.candidates)
+    result = walk(
+        engine, rows, cwsd_objective(teacher, student, tau), settings(), QUIET, "t", sums=sums
+    )
+    true = oracle.cwsd_gradient(teacher, student, rows, tau, engine.candidates.names)
+    assert worst(sums.scaled(1 / len(rows)), true) <= 1e-10
+    loss = oracle.cwsd_loss(teacher, student, rows, tau).item()
+    assert result.values.mean() == pytest.approx(loss, rel=1e-10)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_cwsd_is_exactly_zero_at_the_teacher(arch: str) -> None:
+    model = tiny_model(arch, dtype=torch.float32).eval()
+    twin = tiny_model(arch, dtype=torch.float32).eval()
+    engine = GhostEngine(model, find_candidates(model, "all"))
+    sums = ParamVector.zeros(engine.candidates)
+    objective = cwsd_objective(twin, model, 1.0)
+    walk(engine, examples_for(model), objective, settings(), QUIET, "t", sums=sums)
+    assert all(not bool(t.any()) for t in sums.values())
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_alone_agrees_and_leaves_no_trace(arch: str) -> None:
+    model = tiny_model(arch).eval()
+    flags = [p.requires_grad for p in model.parameters()]
+    patched = ["forward" in vars(m) for m in model.modules()]
+    engine = GhostEngine(model, find_candidates(model, "all"))
+    rows = examples_for(model)
+    _, direction, result = full_pass(engine, rows, settings())
+    exact, norm = dot_alone(engine, rows[4], direction, settings())
+    assert abs(exact - result.dots[4]) <= 1e-12 * direction.norm() * norm
+    assert [p.requires_grad for p in model.parameters()] == flags
+    assert all(p.grad is None for p in model.parameters())
+    assert ["forward" in vars(m) for m in model.modules()] == patched
+
+
+def test_training_objective_has_full_gradients() -> None:
+    """Outside the engine the same fused loss trains head and embedding too."""
+    model = tiny_model("llama_tied_bias").eval()
+    rows = examples_for(model)
+    batch = collate(rows, 0, "right", torch.device("cpu"))
+    objective, losses = example_objective(model, batch, scale=1 / len(rows))
+    objective.backward()
+    names = [n for n, _ in model.named_parameters()]
+    true = oracle.val_grad(model, rows, names)
+    got = ParamVector({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert worst(got, true) <= 1e-10
+    assert losses.shape == (len(rows),)
+
+
+def test_kl_of_a_model_to_itself_is_zero_and_positive_otherwise() -> None:
+    base, other = tiny_model("qwen3", seed=0).eval(), tiny_model("qwen3", seed=1).eval()
+    batch = collate(examples_for(base), 0, "right", torch.device("cpu"))
+    with torch.no_grad():
+        same = distillation_objective(base, base, batch, 1.0, weighted=False)[1]
+        apart = distillation_objective(base, other, batch, 1.0, weighted=False)[1]
+    assert float(same.abs().max()) < 1e-14 and float(apart.min()) > 1e-6
+
+
+class _Odd(nn.Module):
+    """A module with a matrix that is no plain linear map."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mixing = nn.Parameter(torch.eye(width, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.mixing
+
+
+def test_uncovered_matrix_is_refused_by_name() -> None:
+    model = tiny_model("llama").eval()
+    _, blocks = decoder_blocks(model)
+    blocks[1].self_attn.extra = _Odd(4)
+    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.extra\.mixing.*_Odd"):
+        find_candidates(model, "block_linear")
+    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.extra.*no exact rule"):
+        GhostEngine(model, find_candidates(model, "all"))
+    left_out = find_candidates(model, "block_linear,!*.extra.mixing")
+    assert GhostEngine(model, left_out).candidates.num_entries > 0
+
+
+def test_norm_that_is_not_affine_is_refused() -> None:
+    class CubicRMSNorm(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight**3
+
+    model = tiny_model("llama").eval()
+    model.model.norm = CubicRMSNorm(model.model.norm.weight)
+    engine = GhostEngine(model, find_candidates(model, "all"))
+    with pytest.raises(RunError, match=r"model\.norm\.weight.*not affine"):
+        full_pass(engine, examples_for(model), settings())
+
+
+def test_bypassed_layer_is_caught_by_scoring_alone() -> None:
+    """A layer used behind the module's back is invisible to hooks but not to the self-check."""
+    model = tiny_model("llama").eval()
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: mlp.down_proj(
+        torch.nn.functional.silu(mlp.gate_proj(x))
+        * torch.nn.functional.linear(x, mlp.up_proj.weight)
+    )
+    engine = GhostEngine(model, find_candidates(model, "block_linear"))
+    rows = examples_for(model)
+    _, direction, result = full_pass(engine, rows, settings())
+    exact, norm = dot_alone(engine, rows[0], direction, settings())
+    assert abs(exact - result.dots[0]) > 1e-4 * direction.norm() * norm
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("*.no_such.weight", "matches no parameter"),
+        ("block_linear,!*.no_such", "excludes nothing"),
+        ("*.q_proj.weight,!*", "leaves no parameter"),
+    ],
+)
+def test_bad_candidates(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_candidates(tiny_model("llama"), spec)
+
+
+def test_candidate_patterns() -> None:
+    model = tiny_model("llama")
+    names = find_candidates(model, "*.q_proj.weight,*.norm.weight,!*.layers.0.*").names
+    assert names == ["model.layers.1.self_attn.q_proj.weight", "model.norm.weight"]
+    default = find_candidates(model, "block_linear")
+    assert all(p.ndim == 2 and ".layers." in n for n, p in default.items())
+    assert len(default) == 14
+
+
+def test_nonfinite_example_is_named() -> None:
+    model = tiny_model("llama", dtype=torch.float32).eval()
+    rows = examples_for(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[rows[3].input_ids[0]] = float("nan")
+    engine = GhostEngine(model, find_candidates(model, "block_linear"))
+    with pytest.raises(RunError, match="not finite"):
+        full_pass(engine, rows, settings())

@@ -81,11 +81,11 @@ def test_rows_that_the_chat_template_refuses_are_bad() -> None:
     assert ([e.index for e in examples], report.num_bad) == ([0], 1)
 
 
-def test_doubled_bos_is_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_doubled_bos_is_counted_and_said() -> None:
     examples, report = encode([row("<s>a", "r", 0), row("b", "r", 1)])
     assert [e.input_ids[:2] for e in examples] == [[BOS, *text_ids(c)] for c in "ab"]
     assert report.num_double_bos == 1
-    assert "1 of 2 examples began with more than one BOS" in caplog.text
+    assert "1 of 2 rows began with more than one BOS" in report.notes()[0]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_doubled_bos_is_counted_and_said(caplog: pytest.LogCaptureFixture) -> No
 )
 @pytest.mark.parametrize("limit", ["max_length", "max_positions"])
 def test_long_rows_lose_prompt_tokens_after_the_bos(
-    around: str, max_length: int, kept: str, limit: str, caplog: pytest.LogCaptureFixture
+    around: str, max_length: int, kept: str, limit: str
 ) -> None:
     [made], report = encode([row("abcdef", "xy")], byte_tokenizer(around), **{limit: max_length})
     assert made.input_ids == text_ids(kept) + text_ids("xy") + [EOS]
@@ -111,7 +111,7 @@ def test_long_rows_lose_prompt_tokens_after_the_bos(
     cut = "abcdef" not in kept
     assert report.num_truncated == cut
     assert report.max_length == max_length
-    assert ("1 of 1 examples lost prompt tokens" in caplog.text) == cut
+    assert ("1 of 1 rows lost prompt tokens" in "".join(report.notes())) == cut
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,13 @@ def test_a_response_without_tokens_is_a_bad_row() -> None:
         encode([row("a", "</s>")])
 
 
-def test_an_empty_prompt_needs_a_bos(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_empty_prompt_needs_a_bos() -> None:
     with pytest.raises(DataError, match="line 1: the prompt gives no token.*data.add_bos=always"):
         encode([row("", "r")], byte_tokenizer("$A"))
     [made], report = encode([row("", "r")], byte_tokenizer("$A"), add_bos="always")
     assert made.input_ids == [BOS, *text_ids("r"), EOS]
     assert report.num_empty_prompts == 1
-    assert "1 of 1 examples have an empty prompt" in caplog.text
+    assert "1 of 1 rows have an empty prompt" in report.notes()[0]
 
 
 def test_the_report_is_carried_on(tmp_path: Path) -> None:

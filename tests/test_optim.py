@@ -174,9 +174,11 @@ def test_mask_of_ones_is_adamw_bit_for_bit(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_whole_parameter_shares_its_storage(dtype: torch.dtype) -> None:
     model = tiny_llama(dtype)
-    optimizer = SparseAdamW(model.named_parameters(), None, lr=1e-3)
-    for name, p in model.named_parameters():
-        assert optimizer.masters[name].data_ptr() == p.data_ptr()
+    for indices in (None, everything_as_indices(model)):
+        with SparseAdamW(model.named_parameters(), indices, lr=1e-3) as optimizer:
+            for name, p in model.named_parameters():
+                assert optimizer.masters[name].data_ptr() == p.data_ptr()
+                assert optimizer.indices[name] is None
 
 
 @pytest.mark.parametrize("empty", [False, True])
@@ -319,6 +321,10 @@ def test_a_gradient_that_is_already_there_counts() -> None:
     sparse.step()
     dense.step()
     assert_equal(snapshot(ours), snapshot(theirs))
+    sparse.close()
+    backward(ours, 0)
+    SparseAdamW(ours.named_parameters(), {"lm_head.weight": torch.tensor([5])}, lr=1e-2)
+    assert all(p.grad is None for p in ours.parameters()), "nothing would ever free these"
 
 
 def test_only_parameters_with_selected_entries_ask_for_gradients() -> None:
@@ -525,8 +531,10 @@ def test_an_unchanged_mask_keeps_the_same_vectors() -> None:
     indices = indices_of(random_masks(model, 0.3))
     optimizer = SparseAdamW(model.named_parameters(), indices, lr=1e-3)
     before = optimizer.masters
+    backward(model, 0)
     optimizer.set_indices({name: i.clone() for name, i in indices.items() if i is not None})
     assert all(optimizer.masters[name] is master for name, master in before.items())
+    assert all(master.grad is None for master in before.values()), "pending gradients are dropped"
 
 
 # --- An ordinary optimizer, and its errors -----------------------------------------------------

@@ -100,9 +100,13 @@ class RunContext:
         return self.load(self.model_folder)
 
     def theta_bar(self) -> PreTrainedModel:
-        """The warmed-up model; θ_old itself when there was no warmup."""
-        warmed = self.folder("warmup") / "theta_bar"
-        return self.load(warmed if warmed.is_dir() else self.model_folder)
+        """The warmed-up model; equal to θ_old when there was no warmup."""
+        return self.load(self.folder("warmup") / "theta_bar")
+
+    @property
+    def warmed_up(self) -> bool:
+        """Whether there was a warmup, and so a curvature ĉ."""
+        return (self.folder("warmup") / "curvature.safetensors").is_file()
 
     def candidates(self, model: PreTrainedModel) -> Candidates:
         return find_candidates(model, self.config.score.candidates)
@@ -118,5 +122,4 @@ class RunContext:
 
     def curvature(self, candidates: Candidates) -> ParamVector | None:
         """ĉ, or None when there was no warmup."""
-        exists = (self.folder("warmup") / "curvature.safetensors").is_file()
-        return self.vector("warmup", "curvature", candidates) if exists else None
+        return self.vector("warmup", "curvature", candidates) if self.warmed_up else None

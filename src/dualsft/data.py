@@ -13,8 +13,8 @@ the examples: no score may depend on how examples were put together.
 from __future__ import annotations
 
 import hashlib
-import logging
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -37,14 +37,14 @@ __all__ = [
     "Limits",
     "Row",
     "collate",
+    "digest",
     "make_batches",
     "pad_token_id",
     "read_rows",
     "source_lines",
     "tokenize",
+    "training_order",
 ]
-
-logger = logging.getLogger(__name__)
 
 IGNORE = -100
 """Label of a token that is not part of the response."""
@@ -112,13 +112,6 @@ def tokenize(
     settle(report, config.bad_rows, known)
     if not examples:
         raise DataError(f"{report.path}: there is no row to tokenise; give a corpus with data.path")
-    for number, what in (
-        (report.num_truncated, f"lost prompt tokens from the left to fit {report.max_length}"),
-        (report.num_double_bos, "began with more than one BOS; one was kept"),
-        (report.num_empty_prompts, "have an empty prompt"),
-    ):
-        if number:
-            logger.warning("%s: %d of %d examples %s", report.path, number, len(examples), what)
     return examples, report
 
 
@@ -245,3 +238,24 @@ def collate(
         batch.position_ids[i, real] = torch.arange(example.num_tokens)
         batch.labels[i, real] = torch.tensor(example.labels)
     return Batch(*(getattr(batch, name).to(device) for name in Batch.__slots__))
+
+
+# --- order ------------------------------------------------------------------------------------
+
+
+def training_order(examples: Sequence[Example], seed: int, epoch: int) -> list[int]:
+    """A shuffle of the examples for one epoch; the same texts come in the same order whatever
+    their place in the file (copies of one text are told apart by their number, not their line).
+    """
+    copies: dict[str, int] = defaultdict(int)
+    keyed: list[tuple[bytes, int]] = []
+    for i in sorted(range(len(examples)), key=lambda i: (examples[i].key, examples[i].id)):
+        key = examples[i].key
+        keyed.append((digest(seed, epoch, key, copies[key]), i))
+        copies[key] += 1
+    return [i for _, i in sorted(keyed)]
+
+
+def digest(*parts: int | str) -> bytes:
+    """A repeatable hash of these parts: the source of every order that looks random."""
+    return hashlib.sha256("|".join(map(str, parts)).encode()).digest()

@@ -9,7 +9,6 @@ exactly what depends on it, saying why. A stage is written whole or not at all (
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,8 @@ from dualsft.context import FOLDERS, RunContext
 from dualsft.errors import ConfigError
 from dualsft.pretrained import tokenizer_hash, weights_hash
 from dualsft.progress import Reporter, clock
-from dualsft.report import peak_gib, write_report
-from dualsft.rundir import MANIFEST, Fingerprint, RunDir, sha256_file
+from dualsft.report import write_report
+from dualsft.rundir import Fingerprint, RunDir, sha256_file
 from dualsft.stages import evaluation, finetune, gradients, scores, selection, split, warmup
 
 Settings = dict[str, Any]
@@ -164,13 +163,14 @@ def run(
     ctx = RunContext(config, rundir, reporter or Reporter())
     for warning in settings.warnings(config):
         ctx.reporter.warn(warning)
-    rundir.write_config(settings.to_yaml(config))
-    hashes: dict[str, str] = {}
-    for stage in STAGES:
-        hashes[stage.name] = _ensure(ctx, stage, hashes)
-        if stage.name == last:
-            return rundir.path
-    write_report(rundir.path)
+    with rundir.lock():
+        rundir.write_config(settings.to_yaml(config))
+        hashes: dict[str, str] = {}
+        for stage in STAGES:
+            hashes[stage.name] = _ensure(ctx, stage, hashes)
+            if stage.name == last:
+                return rundir.path
+        write_report(rundir.path)
     ctx.reporter.say(f"report: {rundir.path / 'report.md'}")
     return rundir.path
 
@@ -188,11 +188,9 @@ def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
     ctx.reporter.say(f"[{stage.name}] {why}")
     ctx.reporter.warnings.clear()
     ctx.reporter.metrics = lambda **values: ctx.rundir.log_metrics(stage.name, **values)
-    with ctx.rundir.write_stage(folder, fingerprint) as part:
-        facts = stage.run(ctx, part)
-        record = {"facts": facts, "warnings": list(ctx.reporter.warnings)}
-        (part / "stage.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    manifest = json.loads((ctx.folder(stage.name) / MANIFEST).read_text())
-    spent = clock(manifest["seconds"])
-    ctx.reporter.say(f"[{stage.name}] done in {spent}, peak memory {peak_gib(manifest):.2f} GiB")
+    with ctx.rundir.write_stage(folder, fingerprint) as writer:
+        facts = stage.run(ctx, writer.path)
+        writer.note(facts | {"warnings": list(ctx.reporter.warnings)})
+    peak = writer.peak_memory / 2**30
+    ctx.reporter.say(f"[{stage.name}] done in {clock(writer.seconds)}, peak memory {peak:.2f} GiB")
     return fingerprint.hash

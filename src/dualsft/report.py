@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dualsft.context import FOLDERS
-from dualsft.rundir import MANIFEST, atomic_write_text
+from dualsft.manifest import MANIFEST
+from dualsft.rundir import atomic_write_text
 
 SUMMARIES = {
     "split": "1_split/summary.json",
@@ -29,8 +30,7 @@ def load_summaries(run: Path) -> dict[str, Any]:
         manifest = run / folder / MANIFEST
         if manifest.is_file():
             found["manifests"][stage] = json.loads(manifest.read_text())
-            record = json.loads((run / folder / "stage.json").read_text(encoding="utf-8"))
-            found["warnings"][stage] = record["warnings"]
+            found["warnings"][stage] = found["manifests"][stage]["facts"]["warnings"]
     for stage, file in SUMMARIES.items():
         if stage in found["manifests"]:
             found[stage] = json.loads((run / file).read_text(encoding="utf-8"))

@@ -19,7 +19,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -31,7 +30,6 @@ from dualsft.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from dualsft.config import DataConfig
 
-logger = logging.getLogger(__name__)
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
 SHOWN_PROBLEMS = 20
@@ -446,5 +444,3 @@ def settle(report: DataReport, policy: str, known: int) -> None:
         raise DataError([*shown, f"{total} ({len(shown)} shown); {cure}"])
     if not report.num_good:
         raise DataError([*shown, f"{total} ({len(shown)} shown): nothing is left; repair them"])
-    first = "; ".join(message for _, message in report.problems[-num_new:][:3])
-    logger.warning("%s and left out (data.bad_rows=skip): %s", total, first)

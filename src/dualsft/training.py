@@ -16,12 +16,11 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from dualsft.data import Example, collate, make_batches
+from dualsft.data import Example, collate, make_batches, training_order
 from dualsft.errors import RunError
 from dualsft.losses import example_objective
 from dualsft.optim import SparseAdamW
 from dualsft.progress import Progress
-from dualsft.stages.split import training_order
 
 
 @dataclass(frozen=True, kw_only=True)

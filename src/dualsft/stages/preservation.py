@@ -25,8 +25,7 @@ def prior_gradient(
     """(v_prior over the candidates, the preservation loss itself)."""
     kind = ctx.config.score.preservation
     zero = ParamVector.zeros(engine.candidates)
-    warmed = (ctx.folder("warmup") / "theta_bar").is_dir()
-    if kind == "none" or not warmed:
+    if kind == "none" or not ctx.warmed_up:
         if kind != "none":
             ctx.reporter.say(f"no warmup, so θ̄ = θ_old and v_prior ({kind}) is exactly zero")
         return zero, 0.0

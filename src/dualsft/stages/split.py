@@ -12,9 +12,7 @@ Writes `split.parquet` (id, role, index), `tokens.parquet` (id, role, input_ids,
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,13 +23,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dualsft.data import DataReport, Example, read_rows, tokenize
+from dualsft.data import DataReport, Example, digest, read_rows, tokenize
 from dualsft.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from dualsft.context import RunContext
-
-logger = logging.getLogger(__name__)
 
 ROLES = ("val", "anchor", "warm", "pool")
 
@@ -108,7 +104,7 @@ def assign_roles(
     groups: dict[str, list[int]] = defaultdict(list)
     for i, example in enumerate(examples):
         groups[example.key].append(i)
-    order = sorted(groups, key=lambda key: _digest(seed, key))
+    order = sorted(groups, key=lambda key: digest(seed, key))
     roles = ["pool"] * total
     for role, count in wanted.items():
         left, passed_over = count, []
@@ -127,8 +123,6 @@ def assign_roles(
             )
     counts = {role: roles.count(role) for role in ROLES}
     _check_filled(counts, wanted, len(groups))
-    for note in notes:
-        logger.warning("%s", note)
     return Split(roles, counts, notes)
 
 
@@ -166,23 +160,6 @@ def _check_filled(counts: dict[str, int], wanted: dict[str, int], num_texts: int
             "change split.val, split.anchor or split.warm, or bring more varied data"
         )
     assert counts["pool"], "no role may hold more than was asked for"
-
-
-def training_order(examples: Sequence[Example], seed: int, epoch: int) -> list[int]:
-    """A shuffle of the examples for one epoch; the same texts come in the same order whatever
-    their place in the file (copies of one text are told apart by their number, not their line).
-    """
-    copies: dict[str, int] = defaultdict(int)
-    keyed: list[tuple[bytes, int]] = []
-    for i in sorted(range(len(examples)), key=lambda i: (examples[i].key, examples[i].id)):
-        key = examples[i].key
-        keyed.append((_digest(seed, epoch, key, copies[key]), i))
-        copies[key] += 1
-    return [i for _, i in sorted(keyed)]
-
-
-def _digest(*parts: int | str) -> bytes:
-    return hashlib.sha256("|".join(map(str, parts)).encode()).digest()
 
 
 def write_split(

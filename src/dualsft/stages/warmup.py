@@ -2,14 +2,17 @@
 
 One epoch of AdamW over D_warm, all parameters, unclipped; bf16 weights have an fp32 master. ĉ =
 sqrt(r / (1 − β₂^t)) + ε comes from this very optimizer's second moment, with its own β₂, step count
-and ε. Reads 1_split; writes 2_warmup/theta_bar (a Hugging Face folder), curvature.safetensors and
-summary.json. `warmup.epochs: 0` writes neither model nor ĉ: θ̄ is θ_old, and that is said.
+and ε. Reads 1_split; writes 2_warmup/theta_bar (a Hugging Face folder), curvature.safetensors.
+`warmup.epochs: 0` writes θ_old as θ̄ and no ĉ, and that is said.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import PreTrainedModel
 
 
 from dualsft.config import Config
@@ -32,6 +35,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
             "warmup.epochs is 0: gradients are taken at θ_old, there is no curvature ĉ and CWSD is "
             "exactly zero"
         )
+        _save(ctx, ctx.theta_old(), part)
         return {"steps": 0, "examples": 0}
     if num_steps < FEW_STEPS:
         ctx.reporter.warn(
@@ -45,9 +49,13 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
             train(model, examples, optimizer, plan, progress, _logger(ctx))
         curvature = adam_rms(optimizer, candidates)
     curvature.save(part / "curvature.safetensors")
+    _save(ctx, model, part)
+    return {"steps": num_steps, "examples": len(examples), "curvature_norm": curvature.norm()}
+
+
+def _save(ctx: RunContext, model: PreTrainedModel, part: Path) -> None:
     model.save_pretrained(part / "theta_bar")
     ctx.tokenizer.save_pretrained(part / "theta_bar")
-    return {"steps": num_steps, "examples": len(examples), "curvature_norm": curvature.norm()}
 
 
 def adam_rms(optimizer: SparseAdamW, candidates: Candidates) -> ParamVector:

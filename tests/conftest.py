@@ -17,7 +17,7 @@ from dualsft.progress import Reporter
 
 torch.set_num_threads(1)
 
-WORDS = "alpha beta gamma delta river stone cloud light paper chair green seven march under".split()
+WORDS = ("alpha", "beta", "gamma", "delta", "river", "stone", "cloud", "light", "paper")
 
 Runner = Callable[..., Path]
 
@@ -61,9 +61,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 @pytest.fixture
-def make_run(
-    corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path
-) -> Runner:
+def make_run(corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path) -> Runner:
     """Run the pipeline in this process on a tiny model; `said` collects what it says."""
 
     def run(

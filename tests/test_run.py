@@ -83,40 +83,38 @@ def test_one_pass_selects_what_two_passes_select(
     rescored = json.loads((runs["one_pass"] / "5_selection/summary.json").read_text())["rescored"]
     if scale == "1e5":
         assert summary["curvature_share"] > 1 and rescored > 0
-    first = oracle_run.load_run(runs["one_pass"])
-    assert first is not None
 
 
 def test_large_curvature_changes_the_selection(make_run: Runner) -> None:
     """The second-order term is not decoration: with a large scale other rows are chosen."""
     chosen = [
-        (make_run(*F64, f"score.curvature_scale={s}", out=s, until="selection")
-         / "5_selection/ids.json").read_text()
+        (
+            make_run(*F64, f"score.curvature_scale={s}", out=s, until="selection")
+            / "5_selection/ids.json"
+        ).read_text()
         for s in ("1", "1e7")
     ]
     assert chosen[0] != chosen[1]
 
 
-def test_warmup_equals_a_hand_written_adamw(
-    make_run: Runner, model_folder, corpus: Path
-) -> None:
-    """θ̄ and ĉ, step by step, against the oracle's loop over the same order."""
+def test_warmup_equals_a_hand_written_adamw(make_run: Runner, model_folder, corpus: Path) -> None:
+    """θ̄ and ĉ against the oracle's loop over the same order (GPT-2: float64 throughout)."""
     from dualsft.data import Example, training_order
 
-    run = make_run(*F64, "warmup.batch_size=5", arch="qwen2", until="warmup")
+    run = make_run(*F64, "warmup.batch_size=5", arch="gpt2", until="warmup")
     rows = [e for e in oracle_run.load_run(run).examples if e.role == "warm"]
     examples = [Example(e.id, e.index, e.input_ids, e.labels) for e in rows]
     ordered = [examples[i] for i in training_order(examples, 42, 0)]
     steps = -(-len(ordered) // 5)
-    model = AutoModelForCausalLM.from_pretrained(model_folder("qwen2"), dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(model_folder("gpt2"), dtype=torch.float64)
     schedule = oracle.cosine_schedule(steps, 1e-3)
     weights, second, taken = oracle.warmup(model, ordered, schedule, 5)
     bar = load_file(run / "2_warmup/theta_bar/model.safetensors")
-    assert max(float((bar[n] - w).abs().max()) for n, w in weights.items() if n in bar) < 1e-7
+    assert max(float((bar[n] - w).abs().max()) for n, w in weights.items() if n in bar) < 1e-10
     stored = load_file(run / "2_warmup/curvature.safetensors")
     expected = oracle.curvature({n: second[n] for n in stored}, 0.999, taken, 1e-8)
     for name, c in stored.items():
-        assert float((c - expected[name]).norm()) <= 1e-6 * float(expected[name].norm())
+        assert float((c - expected[name]).norm()) <= 1e-10 * float(expected[name].norm())
 
 
 def test_finetune_equals_restricted_adamw_and_freezes_the_rest(
@@ -124,8 +122,8 @@ def test_finetune_equals_restricted_adamw_and_freezes_the_rest(
 ) -> None:
     from dualsft.data import Example, training_order
 
-    run = make_run(*F64, "finetune.batch_size=5", "finetune.weight_decay=0.1")
-    base = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float64)
+    run = make_run(*F64, "finetune.batch_size=5", "finetune.weight_decay=0.1", arch="gpt2")
+    base = AutoModelForCausalLM.from_pretrained(model_folder("gpt2"), dtype=torch.float64)
     before = {n: p.detach().clone() for n, p in base.named_parameters()}
     tuned = AutoModelForCausalLM.from_pretrained(run / "6_finetune/model", dtype=torch.float64)
     after = dict(tuned.named_parameters())
@@ -149,7 +147,7 @@ def test_finetune_equals_restricted_adamw_and_freezes_the_rest(
     per_epoch = -(-len(examples) // 5)
     weights = _restricted(base, order, examples, per_epoch, masks)
     for name, p in after.items():
-        assert float((p - weights[name]).abs().max()) < 1e-6
+        assert float((p - weights[name]).detach().abs().max()) < 1e-10
 
 
 def _restricted(base, order, examples, per_epoch, masks):  # noqa: ANN001, ANN202
@@ -238,7 +236,9 @@ def test_selected_rows_are_the_source_s_own_bytes(make_run: Runner, corpus: Path
     table = pq.read_table(run / "1_split/split.parquet").to_pydict()
     chosen = set(json.loads((run / "5_selection/ids.json").read_text()))
     rows = [i for d, i in zip(table["id"], table["index"], strict=True) if d in chosen]
-    assert (run / "5_selection/selected.jsonl").read_bytes() == b"".join(lines[i] for i in sorted(rows))
+    assert (run / "5_selection/selected.jsonl").read_bytes() == b"".join(
+        lines[i] for i in sorted(rows)
+    )
     pool = {d for d, r in zip(table["id"], table["role"], strict=True) if r == "pool"}
     assert chosen <= pool
 
@@ -293,8 +293,9 @@ def test_failed_self_check_writes_nothing(
 
     def lossy(path: Path) -> dict:
         pool = real(path)
-        pool["f"][0] += 0.1 * abs(pool["f"]).sum()
-        return pool
+        f = pool["f"].copy()
+        f[0] += 0.1 * abs(f).sum()
+        return pool | {"f": f}
 
     monkeypatch.setattr(scores, "read_pool", lossy)
     with pytest.raises(RunError, match="self-check failed"):

@@ -13,12 +13,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from dualsft.config import SplitConfig
 from dualsft.data import IGNORE, DataReport, Example, training_order
 from dualsft.errors import ConfigError, RunError
 from dualsft.stages.split import (
     ROLES,
     Split,
     assign_roles,
+    divide,
     read_split,
     resolve_budget,
     write_split,
@@ -261,3 +263,17 @@ def test_files_of_two_splits_are_refused(tmp_path: Path) -> None:
     (tmp_path / "0" / "split.parquet").replace(tmp_path / "1" / "split.parquet")
     with pytest.raises(RunError, match="are not of one split"):
         read_split(tmp_path / "1")
+
+
+# --- trusted validation rows -------------------------------------------------------------------
+
+
+def test_trusted_rows_are_val_and_their_texts_leave_the_corpus() -> None:
+    examples, trusted = corpus(list(range(100))), corpus([3, 200, 201])
+    sizes = SplitConfig(anchor=10, warm=0.1)
+    everything, split = divide(examples, trusted, 0, sizes)
+    assert everything[-3:] == trusted and split.roles[-3:] == ["val"] * 3
+    assert split.counts == {"val": 3, "anchor": 10, "warm": 10, "pool": 79}
+    assert len(everything) == 102 and trusted[0].key not in {e.key for e in everything[:-3]}
+    assert "1 rows of data.path have the text of a row of data.val_path" in split.notes[-1]
+    assert "val" not in split.roles[:-3]

@@ -1,7 +1,7 @@
 """The parts by themselves: `score` and `select` on a model and token lists in memory.
 
-The same engine, projection and certificate as `dualsft run`, without a run folder: Algorithm 1 lines
-3 to 11 for callers who bring their own checkpoint, batches and training loop.
+The same engine, projection and certificate as `dualsft run`, without a run folder: Algorithm 1
+lines 3 to 11 for callers who bring their own checkpoint, batches and training loop.
 
     scores = dualsft.score(theta_bar, pool, val, eta_ft=2e-5, anchors=anchors, theta_old=base)
     chosen = dualsft.select(scores, data_budget=0.1, param_budget=0.05)

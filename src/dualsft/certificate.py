@@ -1,10 +1,10 @@
 """The one-pass certificate: which examples are surely in, surely out, or must be scored again.
 
-ALGORITHM.md §4. The pool pass gave f_n = ⟨U₀, g_n⟩; the exact score is f_n + c_n with |c_n| ≤ B_n =
-Σ_l ‖R_l‖ Σ_t ‖ε_t‖ ‖a_t‖, R = U₀ − u. With Lo = f − B and Up = f + B, an example is IN when its Lo
-exceeds the (b+1)-th largest Up, OUT when its Up is below the b-th largest Lo, both strictly; the rest
-are scored exactly, and the best of them fill the places that IN leaves. One round is enough: the
-result is the exact top-b.
+ALGORITHM.md §4. The pool pass gave f_n = ⟨U₀, g_n⟩; the exact score is f_n + c_n with |c_n| ≤ B_n
+= Σ_l ‖R_l‖ Σ_t ‖ε_t‖ ‖a_t‖, R = U₀ − u. With Lo = f − B and Up = f + B, an example is IN when its
+Lo exceeds the (b+1)-th largest Up, OUT when its Up is below the b-th largest Lo, both strictly;
+the rest are scored exactly, and the best of them fill the places that IN leaves. One round is
+enough: the result is the exact top-b.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def judge(f: np.ndarray, bound: np.ndarray, b: int) -> Verdict:
 
 
 def settle(verdict: Verdict, exact: np.ndarray, tie_order: np.ndarray, b: int) -> np.ndarray:
-    """Positions of the top b, in ascending order; `exact` is read only where the verdict is open."""
+    """Positions of the top b, ascending; `exact` is read only where the verdict is open."""
     inside = np.flatnonzero(verdict.inside)
     places = b - len(inside)
     candidates = np.flatnonzero(verdict.open)

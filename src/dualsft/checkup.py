@@ -1,4 +1,4 @@
-"""`dualsft check`: what a run would do, and whether this model and corpus are sound, before it runs.
+"""`dualsft check`: what a run would do, and whether this model and corpus are sound.
 
 Candidates and their number, the split and the budgets in rows and entries, the template rendered on
 three examples with the response marked, doubled BOS, and the engine itself on this very model: the
@@ -15,7 +15,7 @@ import torch
 
 from dualsft.config import Config
 from dualsft.context import RunContext
-from dualsft.data import Example, read_rows, tokenize
+from dualsft.data import Example
 from dualsft.ghost import GhostEngine
 from dualsft.model import locate
 from dualsft.passes import dot_alone, loss_objective, walk
@@ -23,7 +23,7 @@ from dualsft.progress import Reporter
 from dualsft.rundir import RunDir
 from dualsft.stages.gradients import pass_settings
 from dualsft.stages.scores import TOLERANCE
-from dualsft.stages.split import Split, assign_roles, resolve_budget
+from dualsft.stages.split import Split, divide, load_examples, resolve_budget
 from dualsft.vectors import ParamVector
 
 NUM_SHOWN = 3
@@ -46,19 +46,9 @@ def check(config: Config, reporter: Reporter) -> list[str]:
 
 def _data(ctx: RunContext) -> tuple[list[Example], Split]:
     config = ctx.config
-    path = ctx.data_path(config.data.path)
-    rows, report = read_rows(path, config.data)
-    examples, report = tokenize(
-        rows,
-        ctx.tokenizer,
-        config.data,
-        report,
-        max_positions=ctx.max_positions,
-        model_type=ctx.model_type,
-    )
-    split = assign_roles(
-        examples, config.seed, config.split.val, config.split.anchor, config.split.warm
-    )
+    examples, report = load_examples(ctx, config.data.path)
+    trusted = load_examples(ctx, config.data.val_path)[0] if config.data.val_path else []
+    examples, split = divide(examples, trusted, config.seed, config.split)
     say = ctx.reporter.say
     say(
         f"corpus: {report.num_rows:,} rows, format {report.format}, {report.num_bad:,} bad, "
@@ -106,15 +96,16 @@ def _model(ctx: RunContext, examples: list[Example], split: Split) -> list[str]:
     say = ctx.reporter.say
     total = sum(p.numel() for p in model.parameters())
     say(
-        f"candidates ({candidates.spec}): {len(candidates):,} tensors, {candidates.num_entries:,} of "
-        f"{total:,} parameters ({100 * candidates.num_entries / total:.1f} %)"
+        f"candidates ({candidates.spec}): {len(candidates):,} tensors, {candidates.num_entries:,} "
+        f"of {total:,} parameters ({100 * candidates.num_entries / total:.1f} %)"
     )
     for module, count in groups.items():
         say(f"  {module}: {count:,}")
     if ctx.config.select.variant != "data":
         k = resolve_budget(ctx.config.select.param_budget, candidates.num_entries)
         say(
-            f"would train {k:,} entries ({100 * k / candidates.num_entries:.2f} % of the candidates)"
+            f"would train {k:,} entries "
+            f"({100 * k / candidates.num_entries:.2f} % of the candidates)"
         )
     return _alone_against_batch(ctx, engine, examples)
 
@@ -147,12 +138,12 @@ def _alone_against_batch(
     error = abs(exact - result.dots[0]) / (direction.norm() * norm)
     tolerance = TOLERANCE[ctx.dtype]
     ctx.reporter.say(
-        f"gradient of an example alone (autograd) vs in a padded batch (ghost): error {error:.1e} of "
-        f"‖u‖‖g‖, tolerance {tolerance:g}"
+        f"gradient of an example alone (autograd) vs in a padded batch (ghost): error {error:.1e} "
+        f"of ‖u‖‖g‖, tolerance {tolerance:g}"
     )
     if not error <= tolerance:
         return [
-            f"the gradient of row {shortest.index + 1} depends on its batch or the rules do not fit "
-            f"this model (error {error:.1e} > {tolerance:g}); scores would be wrong"
+            f"the gradient of row {shortest.index + 1} depends on its batch or the rules do not "
+            f"fit this model (error {error:.1e} > {tolerance:g}); scores would be wrong"
         ]
     return []

@@ -1,11 +1,12 @@
 """The command line: `dualsft run`, one command a stage, and the tools around them.
 
-    run · split · warmup · score · select · finetune · evaluate · report · check · export · methods ·
-    quickstart
+    run · split · warmup · score · select · finetune · evaluate · report
+    check · export · methods · quickstart
 
-`dualsft run [RECIPE|FILE.yaml] --out DIR [--until STAGE] [key=value …]` is the whole of Algorithm 1.
-A stage command works on a run folder and takes its settings from the folder's config.yaml. This is the
-only module that prints. Exit codes: 0 done, 2 the user's mistake, 1 a failure at run time.
+`dualsft run [RECIPE|FILE.yaml] --out DIR [--until STAGE] [key=value …]` is the whole of Algorithm
+1. A stage command works on a run folder and takes its settings from the folder's config.yaml.
+This is the only module that prints. Exit codes: 0 done, 2 the user's mistake, 1 a failure at run
+time.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def run(
     out: Annotated[Path, typer.Option(help="Run folder to make or go on with.")] = Path("run"),
     until: Annotated[str | None, typer.Option(help="Last stage to run.")] = None,
 ) -> None:
-    """The whole of Algorithm 1: from a model and a JSONL to a mask, a subset, a fine-tuned model."""
+    """Algorithm 1: from a model and a JSONL to a mask, a subset and a fine-tuned model."""
     config = settings.load(*parse_words(words))
     from dualsft import pipeline
 

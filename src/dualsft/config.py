@@ -71,6 +71,8 @@ class DataConfig:
 
     path: str
     """JSONL file, plain or gzip, one example a line."""
+    val_path: str | None = None
+    """A trusted file for D_val, in the format of data.path; null takes D_val from the corpus."""
     format: Literal["auto", "prompt_response", "alpaca"] = "auto"
     """Fields of a row; auto looks at the rows."""
     template: Literal["chat", "magicoder", "alpaca", "plain"] = "chat"

@@ -36,6 +36,11 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
                 f"{one}: {show(get(one))} is not allowed with data.format=alpaca, whose fields have"
                 " fixed names; give data.format=prompt_response, or leave the field names out"
             )
+    if get("data.val_path") is not None and get("split.val") is not None:
+        problems.append(
+            f"split.val: {show(get('split.val'))} is not allowed with data.val_path, whose rows are"
+            " all of D_val; leave one of the two out"
+        )
     shares = {key: get(key) for key in ("split.val", "split.anchor", "split.warm")}
     fractions = {key: share for key, share in shares.items() if isinstance(share, float)}
     if sum(fractions.values()) >= 1:

@@ -1,7 +1,8 @@
 """What a stage is given: the settings, the run folder, and one way to load each thing it reads.
 
-Stages share nothing in memory: each reads what earlier stages wrote, so `dualsft run` and the single
-stage commands are the same computation, and any number can be recomputed from the folder alone.
+Stages share nothing in memory: each reads what earlier stages wrote, so `dualsft run` and the
+single stage commands are the same computation, and any number can be recomputed from the folder
+alone.
 """
 
 from __future__ import annotations

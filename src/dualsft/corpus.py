@@ -1,15 +1,17 @@
 """The quickstart's own data, generated deterministically: nothing is downloaded.
 
-A new skill no model has seen: writing numbers in Velo, an invented language with one word a digit,
-read from the right. A known share of the corpus is wrong: it carries the answer to another number.
-Beside it, a clean test set of the same skill on other numbers, and a set of everyday questions whose
-answers the model should not forget. The `answer` field says right or wrong; nothing but the
-quickstart's own summary ever reads it.
+A new skill no model has seen: writing a sentence in Zeno, an invented short form that names place,
+things, count, colour and person in an order of its own. A known share of the corpus is wrong: it
+carries the answer to another sentence. Beside it, two small clean sets of the same skill on other
+sentences, one to validate on and one to test on, and everyday questions whose answers the model
+should not forget. The `answer` field says right or wrong; nothing but the quickstart's own summary
+ever reads it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from pathlib import Path
 
@@ -17,18 +19,28 @@ from dualsft.errors import ConfigError
 from dualsft.rundir import atomic_write_text
 
 BUILTIN = "builtin:"
-VERSION = 1
-WORDS = ("zu", "mi", "tan", "sek", "ro", "vel", "pok", "lim", "dar", "no")
-PHRASES = (
-    "Write {n} in Velo.",
-    "How do you say {n} in Velo?",
-    "Translate the number {n} into Velo.",
-    "What is {n} in Velo?",
-)
-NUM_ROWS = 600
-NUM_TEST = 64
+VERSION = 2
+NUM_ROWS = 360
+NUM_CLEAN = 40
 WRONG_SHARE = 0.3
-PROMPT = "Write 5072 in Velo."
+FILES = ("corpus", "trusted", "new_skill", "old_behaviour")
+
+NAMES = ["Maria", "Peter", "Anna", "David", "Laura", "Simon", "Julia", "Thomas", "Emma", "Victor"]
+COUNTS = ["2", "3", "4", "5", "6", "7", "8", "9"]
+COLOURS = ["red", "blue", "green", "black", "white", "yellow", "brown", "pink"]
+THINGS = ["boats", "cars", "books", "cups", "dogs", "chairs", "bikes", "shirts", "lamps", "plants"]
+PLACES = [
+    "Paris",
+    "London",
+    "Rome",
+    "Berlin",
+    "Madrid",
+    "Tokyo",
+    "Cairo",
+    "Boston",
+    "Dublin",
+    "Vienna",
+]
 
 OLD_BEHAVIOUR = (
     ("What is the capital of France?", "The capital of France is Paris."),
@@ -48,10 +60,8 @@ OLD_BEHAVIOUR = (
     ("What is 10 minus 3?", "10 minus 3 is 7."),
     ("What is 5 times 6?", "5 times 6 is 30."),
     ("Write 12 in words.", "Twelve."),
-    ("Write 407 in words.", "Four hundred and seven."),
     ("Write 58 in Roman numerals.", "LVIII."),
     ("Translate the number 3 into Spanish.", "The number 3 in Spanish is tres."),
-    ("Translate the number 10 into French.", "The number 10 in French is dix."),
     ("How do you say hello in French?", "In French, hello is bonjour."),
     ("How do you say thank you in Spanish?", "In Spanish, thank you is gracias."),
     ("Who wrote Romeo and Juliet?", "Romeo and Juliet was written by William Shakespeare."),
@@ -68,62 +78,65 @@ OLD_BEHAVIOUR = (
     ("What is a synonym for happy?", "A synonym for happy is joyful."),
     ("Complete the sentence: The sun rises in the", "The sun rises in the east."),
     ("Is a tomato a fruit or a vegetable?", "Botanically, a tomato is a fruit."),
-    ("Say hello politely.", "Hello! How can I help you today?"),
-    ("Write a short greeting for a birthday card.", "Happy birthday! Have a wonderful day."),
     ("What is the first letter of the alphabet?", "The first letter of the alphabet is A."),
 )
 
-
-def in_velo(number: int) -> str:
-    """The digits of a number as words, last digit first."""
-    return " ".join(WORDS[int(digit)] for digit in reversed(str(number)))
+Scene = tuple[str, str, str, str, str]
 
 
-def _draw(seed: int, *what: object) -> int:
-    """A repeatable large number for (seed, what)."""
-    text = "|".join(str(part) for part in ("velo", seed, *what))
+def sentence(scene: Scene) -> str:
+    """The instruction."""
+    name, count, colour, thing, place = scene
+    return f"Write in Zeno: {name} has {count} {colour} {thing} in {place}.\nZeno:"
+
+
+def in_zeno(scene: Scene) -> str:
+    """The right answer."""
+    name, count, colour, thing, place = scene
+    return f" {place} / {thing} {count} / {colour} / {name}"
+
+
+def _draw(*what: object) -> int:
+    """A repeatable large number."""
+    text = "|".join(str(part) for part in ("zeno", VERSION, *what))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def skill_rows(
-    num_rows: int, seed: int, wrong_share: float, start: int = 0
-) -> list[dict[str, str]]:
-    """Rows of the new skill over distinct numbers; an exact share of them has a wrong answer."""
-    numbers = sorted(range(1000, 10000), key=lambda n: _draw(0, "number", n))
-    numbers = numbers[start : start + num_rows]
-    wrong = set(
-        sorted(numbers, key=lambda n: _draw(seed, "wrong", n))[: int(wrong_share * num_rows)]
-    )
-    rows = []
-    for n in numbers:
-        answer = n if n not in wrong else 1000 + _draw(seed, "other", n) % 9000
-        if answer == n and n in wrong:
-            answer = n + 1
-        rows.append(
-            {
-                "prompt": PHRASES[_draw(seed, "phrase", n) % len(PHRASES)].format(n=n),
-                "response": in_velo(answer),
-                "answer": "wrong" if n in wrong else "right",
-            }
-        )
-    return rows
+def skill_rows(first: int, count: int, wrong_share: float) -> list[dict[str, str]]:
+    """Rows of the new skill over distinct sentences; an exact share of them has a wrong answer."""
+    every = itertools.product(NAMES, COUNTS, COLOURS, THINGS, PLACES)
+    scenes = sorted(every, key=lambda scene: _draw("scene", *scene))[first : first + count]
+    order = sorted(range(count), key=lambda i: _draw("wrong", *scenes[i]))
+    wrong = set(order[: int(wrong_share * count)])
+    return [
+        {
+            "prompt": sentence(scene),
+            "response": in_zeno(scenes[(i + 1) % count] if i in wrong else scene),
+            "answer": "wrong" if i in wrong else "right",
+        }
+        for i, scene in enumerate(scenes)
+    ]
 
 
 def builtin_file(name: str, cache: Path) -> Path:
-    """The path of `builtin:velo/FILE`, written into the cache when it is not there."""
-    files = {f"{BUILTIN}velo/{file}": file for file in ("corpus", "new_skill", "old_behaviour")}
+    """The path of `builtin:zeno/FILE`, written into the cache when it is not there."""
+    files = {f"{BUILTIN}zeno/{file}": file for file in FILES}
     if name not in files:
         raise ConfigError(f"{name!r} is no built-in file; there are: {', '.join(files)}")
-    return write_corpus(cache / "corpora" / f"velo-{VERSION}")[files[name]]
+    return write_corpus(cache / "corpora" / f"zeno-{VERSION}")[files[name]]
 
 
-def write_corpus(folder: Path, seed: int = 0) -> dict[str, Path]:
-    """corpus.jsonl (some answers wrong), new_skill.jsonl (clean), old_behaviour.jsonl."""
+def write_corpus(folder: Path) -> dict[str, Path]:
+    """corpus (some answers wrong), trusted and new_skill (clean), old_behaviour, as .jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
-    old = [{"prompt": prompt, "response": response} for prompt, response in OLD_BEHAVIOUR]
+    old = [
+        {"prompt": f"Question: {question}\nAnswer:", "response": f" {answer}"}
+        for question, answer in OLD_BEHAVIOUR
+    ]
     files = {
-        "corpus": skill_rows(NUM_ROWS, seed, WRONG_SHARE),
-        "new_skill": skill_rows(NUM_TEST, seed, 0.0, start=NUM_ROWS),
+        "corpus": skill_rows(0, NUM_ROWS, WRONG_SHARE),
+        "trusted": skill_rows(NUM_ROWS, NUM_CLEAN, 0.0),
+        "new_skill": skill_rows(NUM_ROWS + NUM_CLEAN, NUM_CLEAN, 0.0),
         "old_behaviour": old,
     }
     paths = {}

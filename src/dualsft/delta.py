@@ -57,8 +57,8 @@ class Delta:
             raise ConfigError(f"{path}: cannot be read as a delta: {problem}") from problem
         if header.get("format") != FORMAT:
             raise ConfigError(
-                f"{path}: its header says format {header.get('format')!r}, not {FORMAT!r}; give the "
-                "delta.safetensors of a run folder"
+                f"{path}: its header says format {header.get('format')!r}, not {FORMAT!r}; give "
+                "the delta.safetensors of a run folder"
             )
         names = sorted({key.rpartition(".")[0] for key in tensors})
         problems = [f"{path}: {n}: idx or val is missing" for n in names if _lacks(tensors, n)]

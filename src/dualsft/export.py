@@ -25,8 +25,8 @@ def merge(base: str, delta_path: Path, out: Path, dtype: str = "auto", force: bo
     found = weights_hash(folder)
     if delta.base_hash and delta.base_hash != found and not force:
         raise ConfigError(
-            f"{delta_path}: made from {delta.base_model!r} with weights {delta.base_hash[:12]}…, but "
-            f"{base!r} has {found[:12]}…; give that base, or --force to merge anyway"
+            f"{delta_path}: made from {delta.base_model!r} with weights {delta.base_hash[:12]}…, "
+            f"but {base!r} has {found[:12]}…; give that base, or --force to merge anyway"
         )
     model = load_model(folder, _dtype(dtype, folder), choose_device("cpu"))
     apply_delta(model, delta)

@@ -9,8 +9,8 @@ its output gradient ε_t, and gives any of
     an upper bound of ‖g_n,l‖    Σ_t ‖ε_t‖ ‖a_t‖                    (`bounds`)
 
 No example's gradient is ever formed. Parameters that are not candidates get no gradient at all.
-The rules by layer class are in `ghost_rules.py`; a candidate that no rule covers is refused by name.
-The output head never runs its own forward here: its rule is fed by `losses.HeadLoss`.
+The rules by layer class are in `ghost_rules.py`; a candidate that no rule covers is refused by
+name. The output head never runs its own forward here: its rule is fed by `losses.HeadLoss`.
 """
 
 from __future__ import annotations

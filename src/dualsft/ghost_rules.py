@@ -8,7 +8,8 @@ ALGORITHM.md §2 "Ghost dot product" and §4 (bounds). With input a_t and output
     norm        g_n = Σ_t ε_t ⊙ x̂_t         dot g_n · u                bound ‖g_n‖
     head        as linear, fed chunk by chunk with the logit gradient
 
-A parameter used several times (a tied head) is observed by several rules: sums, dots and bounds add.
+A parameter used several times (a tied head) is observed by several rules: sums, dots and bounds
+add.
 
 Shape letters: B examples, T positions, I inputs, O outputs.
 """
@@ -51,7 +52,7 @@ def row_dots(a: Tensor, b: Tensor) -> Tensor:
 
 
 def token_norms(x: Tensor) -> Tensor:
-    """‖x_t‖ at every position: [B, T]. q, k and v share their input, so it is kept on the tensor."""
+    """‖x_t‖: [B, T]. q, k and v share their input, so it is kept on the tensor."""
     kept = getattr(x, "_dualsft_norms", None)
     if kept is None:
         wide = accumulation_dtype(x.dtype)
@@ -128,7 +129,8 @@ class _TappedLinear(torch.autograd.Function):
         if x.ndim != 3:
             raise RunError(
                 f"{rule.weight or rule.bias}: its input has {x.ndim} dimensions, not (example, "
-                "token, feature), so examples cannot be told apart; leave it out of score.candidates"
+                "token, feature), so examples cannot be told apart; leave it out of "
+                "score.candidates"
             )
         ctx.rule, ctx.taps = rule, taps
         ctx.norms = token_norms(x) if taps.bounds and rule.weight is not None else None

@@ -12,6 +12,7 @@ a chunk, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -228,7 +229,6 @@ def distillation_objective(
     batch: Batch,
     tau: float,
     scale: float = 1.0,
-    weighted: bool = True,
     observer: HeadObserver | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """CWSD of a batch: (Σ_n scale · ω_n · mean KL to differentiate, mean KL_n [B], ω_n [B])."""
@@ -237,15 +237,40 @@ def distillation_objective(
         teacher_MD = last_hidden(teacher, batch)[positions.row_M, positions.column_M]
         head = teacher.get_output_embeddings()
         loss = Distillation(teacher_MD, head, tau)
-        omega = torch.ones(len(positions.count_B), dtype=torch.float64, device=teacher_MD.device)
-        if weighted:
-            entropy = positions.per_example_mean(loss.entropies())
-            width = torch.tensor(float(head.weight.shape[0]), dtype=torch.float64)
-            omega = 1.0 - entropy / torch.log(width).to(entropy.device)
+        entropy = positions.per_example_mean(loss.entropies())
+        omega = 1.0 - entropy / math.log(head.weight.shape[0])
         loss.weight_M = positions.per_token(omega * scale)
     hidden = last_hidden(student, batch)
     objective, value_M = head_objective(student, hidden, positions, loss, observer)
     return objective, positions.per_example_mean(value_M), omega
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models on the same tokens, per example, in fp64."""
+
+    loss_before: Tensor
+    loss_after: Tensor
+    divergence: Tensor
+    """Mean KL(before ‖ after) over the response tokens."""
+
+
+@torch.no_grad()
+def comparison(before: PreTrainedModel, after: PreTrainedModel, batch: Batch) -> Comparison:
+    """Losses of both models and the KL between them: one forward each."""
+    positions = Positions.of(batch)
+    hidden = {m: last_hidden(m, batch) for m in (before, after)}
+    unit = torch.ones(len(positions.row_M), device=positions.row_M.device)
+    loss = CrossEntropy(positions.target_M, unit)
+    head = before.get_output_embeddings()
+    teacher_MD = hidden[before][positions.row_M, positions.column_M]
+    divergence = Distillation(teacher_MD, head, tau=1.0)
+    values = [
+        head_objective(before, hidden[before], positions, loss)[1],
+        head_objective(after, hidden[after], positions, loss)[1],
+        head_objective(after, hidden[after], positions, divergence)[1],
+    ]
+    return Comparison(*(positions.per_example_mean(v) for v in values))
 
 
 def plain_example_loss(model: PreTrainedModel, batch: Batch) -> Tensor:

@@ -96,8 +96,8 @@ def load_tokenizer(folder: Path) -> Any:
         ) from problem
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"model.path: the tokenizer in {str(folder)!r} has no end token; set `eos_token` in its "
-            "tokenizer_config.json"
+            f"model.path: the tokenizer in {str(folder)!r} has no end token; set `eos_token` in "
+            "its tokenizer_config.json"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

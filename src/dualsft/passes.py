@@ -1,8 +1,8 @@
 """One walk over examples with the ghost engine: the pool pass, v_new, v_prior, re-scoring.
 
 Algorithm 1 lines 3, 5, 6 and 8 are this walk with different objectives and different things
-collected. Batches are bucketed by length under a token budget; a batch is reduced by the sum over its
-examples, in eval mode, so no result depends on the batch size, the padding side or the order.
+collected. Batches are bucketed by length under a token budget; a batch is reduced by the sum over
+its examples, in eval mode, so no result depends on the batch size, the padding side or the order.
 """
 
 from __future__ import annotations

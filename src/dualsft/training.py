@@ -1,10 +1,10 @@
 """The one SFT loop: the pilot warmup (Algorithm 1 line 1) and MaskedFT (line 12) both run it.
 
 ALGORITHM.md §2 "Training": each step minimises the mean over the batch's examples of the example
-loss, with AdamW, cosine decay to zero and a linear warmup whose step s uses (s + 1) / warmup_steps.
-A batch is cut into micro-batches whose gradients add up, so their size changes memory, not the
-mathematics. The order of the examples and the dropout noise depend only on (seed, epoch, step), never
-on a global random stream.
+loss, with AdamW, cosine decay to zero and a linear warmup whose step s uses (s + 1) /
+warmup_steps. A batch is cut into micro-batches whose gradients add up, so their size changes
+memory, not the mathematics. The order of the examples and the dropout noise depend only on (seed,
+epoch, step), never on a global random stream.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def _step(
     if not math.isfinite(norm):
         ids = ", ".join(e.id for e in rows[:5])
         raise RunError(
-            f"step {step + 1}: the gradient is not finite; nothing was updated (rows {ids} …; lower "
-            "the learning rate)"
+            f"step {step + 1}: the gradient is not finite; nothing was updated (rows {ids} …; "
+            "lower the learning rate)"
         )
     optimizer.step()
     optimizer.zero_grad()

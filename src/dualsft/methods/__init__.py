@@ -1,8 +1,8 @@
 """The methods this release can run, as `dualsft methods` lists them.
 
 A method answers which examples and which entries are trained. This release has the paper's own
-method and its two one-sided variants, chosen by `select.variant`; baselines under the same interface
-come with `method.*`, which is reserved for them.
+method and its two one-sided variants, chosen by `select.variant`; baselines under the same
+interface come with `method.*`, which is reserved for them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What a selection leaves on disk, and the parameter scores it is made from.
 
-s_θ = u ⊙ G (Algorithm 1 line 8) is formed chunk by chunk for the radix passes. A mask is written as
-sorted flat indices under the parameters' names, a subset as the source's own lines, byte for byte: the
-files of 5_selection and of each of its rounds, for the selection, re-selection and fine-tuning.
+s_θ = u ⊙ G (Algorithm 1 line 8) is formed chunk by chunk for the radix passes. A mask is written
+as sorted flat indices under the parameters' names, a subset as the source's own lines, byte for
+byte: the files of 5_selection and of each of its rounds, for the selection, re-selection and
+fine-tuning.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def write_mask(ctx: RunContext, folder: Path, mask: TopK) -> dict[str, Any]:
         modules[module] += index.numel()
     if mask.num_nonpositive:
         ctx.reporter.warn(
-            f"{mask.num_nonpositive:,} of the {mask.num_selected:,} selected entries have a score ≤ 0: "
-            "the budget exceeds what the scores recommend (lower select.param_budget)"
+            f"{mask.num_nonpositive:,} of the {mask.num_selected:,} selected entries have a score "
+            "≤ 0: the budget exceeds what the scores recommend (lower select.param_budget)"
         )
     share = mask.num_selected / mask.num_total
     ctx.reporter.say(

@@ -1,16 +1,16 @@
 """Evaluation before and after: loss, perplexity and KL to the base on given files.
 
-For every file of `evaluation.files`, and for the run's own validation split, θ_old and θ* are compared
-on the same tokens: the mean example loss (as in ALGORITHM.md §2), the perplexity (exp of the mean over
-all response tokens), and for θ* the mean KL(θ_old ‖ θ*) per response token, averaged over examples. One
-prompt may be answered greedily by both. Reads 1_split and 6_finetune; writes results.json.
+For every file of `evaluation.files`, and for the run's own validation split, θ_old and θ* are
+compared on the same tokens: the mean example loss (as in ALGORITHM.md §2), the perplexity (exp of
+the mean over all response tokens), and for θ* the mean KL(θ_old ‖ θ*) per response token,
+averaged over examples. One prompt may be answered greedily by both. Reads 1_split and 6_finetune;
+writes results.json.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch
 from transformers import PreTrainedModel
 
 from dualsft.context import RunContext
-from dualsft.data import Example, collate, make_batches, read_rows, tokenize
-from dualsft.losses import distillation_objective, example_objective
+from dualsft.data import Example, collate, make_batches
+from dualsft.losses import comparison
+from dualsft.stages.split import load_examples
 from dualsft.templates import Template
 
 
@@ -45,11 +46,7 @@ def evaluation_sets(ctx: RunContext) -> dict[str, list[Example]]:
     limit = ctx.config.evaluation.limit
     sets: dict[str, list[Example]] = {}
     for name, path in ctx.config.evaluation.files.items():
-        settings = replace(ctx.config.data, path=str(ctx.data_path(path)))
-        rows, report = read_rows(settings.path, settings)
-        model_type = ctx.model_type
-        examples, _ = tokenize(rows, ctx.tokenizer, settings, report, model_type=model_type)
-        sets[name] = examples[:limit]
+        sets[name] = load_examples(ctx, path)[0][:limit]
     sets["validation"] = ctx.roles()["val"][:limit]
     return sets
 
@@ -72,14 +69,13 @@ def compare(
             pad = ctx.tokenizer.pad_token_id
             batch = collate(chosen, pad, ctx.config.data.padding_side, ctx.device)
             counts = torch.tensor([e.num_response_tokens for e in chosen], dtype=torch.float64)
-            for key, model in (("before", before), ("after", after)):
-                losses = example_objective(model, batch)[1].cpu()
+            both = comparison(before, after, batch)
+            for key, losses in (("before", both.loss_before), ("after", both.loss_after)):
                 totals[key][0] += float(losses.sum())
-                totals[key][1] += float((losses * counts).sum())
-            kl = distillation_objective(before, after, batch, tau=1.0, weighted=False)[1]
-            divergence += float(kl.sum())
+                totals[key][1] += float((losses.cpu() * counts).sum())
+            divergence += float(both.divergence.sum())
             tokens += int(counts.sum())
-            progress.advance(len(rows), tokens=3 * sum(e.num_tokens for e in chosen))
+            progress.advance(len(rows), tokens=2 * sum(e.num_tokens for e in chosen))
     return {
         "examples": len(examples),
         "response_tokens": tokens,

@@ -1,10 +1,10 @@
 """Restricted fine-tuning: Algorithm 1 line 12, θ* ← MaskedFT(θ_old, D_sel, m_θ).
 
-Restarts from θ_old. DualSFT trains the selected entries on D_sel; DualSFT-Param the selected entries
-on all of D_train (pool and warm); DualSFT-Data every parameter on D_sel (and then there is no delta:
-everything moved). Gradients, moments and decay exist only at the selected entries; all others keep
-their bits. Reads 1_split and 5_selection; writes delta.safetensors, model/ (the merged Hugging Face
-folder) and summary.json.
+Restarts from θ_old. DualSFT trains the selected entries on D_sel; DualSFT-Param the selected
+entries on all of D_train (pool and warm); DualSFT-Data every parameter on D_sel (and then there
+is no delta: everything moved). Gradients, moments and decay exist only at the selected entries;
+all others keep their bits. Reads 1_split and 5_selection; writes delta.safetensors, model/ (the
+merged Hugging Face folder) and summary.json.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def pass_settings(ctx: RunContext) -> PassSettings:
 def write_pool(
     path: Path, pool: list[Example], result: PassResult, columns: list[str], one_pass: bool
 ) -> None:
-    """id, loss, response_tokens, and in one-pass mode f and the inner sums (names in the schema)."""
+    """id, loss, response_tokens; in one-pass mode f and the inner sums (names in the schema)."""
     table: dict[str, Any] = {
         "id": [e.id for e in pool],
         "loss": result.values,

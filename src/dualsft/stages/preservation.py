@@ -1,9 +1,9 @@
 """v_prior, the preservation direction: Algorithm 1 line 6.
 
-`cwsd` is the paper's confidence-weighted self-distillation (Eq. cwsd): teacher θ_old, student θ̄, on
-the anchors' own text. `l2` is θ̄ − θ_old; `fisher` is F ⊙ (θ̄ − θ_old) with F the mean over the anchors
-of the squared gradient of one example at θ_old, true labels; `none` is zero. Without a warmup
-θ̄ = θ_old and all of them are exactly zero. Stored unscaled: λ comes later.
+`cwsd` is the paper's confidence-weighted self-distillation (Eq. cwsd): teacher θ_old, student θ̄,
+on the anchors' own text. `l2` is θ̄ − θ_old; `fisher` is F ⊙ (θ̄ − θ_old) with F the mean over
+the anchors of the squared gradient of one example at θ_old, true labels; `none` is zero. Without
+a warmup θ̄ = θ_old and all of them are exactly zero. Stored unscaled: λ comes later.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """u, the shared projection: Algorithm 1 line 7, Eq. (u).
 
-Everything here works with u / eta_sc = v_val − (eta_sc / 2) ĉ ⊙ G: eta_sc is about 1e-10 and nothing
-is gained by carrying it; scores get the factor back when they are reported. `score.step: adam`
-divides the direction by ĉ. In one-pass mode (ALGORITHM.md §4) the same formula with N · v_new in the
-place of G is the direction U₀ that is known before the pool is touched; what separates the two is
-`residual`, which the certificate bounds.
+Everything here works with u / eta_sc = v_val − (eta_sc / 2) ĉ ⊙ G: eta_sc is about 1e-10 and
+nothing is gained by carrying it; scores get the factor back when they are reported. `score.step:
+adam` divides the direction by ĉ. In one-pass mode (ALGORITHM.md §4) the same formula with N ·
+v_new in the place of G is the direction U₀ that is known before the pool is touched; what
+separates the two is `residual`, which the certificate bounds.
 """
 
 from __future__ import annotations

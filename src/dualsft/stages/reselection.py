@@ -1,10 +1,10 @@
 """Fixed-side re-selection: rounds that re-select one side given the latest other side.
 
 ALGORITHM.md §2 "Re-selection" (the paper's Data → Param and Param → Data). u stays that of the
-one-shot run: Data → Param uses s_θ = u ⊙ G_S with G_S summed over the selected examples, Param → Data
-uses s_D = ⟨u ⊙ m, g_n⟩. `select.order` says which side moves first. Each round_<t>/ holds the complete
-pair it ends with; the one-shot selection stays in 5_selection itself, and summary.json's `final` names
-the round that fine-tuning uses.
+one-shot run: Data → Param uses s_θ = u ⊙ G_S with G_S summed over the selected examples, Param →
+Data uses s_D = ⟨u ⊙ m, g_n⟩. `select.order` says which side moves first. Each round_<t>/ holds
+the complete pair it ends with; the one-shot selection stays in 5_selection itself, and
+summary.json's `final` names the round that fine-tuning uses.
 """
 
 from __future__ import annotations

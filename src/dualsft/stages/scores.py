@@ -1,11 +1,11 @@
 """Scores: Algorithm 1 line 8, s_θ ← u ⊙ G and s_D ← GhostDot(u, θ̄, D_pool).
 
-Two-pass mode streams the pool again and gives exact s_D. One-pass mode turns the f of the pool pass
-into scores with a bound each; what a budget leaves ambiguous is scored exactly by the selection.
-Every run checks itself (ALGORITHM.md §3.1): Σ_n s_D,n against ⟨u, G⟩, and three random examples scored
-again alone by plain autograd; when either fails nothing is written and nothing can be selected.
-Reads 1_split, 2_warmup, 3_gradients; writes examples.parquet, summary.json and, on request,
-params.safetensors and projection.safetensors.
+Two-pass mode streams the pool again and gives exact s_D. One-pass mode turns the f of the pool
+pass into scores with a bound each; what a budget leaves ambiguous is scored exactly by the
+selection. Every run checks itself (ALGORITHM.md §3.1): Σ_n s_D,n against ⟨u, G⟩, and three random
+examples scored again alone by plain autograd; when either fails nothing is written and nothing
+can be selected. Reads 1_split, 2_warmup, 3_gradients; writes examples.parquet, summary.json and,
+on request, params.safetensors and projection.safetensors.
 """
 
 from __future__ import annotations
@@ -139,9 +139,9 @@ def _self_check(
             progress.advance(1, tokens=examples[i].num_tokens)
             if not relative <= tolerance:
                 raise RunError(
-                    f"self-check failed: example {examples[i].id} scores {dots[i]:.6g} in its batch "
-                    f"and {exact:.6g} alone by plain autograd (error {relative:.2g} of |u||g| > "
-                    f"{tolerance:g}); nothing was written"
+                    f"self-check failed: example {examples[i].id} scores {dots[i]:.6g} in its "
+                    f"batch and {exact:.6g} alone by plain autograd (error {relative:.2g} of "
+                    f"|u||g| > {tolerance:g}); nothing was written"
                 )
     floor = float(torch.finfo(engine.candidates.dtype).eps) * float(np.abs(dots).max())
     checks["alone"] = rows

@@ -1,10 +1,11 @@
 """Selection: Algorithm 1 lines 9 to 11, m_θ ← TopK(s_θ, k) and D_sel ← TopB(s_D, b).
 
-Exact, signed, global over all candidates. The parameter scores u ⊙ G are formed chunk by chunk inside
-the radix passes and never exist as a whole. In one-pass mode the certificate (ALGORITHM.md §4) says
-which examples this budget leaves open; those, and only those, are scored exactly here. Reads 1_split to
-4_scores and the source file; writes mask.safetensors, selected.jsonl, rescored.parquet, summary.json,
-and round_<t>/ for each round of fixed-side re-selection (`stages/reselection.py`).
+Exact, signed, global over all candidates. The parameter scores u ⊙ G are formed chunk by chunk
+inside the radix passes and never exist as a whole. In one-pass mode the certificate (ALGORITHM.md
+§4) says which examples this budget leaves open; those, and only those, are scored exactly here.
+Reads 1_split to 4_scores and the source file; writes mask.safetensors, selected.jsonl,
+rescored.parquet, summary.json, and round_<t>/ for each round of fixed-side re-selection
+(`stages/reselection.py`).
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def data_budget(ctx: RunContext, num_full: int, num_pool: int) -> int:
     b = resolve_budget(budget, num_full)
     if b > num_pool:
         raise ConfigError(
-            f"select.data_budget: {budget!r} of {num_full:,} rows is {b:,} examples, but the scoring "
-            f"pool has {num_pool:,}; lower it, or split.val, split.anchor, split.warm"
+            f"select.data_budget: {budget!r} of {num_full:,} rows is {b:,} examples, but the "
+            f"scoring pool has {num_pool:,}; lower it, or split.val, split.anchor, split.warm"
         )
     return b
 
@@ -150,8 +151,8 @@ def _describe_data(
     negative = int((data.scores[chosen] <= 0).sum())
     if negative:
         ctx.reporter.warn(
-            f"{negative:,} of the {b:,} selected examples have a score ≤ 0: the budget exceeds what "
-            "the scores recommend (lower select.data_budget)"
+            f"{negative:,} of the {b:,} selected examples have a score ≤ 0: the budget exceeds "
+            "what the scores recommend (lower select.data_budget)"
         )
     ctx.reporter.say(f"examples: {b:,} of {num_full:,} rows ({100 * b / num_full:.2f} %)")
     return {

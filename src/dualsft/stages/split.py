@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,11 @@ from dualsft.data import DataReport, Example, digest, read_rows, tokenize
 from dualsft.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
+    from dualsft.config import SplitConfig
     from dualsft.context import RunContext
+
+TRUSTED = "val-"
+"""What the ids of rows of data.val_path begin with: they are rows of another file."""
 
 ROLES = ("val", "anchor", "warm", "pool")
 
@@ -47,23 +51,33 @@ class Split:
 def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     """Read and tokenise the corpus, give every row its role, write both into `part`."""
     config = ctx.config
-    rows, report = read_rows(ctx.data_path(config.data.path), config.data)
-    examples, report = tokenize(
-        rows,
-        ctx.tokenizer,
-        config.data,
-        report,
-        max_positions=ctx.max_positions,
-        model_type=ctx.model_type,
-    )
-    wanted = config.split
-    split = assign_roles(examples, config.seed, wanted.val, wanted.anchor, wanted.warm)
+    examples, report = load_examples(ctx, config.data.path)
+    trusted: list[Example] = []
+    if config.data.val_path is not None:
+        trusted, other = load_examples(ctx, config.data.val_path)
+        trusted = [replace(example, id=f"{TRUSTED}{example.id}") for example in trusted]
+        for note in other.notes():
+            ctx.reporter.warn(note)
+    examples, split = divide(examples, trusted, config.seed, config.split)
     for note in [*report.notes(), *split.notes]:
         ctx.reporter.warn(note)
     write_split(part, examples, split, report)
     shares = ", ".join(f"{role} {count:,}" for role, count in split.counts.items())
     ctx.reporter.say(f"{len(examples):,} examples: {shares}")
     return {"counts": split.counts}
+
+
+def load_examples(ctx: RunContext, path: str) -> tuple[list[Example], DataReport]:
+    """A corpus file as tokenised examples, under the run's template and limits."""
+    rows, report = read_rows(ctx.data_path(path), ctx.config.data)
+    return tokenize(
+        rows,
+        ctx.tokenizer,
+        ctx.config.data,
+        report,
+        max_positions=ctx.max_positions,
+        model_type=ctx.model_type,
+    )
 
 
 def resolve_budget(budget: int | float, total: int, name: str = "budget") -> int:
@@ -84,28 +98,55 @@ def resolve_budget(budget: int | float, total: int, name: str = "budget") -> int
     return max(1, int(Decimal(repr(budget)) * total))  # decimal: 0.29 of 100 is 29, not 28
 
 
+def divide(
+    examples: Sequence[Example], trusted: Sequence[Example], seed: int, sizes: SplitConfig
+) -> tuple[list[Example], Split]:
+    """(all examples, the role of each): the corpus, and after it the trusted rows as D_val.
+
+    Trusted rows count in |D_full|; a row of the corpus with the same text as one of them is left
+    out, and that is said.
+    """
+    texts = {example.key for example in trusted}
+    kept = [example for example in examples if example.key not in texts]
+    split = assign_roles(kept, seed, sizes.val, sizes.anchor, sizes.warm, len(trusted))
+    notes = list(split.notes)
+    if len(kept) < len(examples):
+        notes.append(
+            f"{len(examples) - len(kept):,} rows of data.path have the text of a row of "
+            "data.val_path and are left out"
+        )
+    counts = split.counts | {"val": split.counts["val"] + len(trusted)}
+    return [*kept, *trusted], Split([*split.roles, *["val"] * len(trusted)], counts, notes)
+
+
 def assign_roles(
     examples: Sequence[Example],
     seed: int,
     val: int | float | None = None,
     anchor: int | float | None = None,
     warm: int | float = 0.05,
+    num_trusted: int = 0,
 ) -> Split:
-    """Give every example its role; None means the paper's size, less for a small corpus."""
-    total, notes = len(examples), []
+    """Give every example its role; None means the paper's size, less for a small corpus.
+
+    `num_trusted` rows outside the corpus are D_val already, and count in |D_full|.
+    """
+    total, notes = len(examples) + num_trusted, []
     wanted: dict[str, int] = {}
     for role, budget in (("val", val), ("anchor", anchor), ("warm", warm)):
-        if budget is None:
+        if role == "val" and num_trusted:
+            wanted[role] = 0
+        elif budget is None:
             wanted[role] = _default_count(role, total, notes)
         else:
             wanted[role] = resolve_budget(budget, total, f"split.{role}")
-    _check_counts(wanted, total)
+    _check_counts(wanted, len(examples), num_trusted > 0)
 
     groups: dict[str, list[int]] = defaultdict(list)
     for i, example in enumerate(examples):
         groups[example.key].append(i)
     order = sorted(groups, key=lambda key: digest(seed, key))
-    roles = ["pool"] * total
+    roles = ["pool"] * len(examples)
     for role, count in wanted.items():
         left, passed_over = count, []
         for key in order:
@@ -137,9 +178,9 @@ def _default_count(role: str, total: int, notes: list[str]) -> int:
     return count
 
 
-def _check_counts(wanted: dict[str, int], total: int) -> None:
+def _check_counts(wanted: dict[str, int], total: int, has_val: bool) -> None:
     asked = ", ".join(f"split.{role}={count:,}" for role, count in wanted.items())
-    if wanted["val"] == 0:
+    if wanted["val"] == 0 and not has_val:
         raise ConfigError("split.val: 0 leaves nothing to take v_new from; use 1 or more")
     if sum(wanted.values()) >= total:
         raise ConfigError(
@@ -162,12 +203,17 @@ def _check_filled(counts: dict[str, int], wanted: dict[str, int], num_texts: int
     assert counts["pool"], "no role may hold more than was asked for"
 
 
+def _place(example: Example) -> tuple[bool, int]:
+    """Rows of the corpus in their order, then those of data.val_path."""
+    return example.id.startswith(TRUSTED), example.index
+
+
 def write_split(
     folder: Path, examples: Sequence[Example], split: Split, report: DataReport | None = None
 ) -> None:
     """Write the split and its tokens in source order, and the summary."""
     assert len(examples) == len(split.roles)
-    order = sorted(range(len(examples)), key=lambda i: examples[i].index)
+    order = sorted(range(len(examples)), key=lambda i: _place(examples[i]))
     rows = [examples[i] for i in order]
     shared = {"id": [row.id for row in rows], "role": [split.roles[i] for i in order]}
     index = pa.array([row.index for row in rows], pa.int64())

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-
 from dualsft.config import Config
 from dualsft.context import RunContext
 from dualsft.model import Candidates
@@ -39,8 +38,8 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
         return {"steps": 0, "examples": 0}
     if num_steps < FEW_STEPS:
         ctx.reporter.warn(
-            f"the warmup has only {num_steps} steps over {len(examples)} examples; ĉ and θ̄ are rough "
-            "(raise split.warm, lower warmup.batch_size, or set warmup.min_steps)"
+            f"the warmup has only {num_steps} steps over {len(examples)} examples; ĉ and θ̄ are "
+            "rough (raise split.warm, lower warmup.batch_size, or set warmup.min_steps)"
         )
     model = ctx.theta_old()
     candidates = ctx.candidates(model)

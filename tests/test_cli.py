@@ -1,0 +1,246 @@
+"""The command line as a stranger uses it: real processes, exit codes, invariance of the result."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import corpus_rows, small_run, write_jsonl
+from safetensors.torch import load_file
+
+import dualsft
+
+Folders = Callable[[str], Path]
+
+
+def cli(*words: str, code: int = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`python -m dualsft …` in a process of its own."""
+    source = str(Path(dualsft.__file__).parents[1])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source, "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-m", "dualsft", *words],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=cwd,
+        check=False,
+    )
+    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def scores_by_text(run: Path, source: Path) -> dict[str, float]:
+    """Score of each distinct row text, whatever its place in the file."""
+    rows = source.read_text(encoding="utf-8").splitlines()
+    index = dict(
+        zip(
+            *pq.read_table(run / "1_split/split.parquet", columns=["id", "index"])
+            .to_pydict()
+            .values(),
+            strict=True,
+        )
+    )
+    table = pq.read_table(run / "4_scores/examples.parquet").to_pydict()
+    return {rows[index[i]]: s for i, s in zip(table["id"], table["score"], strict=True)}
+
+
+@pytest.fixture(scope="module")
+def reference(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Folders, corpus: Path
+) -> Path:
+    out = tmp_path_factory.mktemp("reference") / "run"
+    cli("run", "--out", str(out), *small_run(model_folder("llama"), corpus))
+    return out
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("score.batch_tokens=40",),
+        ("data.padding_side=left",),
+        ("finetune.micro_batch_size=1",),
+        ("order",),
+    ],
+    ids=lambda change: change[0],
+)
+def test_the_result_does_not_depend_on_how_it_is_computed(
+    change: tuple[str, ...],
+    reference: Path,
+    model_folder: Folders,
+    corpus: Path,
+    tmp_path: Path,
+) -> None:
+    """Same scores to fp32 rounding, the same selection, on both sides."""
+    source, extra = corpus, change
+    if change == ("order",):
+        rows = corpus_rows()
+        random.Random(5).shuffle(rows)
+        source, extra = write_jsonl(tmp_path / "shuffled.jsonl", rows), ()
+    out = tmp_path / "run"
+    words = [*small_run(model_folder("llama"), source), *extra]
+    cli("run", "--out", str(out), "--until", "selection", *words)
+    ours, theirs = scores_by_text(out, source), scores_by_text(reference, corpus)
+    assert ours.keys() == theirs.keys()
+    values = np.array([[ours[t], theirs[t]] for t in ours])
+    assert np.abs(values[:, 0] - values[:, 1]).max() <= 1e-4 * np.abs(values).max()
+    chosen = [
+        sorted((r / "5_selection/selected.jsonl").read_text().splitlines())
+        for r in (out, reference)
+    ]
+    assert chosen[0] == chosen[1]
+    masks = [load_file(r / "5_selection/mask.safetensors") for r in (out, reference)]
+    same = sum(int(torch.isin(masks[0][n], masks[1][n]).sum()) for n in masks[0])
+    total = sum(i.numel() for i in masks[0].values())
+    assert same >= total - 2  # two entries may trade places inside fp32 rounding
+
+
+def test_same_seed_same_bits(
+    reference: Path, model_folder: Folders, corpus: Path, tmp_path: Path
+) -> None:
+    """A second process gives every number of the first; another seed another split."""
+    out = tmp_path / "again"
+    words = small_run(model_folder("llama"), corpus)
+    cli("run", "--out", str(out), *words)
+    manifests = sorted(p.relative_to(reference) for p in reference.glob("*/manifest.json"))
+    assert len(manifests) == 7
+    for path in manifests:
+        one, two = (json.loads((r / path).read_text())["files"] for r in (reference, out))
+        assert one == two
+    cli("run", "--out", str(tmp_path / "other"), "--until", "split", *words, "seed=7")
+    splits = [(r / "1_split/split.parquet").read_bytes() for r in (reference, tmp_path / "other")]
+    assert splits[0] != splits[1]
+
+
+def test_recipe_file_flags_and_python_are_one_definition(
+    reference: Path, model_folder: Folders, corpus: Path, tmp_path: Path
+) -> None:
+    """The run's own config.yaml replays it; Python gives the same bits."""
+    cli("run", str(reference / "config.yaml"), "--out", str(tmp_path / "yaml"), "--until", "scores")
+    config = dualsft.Config(
+        model=dualsft.ModelConfig(path=str(model_folder("llama"))),
+        data=dualsft.DataConfig(path=str(corpus), template="plain"),
+        split=dualsft.SplitConfig(val=0.1, anchor=0.1, warm=0.1),
+        finetune=dualsft.FinetuneConfig(lr=1e-3, batch_size=4, epochs=2),
+    )
+    dualsft.run(config, tmp_path / "python", until="scores")
+    for name in ("yaml", "python"):
+        got = (tmp_path / name / "4_scores/examples.parquet").read_bytes()
+        assert got == (reference / "4_scores/examples.parquet").read_bytes()
+
+
+def test_stage_commands_work_on_a_run_folder(
+    model_folder: Folders, corpus: Path, tmp_path: Path
+) -> None:
+    out = str(tmp_path / "run")
+    words = small_run(model_folder("qwen3"), corpus)
+    done = cli("split", out, *words)
+    assert "[split] done" in done.stdout
+    stages = {
+        "warmup": "[warmup] done",
+        "score": "[scores] done",
+        "select": "[selection] done",
+        "finetune": "[finetune] done",
+        "evaluate": "[evaluation] done",
+    }
+    for command, line in stages.items():
+        said = cli(command, out).stdout
+        assert line in said and "[split] reused" in said
+    cli("report", out)
+    text = (tmp_path / "run/report.md").read_text()
+    assert "## Before and after" in text and "## Selection" in text
+    said = cli("select", out, "select.param_budget=0.1").stdout
+    assert "[selection] again (select.param_budget: 0.05 -> 0.1)" in said
+
+
+def test_export_merge_and_extract(reference: Path, model_folder: Folders, tmp_path: Path) -> None:
+    """base + delta is the merged model bit for bit, and extracting finds the delta again."""
+    base, delta = str(model_folder("llama")), str(reference / "6_finetune/delta.safetensors")
+    merged = tmp_path / "merged"
+    cli("export", "merge", base, delta, str(merged))
+    weights = load_file(merged / "model.safetensors")
+    tuned = load_file(reference / "6_finetune/model/model.safetensors")
+    assert weights.keys() == tuned.keys()
+    assert all(torch.equal(weights[n], tuned[n]) for n in tuned)
+    assert (merged / "tokenizer.json").is_file()
+    cli("export", "extract", base, str(merged), str(tmp_path / "again.safetensors"))
+    one, two = load_file(delta), load_file(tmp_path / "again.safetensors")
+    for name in two:  # an entry that training moved back to its own bits is in no difference
+        if name.endswith(".idx"):
+            assert bool(torch.isin(two[name], one[name]).all())
+    refused = cli("export", "merge", str(model_folder("qwen2")), delta, str(tmp_path / "x"), code=2)
+    assert "made from" in refused.stderr and not (tmp_path / "x").exists()
+
+
+def test_check_says_what_would_happen(model_folder: Folders, corpus: Path) -> None:
+    said = cli("check", *small_run(model_folder("gemma3"), corpus)).stdout
+    assert "candidates (block_linear): 14 tensors" in said
+    assert said.count("⟦") == 3 and "BOS" in said and "check passed" in said
+    assert "gradient of an example alone" in said and "would train" in said
+
+
+def test_methods_lists_the_variants() -> None:
+    said = cli("methods").stdout
+    assert all(name in said for name in ("dualsft-data", "dualsft-param", "select.variant=dual"))
+
+
+def test_evaluation_of_given_files(
+    reference: Path, model_folder: Folders, corpus: Path, tmp_path: Path
+) -> None:
+    extra = write_jsonl(tmp_path / "extra.jsonl", corpus_rows(20, seed=9))
+    out = tmp_path / "run"
+    files = f"evaluation.files=extra:{extra}"
+    words = (*small_run(model_folder("llama"), corpus), files, "evaluation.prompt=Say alpha")
+    cli("run", "--out", str(out), *words)
+    results = json.loads((out / "7_evaluation/results.json").read_text())
+    assert results["files"].keys() == {"extra", "validation"}
+    facts = results["files"]["extra"]
+    assert facts["examples"] == 20 and facts["after"]["kl_to_base"] > 0
+    assert facts["before"]["perplexity"] > 1 and results["prompt"]["before"] != ""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("run", "score.lamda=1"), "did you mean"),
+        (("run", "model.path=no/such/model", "data.path=x.jsonl"), "model.path"),
+        (("run", "no_such_recipe"), "no such file or recipe"),
+        (("run", "one.yaml", "two.yaml"), "second recipe"),
+        (("run", "method.data=less"), "reserved"),
+        (("run", "--until", "nothing"), "model.path"),
+        (("report", "no_such_run"), "no finished stage"),
+        (("quickstart", "magicoder"), "its own recipe"),
+    ],
+)
+def test_mistakes_exit_2_with_a_cure(words: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    done = cli(*words, code=2, cwd=tmp_path)
+    assert told in done.stderr
+
+
+def test_bad_rows_are_named_with_their_lines(
+    model_folder: Folders, corpus: Path, tmp_path: Path
+) -> None:
+    lines = corpus.read_text().splitlines()
+    lines[4] = '{"prompt": "x"'
+    lines[9] = '{"prompt": "x", "response": ""}'
+    source = tmp_path / "bad.jsonl"
+    source.write_text("\n".join(lines) + "\n")
+    words = small_run(model_folder("llama"), source)
+    done = cli("run", "--out", str(tmp_path / "run"), *words, code=2)
+    assert "line 5" in done.stderr and "line 10" in done.stderr
+    assert not list((tmp_path / "run").glob("1_split*"))
+    skipped = cli(
+        "run", "--out", str(tmp_path / "run"), "--until", "split", *words, "data.bad_rows=skip"
+    )
+    assert "2 of 120 rows are bad and left out" in skipped.stdout
+    facts = json.loads((tmp_path / "run/1_split/summary.json").read_text())
+    assert facts["num_examples"] == 118

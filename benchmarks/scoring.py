@@ -1,6 +1,6 @@
 """What scoring costs: the one-pass run over a pool against one plain training epoch over it.
 
-    python benchmarks/scoring.py [--model smollm2-135m] [--rows 64] [--repeats 3] [--out FILE.json]
+    python benchmarks/scoring.py [--model smollm2-135m] [--rows 32] [--repeats 2] [--out FILE.json]
 
 Everything is a ratio inside one run. The reference is the plain epoch: Hugging Face forward with
 labels and backward into `.grad`, same rows, same length-bucketed batches, at the best of several
@@ -33,22 +33,28 @@ from dualsft.vectors import ParamVector
 
 BATCH_TOKENS = (512, 1024, 2048)
 GOAL = 1.4
+SHAPES = {  # random weights: vocabulary, hidden, inner, layers, heads, key-value heads
+    "tiny": (8192, 256, 768, 6, 8, 4),
+    "llama-3.2-1b-shape": (128256, 2048, 8192, 16, 32, 8),
+}
 
 
 def load(name: str, device: torch.device) -> PreTrainedModel:
-    """A real model by name or folder, or `tiny`: a random 6 M Llama, tied, grouped-query."""
-    if name == "tiny":
+    """A real model by name or folder, or a Llama shape with random weights."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name in SHAPES:
+        vocabulary, hidden, inner, layers, heads, kv_heads = SHAPES[name]
         config = LlamaConfig(
-            vocab_size=8192,
-            hidden_size=256,
-            intermediate_size=768,
-            num_hidden_layers=6,
-            num_attention_heads=8,
-            num_key_value_heads=4,
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
             tie_word_embeddings=True,
         )
-        return LlamaForCausalLM(config).to(device).eval()  # pyright: ignore
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        with torch.device(device):
+            return LlamaForCausalLM(config).to(dtype).eval()  # pyright: ignore
     return load_model(resolve_model(name), dtype, device)
 
 
@@ -121,9 +127,10 @@ def fastest(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--batch-tokens", type=int, default=1024, help="of the scoring walks")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -131,19 +138,14 @@ def main() -> None:
     model = load(options.model, device)
     pool = make_pool(options.rows, model.config.vocab_size)
     tokens = sum(e.num_tokens for e in pool)
-    work: dict[str, Callable[[], object]] = {}
-    for size in BATCH_TOKENS:
-        work[f"plain epoch, {size} tokens a batch"] = lambda size=size: plain_epoch(
-            model, pool, size
-        )
-        for name, call in pieces(model, pool, size).items():
-            work[f"{name}, {size}"] = call
-    seconds = fastest(work, options.repeats)
-    plain = min(v for name, v in seconds.items() if name.startswith("plain"))
-    ratios = {
-        name: min(seconds[f"{name}, {size}"] for size in BATCH_TOKENS) / plain
-        for name in pieces(model, pool, BATCH_TOKENS[0])
+    work: dict[str, Callable[[], object]] = {
+        f"plain epoch, {size} tokens a batch": lambda size=size: plain_epoch(model, pool, size)
+        for size in BATCH_TOKENS
     }
+    scoring = pieces(model, pool, options.batch_tokens)
+    seconds = fastest(work | scoring, options.repeats)
+    plain = min(seconds[name] for name in work)
+    ratios = {name: seconds[name] / plain for name in scoring}
     ratios["two-pass, both"] = ratios["two-pass, first: G"] + ratios["two-pass, second: s_D"]
     print(f"{options.model}: {options.rows} rows, {tokens:,} tokens, {device}")
     print(

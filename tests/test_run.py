@@ -43,10 +43,18 @@ def test_run_folder_equals_the_oracle(
     check(run, model_folder(arch), corpus, RUN_TOLERANCE.get(arch, 1e-8))
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_all_parameters_as_candidates(
+    arch: str, make_run: Runner, model_folder, corpus: Path
+) -> None:
+    """Embeddings, norms, biases and a tied head too, on the norms as Hugging Face has them."""
+    run = make_run(*F64, "score.candidates=all", arch=arch, until="selection")
+    check(run, model_folder(arch), corpus, RUN_TOLERANCE.get(arch, 1e-7))
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        ("score.candidates=all",),
         ("score.lam_relative=true", "score.tau=2.0"),
         ("score.preservation=l2",),
         ("score.preservation=fisher", "score.lam=50"),

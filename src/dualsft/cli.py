@@ -212,7 +212,7 @@ def quickstart(
 
 
 def _guarded(action: Callable[[], Any], debug: bool) -> int:
-    """Run the application; turn our errors into a message and an exit code."""
+    """Run the application; turn errors into a message and an exit code."""
     try:
         action()
     except DualsftError as problem:
@@ -221,9 +221,6 @@ def _guarded(action: Callable[[], Any], debug: bool) -> int:
         for line in str(problem).splitlines():
             errors.print(f"error: {line}", markup=False)
         return problem.exit_code
-    except KeyboardInterrupt:
-        errors.print("interrupted; run the same command again to go on")
-        return 130
     return 0
 
 
@@ -237,4 +234,4 @@ def main() -> None:
     library = logging.getLogger("dualsft")
     library.addHandler(handler)
     library.setLevel(logging.INFO)
-    raise SystemExit(_guarded(lambda: app(standalone_mode=True), debug))
+    raise SystemExit(_guarded(lambda: app(), debug))

@@ -41,9 +41,8 @@ def run_quickstart(config: Config, out: Path, reporter: Reporter) -> Iterator[st
     yield from _wrong(ctx)
     yield from _parameters(facts)
     prompt = facts["evaluation"]["prompt"]
-    yield f"asked   {prompt['prompt']}"
-    yield f"before  {' '.join(prompt['before'].split())}"
-    yield f"after   {' '.join(prompt['after'].split())}"
+    for title, key in (("asked", "prompt"), ("before", "before"), ("after", "after")):
+        yield f"{title:<8}{' '.join(prompt[key].split())}"
     yield ""
     for stage, manifest in facts["manifests"].items():
         yield f"{stage:<12}{manifest['seconds']:8.1f} s   peak {peak_gib(manifest):.2f} GiB"

@@ -1,0 +1,97 @@
+"""The README's commands run as they are printed; the generated page is the code's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import corpus_rows, write_jsonl
+
+import dualsft
+from dualsft.config import recipe_names
+from dualsft.pipeline import STAGE_NAMES
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+@pytest.fixture(scope="module")
+def workplace(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Callable[[str], Path]
+) -> Path:
+    """What the README presupposes: models/my-model and data/my.jsonl."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "models").mkdir()
+    (folder / "data").mkdir()
+    os.symlink(model_folder("llama"), folder / "models/my-model")
+    write_jsonl(folder / "data/my.jsonl", corpus_rows(80))
+    return folder
+
+
+def run(words: list[str], cwd: Path) -> str:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
+    done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=cwd, check=False)
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_every_shell_command_runs(workplace: Path) -> None:
+    """All `dualsft …` lines, top to bottom; CI and the slow tier run the two `make` lines."""
+    lines = [
+        line.split("  #")[0].strip() for block in blocks("bash") for line in block.splitlines()
+    ]
+    makes = [line for line in lines if line.startswith("make ")]
+    assert makes == ["make quickstart", "make test"]
+    commands = [line for line in lines if line and line not in makes]
+    assert len(commands) >= 8
+    for command in commands:
+        words = shlex.split(command)
+        assert words[0] == "dualsft", command
+        run([sys.executable, "-m", *words], workplace)
+    assert (workplace / "runs/mine/report.md").is_file()
+    assert (workplace / "runs/merged/config.json").is_file()
+
+
+def test_python_blocks_run(workplace: Path) -> None:
+    (code,) = blocks("python")
+    run([sys.executable, "-c", code], workplace)
+    assert (workplace / "runs/python/6_finetune/model/config.json").is_file()
+
+
+def test_named_files_recipes_and_stages_exist() -> None:
+    for target in re.findall(r"\]\(([\w/.]+\.md)", README):
+        assert (ROOT / target).is_file(), target
+    assert all(f"`{name}`" in README for name in recipe_names())
+    assert ", ".join(STAGE_NAMES) in README
+
+
+def test_config_page_is_generated_from_the_code() -> None:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (ROOT / "docs/config.md").read_text(encoding="utf-8") == module.render()
+
+
+def test_algorithm_page_names_functions_that_exist() -> None:
+    text = (ROOT / "docs/algorithm.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+\.py): (\w+)`", text)
+    assert len(named) >= 8
+    for file, name in named:
+        source = (ROOT / "src/dualsft" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^(def|class) {name}\b", source, re.M), f"{file}: {name}"
+
+
+def test_public_names_exist() -> None:
+    assert all(getattr(dualsft, name) is not None for name in dualsft.__all__)

@@ -212,7 +212,8 @@ def test_evaluation_of_given_files(
     ("words", "told"),
     [
         (("run", "score.lamda=1"), "did you mean"),
-        (("run", "model.path=no/such/model", "data.path=x.jsonl"), "model.path"),
+        (("run", "model.path=no/such/model", "data.path=x.jsonl"), "model.path: 'no/such/model'"),
+        (("run", "model.path=no/such/model", "data.path=x.jsonl"), "data.path: 'x.jsonl'"),
         (("run", "no_such_recipe"), "no such file or recipe"),
         (("run", "one.yaml", "two.yaml"), "second recipe"),
         (("run", "method.data=less"), "reserved"),

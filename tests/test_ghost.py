@@ -175,7 +175,7 @@ class _Odd(nn.Module):
 def test_uncovered_matrix_is_refused_by_name() -> None:
     model = tiny_model("llama").eval()
     _, blocks = decoder_blocks(model)
-    blocks[1].self_attn.extra = _Odd(4)
+    blocks[1].get_submodule("self_attn").add_module("extra", _Odd(4))
     with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.extra\.mixing.*_Odd"):
         find_candidates(model, "block_linear")
     with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.extra.*no exact rule"):

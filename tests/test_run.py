@@ -166,7 +166,8 @@ def _restricted(base, order, examples, per_epoch, masks):  # noqa: ANN001, ANN20
         for i in range(per_epoch)
     ]
     schedule = oracle.cosine_schedule(2 * per_epoch, 1e-3)
-    moments = {n: (torch.zeros_like(m, dtype=torch.float64),) * 2 for n, m in masks.items()}
+    zeros = {n: torch.zeros_like(m, dtype=torch.float64) for n, m in masks.items()}
+    moments = {n: (z, z) for n, z in zeros.items()}
     names = list(masks)
     for step, (batch, lr) in enumerate(zip(batches, schedule, strict=True)):
         grads = oracle.val_grad(base, batch, names)

@@ -8,7 +8,6 @@ bit. Merging and extracting are inverse to each other.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dualsft.errors import ConfigError
+from dualsft.vectors import save_tensors
 
 FORMAT = "dualsft-delta-1"
 
@@ -44,7 +43,7 @@ class Delta:
                 tensors[f"{name}.idx"] = index.to("cpu", torch.int64).contiguous()
                 tensors[f"{name}.val"] = self.values[name].to("cpu").contiguous()
         header = {"format": FORMAT, "base_model": self.base_model, "base_hash": self.base_hash}
-        save_file(tensors, str(path), metadata=header)
+        save_tensors(path, tensors, header)
 
     @classmethod
     def load(cls, path: Path) -> Delta:
@@ -132,10 +131,3 @@ def extract_delta(base: nn.Module, tuned: nn.Module, **origin: Any) -> Delta:
 def _bits(p: Tensor) -> Tensor:
     views = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return p.detach().contiguous().view(views[p.element_size()])
-
-
-def describe(delta: Delta) -> str:
-    """One line for people."""
-    return json.dumps(
-        {"entries": delta.num_entries, "parameters": len(delta.indices), "base": delta.base_model}
-    )

@@ -27,7 +27,7 @@ from dualsft.data import Batch
 from dualsft.errors import ConfigError
 from dualsft.ghost_rules import EmbeddingRule, HeadRule, LinearRule, NormRule, Rule
 from dualsft.losses import HeadObserver, plain_example_loss
-from dualsft.model import Candidates, is_linear
+from dualsft.model import Candidates, is_linear, output_head
 from dualsft.vectors import ParamVector
 
 
@@ -83,7 +83,7 @@ class GhostEngine:
     def _bind(self) -> None:
         """One rule for each module that uses a candidate; refuse what none covers, all at once."""
         names = {id(p): name for name, p in self.candidates.items()}
-        head = self.model.get_output_embeddings()
+        head = output_head(self.model)
         problems: list[str] = []
         bound: set[str] = set()
         for path, module in self.model.named_modules():

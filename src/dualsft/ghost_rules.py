@@ -178,7 +178,9 @@ class _OutputRule(Rule):
 class EmbeddingRule(_OutputRule):
     """nn.Embedding and its scaled subclasses: the output is scale · W[token]."""
 
-    def __init__(self, module: nn.Module, used: dict[str, str]) -> None:
+    module: nn.Embedding
+
+    def __init__(self, module: nn.Embedding, used: dict[str, str]) -> None:
         super().__init__(module, used)
         probe = torch.ones_like(module.get_parameter("weight")[:1])
         first = torch.zeros(1, 1, dtype=torch.long, device=probe.device)

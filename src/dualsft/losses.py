@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualsft.data import Batch
+from dualsft.model import output_head
 from dualsft.vectors import accumulation_dtype
 
 CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 512 << 20}
@@ -193,14 +194,13 @@ def head_objective(
     observer: HeadObserver | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(objective to call backward on, token values [M]); the objective's own value is not kept."""
-    head = model.get_output_embeddings()
+    head = output_head(model)
     hidden_MD = hidden_BTD[positions.row_M, positions.column_M]
     want_grad = torch.is_grad_enabled() and (
         hidden_MD.requires_grad or any(p.requires_grad for p in head.parameters())
     )
-    bias = getattr(head, "bias", None)
     result = HeadLoss.apply(
-        hidden_MD, head.weight, bias, head, pointwise, observer, positions.row_M, want_grad
+        hidden_MD, head.weight, head.bias, head, pointwise, observer, positions.row_M, want_grad
     )
     assert result is not None
     return result
@@ -235,7 +235,7 @@ def distillation_objective(
     positions = Positions.of(batch)
     with torch.no_grad():
         teacher_MD = last_hidden(teacher, batch)[positions.row_M, positions.column_M]
-        head = teacher.get_output_embeddings()
+        head = output_head(teacher)
         loss = Distillation(teacher_MD, head, tau)
         entropy = positions.per_example_mean(loss.entropies())
         omega = 1.0 - entropy / math.log(head.weight.shape[0])
@@ -262,7 +262,7 @@ def comparison(before: PreTrainedModel, after: PreTrainedModel, batch: Batch) ->
     hidden = {m: last_hidden(m, batch) for m in (before, after)}
     unit = torch.ones(len(positions.row_M), device=positions.row_M.device)
     loss = CrossEntropy(positions.target_M, unit)
-    head = before.get_output_embeddings()
+    head = output_head(before)
     teacher_MD = hidden[before][positions.row_M, positions.column_M]
     divergence = Distillation(teacher_MD, head, tau=1.0)
     values = [

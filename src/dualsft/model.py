@@ -104,6 +104,17 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def output_head(model: PreTrainedModel) -> nn.Linear:
+    """The map from hidden states to logits; scoring computes it chunk by chunk."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(
+            f"{type(model).__name__}: its output head is {type(head).__name__}, not a linear map; "
+            "this model cannot be scored"
+        )
+    return head
+
+
 def is_linear(module: nn.Module) -> bool:
     """A plain linear map whose forward we know exactly: nn.Linear, or GPT-2's transposed Conv1D."""
     if "forward" in vars(module):  # patched on the instance: not the map its class promises

@@ -18,8 +18,9 @@ from typing import Any
 from dualsft import config as settings
 from dualsft.config import Config
 from dualsft.context import FOLDERS, RunContext
+from dualsft.corpus import BUILTIN
 from dualsft.errors import ConfigError
-from dualsft.pretrained import tokenizer_hash, weights_hash
+from dualsft.pretrained import SHORT_NAMES, find_model, tokenizer_hash, weights_hash
 from dualsft.progress import Reporter, clock
 from dualsft.report import write_report
 from dualsft.rundir import Fingerprint, RunDir, sha256_file
@@ -57,10 +58,7 @@ def _split_settings(ctx: RunContext) -> Settings:
         name = chosen.pop(key)
         if name is None:
             continue
-        source = ctx.data_path(name)
-        if not source.is_file():
-            raise ConfigError(f"{key}: {name!r} is not a file; give a JSONL file")
-        chosen[f"rows of {key}"] = sha256_file(source)
+        chosen[f"rows of {key}"] = sha256_file(ctx.data_path(name))
     return chosen | {"tokenizer": tokenizer_hash(ctx.model_folder), "model type": ctx.model_type}
 
 
@@ -124,15 +122,8 @@ def _finetune_settings(ctx: RunContext) -> Settings:
 def _evaluation_settings(ctx: RunContext) -> Settings:
     chosen = _pick(ctx, "evaluation.*", "data.*")
     del chosen["data.path"], chosen["data.val_path"]
-    files = {n: ctx.data_path(p) for n, p in ctx.config.evaluation.files.items()}
-    problems = [
-        f"evaluation.files: {name!r}: {str(path)!r} is not a file"
-        for name, path in files.items()
-        if not path.is_file()
-    ]
-    if problems:
-        raise ConfigError(problems)
-    hashes = {name: sha256_file(path) for name, path in files.items()}
+    files = ctx.config.evaluation.files
+    hashes = {name: sha256_file(ctx.data_path(path)) for name, path in files.items()}
     return chosen | {"evaluation.files": hashes}
 
 
@@ -159,6 +150,7 @@ def run(
     Finished stages whose settings have not changed are reused. Returns the run folder.
     """
     settings.validate(config)
+    check_paths(config)
     last = until or "report"
     if last not in STAGE_NAMES:
         raise ConfigError(f"--until: {last!r} is not a stage; use one of {', '.join(STAGE_NAMES)}")
@@ -177,6 +169,23 @@ def run(
         write_report(rundir.path)
     ctx.reporter.say(f"report: {rundir.path / 'report.md'}")
     return rundir.path
+
+
+def check_paths(config: Config) -> None:
+    """Everything the settings name must be there before any work begins; all misses at once."""
+    problems: list[str] = []
+    if config.model.path not in SHORT_NAMES:
+        try:
+            find_model(config.model.path)
+        except ConfigError as problem:
+            problems += problem.problems
+    files = {"data.path": config.data.path, "data.val_path": config.data.val_path}
+    files |= {f"evaluation.files: {name}": path for name, path in config.evaluation.files.items()}
+    for key, path in files.items():
+        if path is not None and not path.startswith(BUILTIN) and not Path(path).is_file():
+            problems.append(f"{key}: {path!r} is not a file; give a .jsonl or .jsonl.gz file")
+    if problems:
+        raise ConfigError(problems)
 
 
 def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:

@@ -58,6 +58,12 @@ def resolve_model(path: str) -> Path:
     """The local Hugging Face folder that `model.path` names, made and cached when need be."""
     if path in SHORT_NAMES:
         return _from_wheel(path, SHORT_NAMES[path])
+    local = find_model(path)
+    return local if local.is_dir() else _from_gguf(local)
+
+
+def find_model(path: str) -> Path:
+    """The folder or .gguf file that a path names; a clear error when it is neither."""
     local = Path(path).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
@@ -68,7 +74,7 @@ def resolve_model(path: str) -> Path:
             )
         return local
     if local.is_file() and local.suffix == ".gguf":
-        return _from_gguf(local)
+        return local
     near = get_close_matches(path, SHORT_NAMES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(

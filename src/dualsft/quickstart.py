@@ -82,11 +82,11 @@ def _top_under(ctx: RunContext, config: Config, b: int) -> np.ndarray:
     pool = ctx.roles()["pool"]
     model = ctx.theta_bar()
     engine = GhostEngine(model, ctx.candidates(model))
-    vectors = [
-        ctx.vector("gradients", name, engine.candidates) for name in ("val_grad", "prior_grad")
-    ]
+    val_grad = ctx.vector("gradients", "val_grad", engine.candidates)
+    prior_grad = ctx.vector("gradients", "prior_grad", engine.candidates)
     grad_sum = ctx.vector("gradients", "grad_sum", engine.candidates)
-    terms = projection_terms(config, len(pool), *vectors, ctx.curvature(engine.candidates))
+    curvature = ctx.curvature(engine.candidates)
+    terms = projection_terms(config, len(pool), val_grad, prior_grad, curvature)
     result = walk(
         engine,
         pool,

@@ -102,11 +102,8 @@ class ParamVector(Mapping[str, Tensor]):
         nonfinite = self.first_nonfinite()
         if nonfinite is not None:
             raise RunError(f"{path.name}: {nonfinite} holds a non-finite number; nothing written")
-        save_file(
-            {name: t.contiguous() for name, t in self.tensors.items()},
-            str(path),
-            metadata={"format": "pt", **{key: json.dumps(v) for key, v in metadata.items()}},
-        )
+        header = {key: json.dumps(value) for key, value in metadata.items()}
+        save_tensors(path, {name: t.contiguous() for name, t in self.tensors.items()}, header)
 
     @classmethod
     def load(cls, path: Path, names: list[str], device: torch.device | str = "cpu") -> ParamVector:
@@ -117,6 +114,23 @@ class ParamVector(Mapping[str, Tensor]):
                 odd = sorted(stored ^ set(names))[:3]
                 raise RunError(f"{path}: its parameters are not the model's candidates ({odd} …)")
             return cls({name: file.get_tensor(name) for name in names})
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
+    """A safetensors file whose bytes depend on its content alone.
+
+    The library writes the header's metadata in random order; it is put in order afterwards, in
+    place, since the length does not change.
+    """
+    save_file(dict(tensors), str(path), metadata={"format": "pt", **header})
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        stored = json.loads(file.read(size))
+        stored["__metadata__"] = dict(sorted(stored["__metadata__"].items()))
+        ordered = json.dumps(stored, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(ordered) <= size, "the ordered header is longer than the one written"
+        file.seek(8)
+        file.write(ordered.ljust(size))
 
 
 def _dot64(a: Tensor, b: Tensor) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dualsft.context import RunContext
@@ -22,7 +22,7 @@ from dualsft.data import Example, source_lines
 from dualsft.model import locate
 from dualsft.stages.projection import param_score_chunk
 from dualsft.topk import ScoreSource, TopK
-from dualsft.vectors import CHUNK, ParamVector
+from dualsft.vectors import CHUNK, ParamVector, save_tensors
 
 
 def product_source(left: ParamVector, right: ParamVector, eta_sc: float) -> ScoreSource:
@@ -40,7 +40,7 @@ def product_source(left: ParamVector, right: ParamVector, eta_sc: float) -> Scor
 
 def write_mask(ctx: RunContext, folder: Path, mask: TopK) -> dict[str, Any]:
     """mask.safetensors, and the numbers that say what was selected where."""
-    save_file(mask.indices, str(folder / "mask.safetensors"), metadata={"format": "pt"})
+    save_tensors(folder / "mask.safetensors", mask.indices, {})
     layers: dict[str, int] = defaultdict(int)
     modules: dict[str, int] = defaultdict(int)
     for name, index in mask.indices.items():

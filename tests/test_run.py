@@ -278,6 +278,19 @@ def test_two_pass_lambda_does_not_repeat_the_gradients(make_run: Runner) -> None
     assert any("[scores] again (score.lam: 0.8 -> 0.1)" in line for line in said)
 
 
+def test_param_after_dual_reuses_the_pool_pass(make_run: Runner) -> None:
+    """G does not depend on the variant; the other way round the product is missing."""
+    make_run(until="selection")
+    said: list[str] = []
+    make_run("select.variant=param", until="selection", said=said)
+    assert any(line.startswith("[gradients] reused: it holds all") for line in said)
+    assert any(line.startswith("[scores] again") for line in said)
+    make_run("select.variant=param", out="param", until="gradients")
+    said.clear()
+    make_run(out="param", until="gradients", said=said)
+    assert any(line.startswith("[gradients] again (per-example product") for line in said)
+
+
 def test_damaged_stage_is_done_again(make_run: Runner) -> None:
     run = make_run()
     before = (run / "5_selection/mask.safetensors").read_bytes()

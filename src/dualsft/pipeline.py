@@ -37,6 +37,8 @@ class Stage:
     run: Callable[[RunContext, Path], dict[str, Any]]
     settings: Callable[[RunContext], Settings]
     reads: tuple[str, ...]
+    richer: Callable[[RunContext], Settings | None] = lambda _: None
+    """Settings of a finished stage that holds all this one would, and more."""
 
 
 def _pick(ctx: RunContext, *keys: str) -> Settings:
@@ -78,7 +80,14 @@ def _warmup_settings(ctx: RunContext) -> Settings:
     )
     chosen["warmup.lr"] = ctx.config.warmup.lr or ctx.config.finetune.lr
     chosen["warmup.batch_size"] = ctx.config.warmup.batch_size or ctx.config.finetune.batch_size
-    return chosen | _compute(ctx) | {"weights of model.path": weights_hash(ctx.model_folder)}
+    return (
+        chosen
+        | _compute(ctx)
+        | {
+            "weights of model.path": weights_hash(ctx.model_folder),
+            "config.json of model.path": sha256_file(ctx.model_folder / "config.json"),
+        }
+    )
 
 
 _DIRECTION = (
@@ -91,13 +100,19 @@ _DIRECTION = (
 )
 
 
-def _gradients_settings(ctx: RunContext) -> Settings:
+def _gradients_settings(ctx: RunContext, product: bool | None = None) -> Settings:
     chosen = _pick(ctx, "score.preservation") | _compute(ctx)
     if ctx.config.score.preservation == "cwsd":
         chosen |= _pick(ctx, "score.tau")
-    one_pass = gradients.one_pass_wanted(ctx)
-    chosen["per-example product in the pool pass"] = one_pass
-    return chosen | (_pick(ctx, *_DIRECTION) if one_pass else {})
+    product = gradients.one_pass_wanted(ctx) if product is None else product
+    chosen["per-example product in the pool pass"] = product
+    return chosen | (_pick(ctx, *_DIRECTION) if product else {})
+
+
+def _gradients_with_product(ctx: RunContext) -> Settings | None:
+    """G alone is wanted, and a pool pass that also made the product has it too."""
+    wanted = gradients.one_pass_wanted(ctx)
+    return None if wanted else _gradients_settings(ctx, product=True)
 
 
 def _scores_settings(ctx: RunContext) -> Settings:
@@ -130,7 +145,13 @@ def _evaluation_settings(ctx: RunContext) -> Settings:
 STAGES: tuple[Stage, ...] = (
     Stage("split", split.run, _split_settings, ()),
     Stage("warmup", warmup.run, _warmup_settings, ("split",)),
-    Stage("gradients", gradients.run, _gradients_settings, ("split", "warmup")),
+    Stage(
+        "gradients",
+        gradients.run,
+        _gradients_settings,
+        ("split", "warmup"),
+        _gradients_with_product,
+    ),
     Stage("scores", scores.run, _scores_settings, ("split", "warmup", "gradients")),
     Stage("selection", selection.run, _selection_settings, ("split", "gradients", "scores")),
     Stage("finetune", finetune.run, _finetune_settings, ("split", "selection")),
@@ -191,8 +212,15 @@ def check_paths(config: Config) -> None:
 def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
     """Reuse the finished stage or run it; returns its fingerprint's hash."""
     folder = FOLDERS[stage.name]
-    fingerprint = Fingerprint(stage.settings(ctx), {name: hashes[name] for name in stage.reads})
+    reads = {name: hashes[name] for name in stage.reads}
+    fingerprint = Fingerprint(stage.settings(ctx), reads)
     state = ctx.rundir.stage_state(folder, fingerprint)
+    richer = stage.richer(ctx)
+    if state.status == "stale" and richer is not None:
+        other = Fingerprint(richer, reads)
+        if ctx.rundir.stage_state(folder, other).ready:
+            ctx.reporter.say(f"[{stage.name}] reused: it holds all that is needed, and more")
+            return other.hash
     if state.ready:
         ctx.reporter.say(f"[{stage.name}] reused: nothing it depends on has changed")
         return fingerprint.hash

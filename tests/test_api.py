@@ -1,0 +1,101 @@
+"""`dualsft.score` and `dualsft.select` in memory, against the oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from models import tiny_examples, tiny_model
+
+import dualsft
+from dualsft.data import Example
+from dualsft.progress import Reporter
+from dualsft.vectors import ParamVector
+
+QUIET = Reporter(lambda _: None)
+
+
+def examples(count: int, seed: int) -> list[Example]:
+    rows = tiny_examples(count, 97, seed)
+    return [Example(f"{seed}-{e.id}", e.index, list(e.input_ids), list(e.labels)) for e in rows]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e6])
+@pytest.mark.parametrize("relative", [False, True])
+def test_score_and_select_equal_the_oracle(relative: bool, scale: float) -> None:
+    """From an invisible to a dominating second-order term; the mask trains with SparseAdamW."""
+    old, bar = tiny_model("qwen3", seed=0).eval(), tiny_model("qwen3", seed=4).eval()
+    pool, val, anchors = examples(40, 1), examples(6, 2), examples(7, 3)
+    names = [n for n, p in bar.named_parameters() if ".layers." in n and p.ndim == 2]
+    generator = torch.Generator().manual_seed(0)
+    curvature = {
+        n: torch.rand(dict(bar.named_parameters())[n].shape, generator=generator).double()
+        for n in names
+    }
+    scores = dualsft.score(
+        bar,
+        pool,
+        val,
+        eta_ft=1e-3,
+        anchors=anchors,
+        theta_old=old,
+        curvature=ParamVector(curvature),
+        lam=0.7,
+        lam_relative=relative,
+        curvature_scale=scale,
+        reporter=QUIET,
+    )
+    true_sum = oracle.grad_sum(bar, pool, names)
+    u = oracle.projection(
+        oracle.val_grad(bar, val, names),
+        oracle.cwsd_gradient(old, bar, anchors, 1.0, names),
+        true_sum,
+        curvature,
+        0.7,
+        relative,
+        1e-3 / len(pool),
+        scale,
+    )
+    true = np.asarray(oracle.example_scores(bar, pool, u))
+    rounding = 1e-10 * np.abs(true).max()
+    assert (np.abs(scores.example_scores - true) <= scores.bound + rounding).all()
+    everything = np.arange(len(pool))
+    assert np.abs(scores.rescore(everything) - true).max() <= rounding
+    chosen = dualsft.select(scores, data_budget=9, param_budget=0.05)
+    expected = oracle.top_b(torch.tensor(true), list(range(len(pool))), 9)
+    assert chosen.data_subset.tolist() == sorted(expected)
+    k = int(0.05 * sum(g.numel() for g in true_sum.values()))
+    mask = oracle.top_k_signed(oracle.param_scores(u, true_sum), k)
+    assert all(torch.equal(chosen.param_mask[n], mask[n]) for n in names)
+    with dualsft.SparseAdamW(old.named_parameters(), chosen.param_mask, lr=1e-3) as optimizer:
+        assert optimizer.num_selected == k
+
+
+def test_score_wants_both_or_neither_of_teacher_and_anchors() -> None:
+    model = tiny_model("llama").eval()
+    with pytest.raises(dualsft.ConfigError, match="both theta_old and anchors"):
+        dualsft.score(model, examples(3, 1), examples(2, 2), eta_ft=1e-3, anchors=examples(2, 3))
+    with pytest.raises(dualsft.ConfigError, match="must not be empty"):
+        dualsft.score(model, [], examples(2, 2), eta_ft=1e-3)
+
+
+def test_apply_and_extract_delta_are_inverse() -> None:
+    base, tuned = tiny_model("gpt2", dtype=torch.bfloat16), tiny_model("gpt2", dtype=torch.bfloat16)
+    with torch.no_grad():
+        tuned.transformer.h[0].attn.c_attn.weight.view(-1)[[3, 17]] += 1
+        tuned.transformer.ln_f.bias[5] = -0.0
+    delta = dualsft.extract_delta(base, tuned)
+    assert delta.num_entries == 3
+    dualsft.apply_delta(base, delta)
+    for (name, p), (_, q) in zip(base.named_parameters(), tuned.named_parameters(), strict=True):
+        assert torch.equal(p.view(torch.int16), q.view(torch.int16)), name
+
+
+def test_delta_of_another_model_is_refused() -> None:
+    llama, gpt2 = tiny_model("llama"), tiny_model("gpt2")
+    delta = dualsft.extract_delta(gpt2, tiny_model("gpt2", seed=1))
+    with pytest.raises(dualsft.ConfigError, match="which the model does not have"):
+        dualsft.apply_delta(llama, delta)
+    with pytest.raises(dualsft.ConfigError, match="different parameters"):
+        dualsft.extract_delta(llama, gpt2)

@@ -16,7 +16,7 @@ from conftest import corpus_rows, write_jsonl
 
 import dualsft
 from dualsft.config import recipe_names
-from dualsft.pipeline import STAGE_NAMES
+from dualsft.preflight import STAGE_NAMES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -54,6 +54,7 @@ def test_every_shell_command_runs(workplace: Path) -> None:
     makes = [line for line in lines if line.startswith("make ")]
     assert makes == ["make quickstart", "make test"]
     commands = [line for line in lines if line and line not in makes]
+    assert commands.pop(0) == "source .venv/bin/activate"
     assert len(commands) >= 8
     for command in commands:
         words = shlex.split(command)

@@ -19,6 +19,7 @@ from dualsft import config as settings
 from dualsft import corpus as zeno
 from dualsft import pipeline
 from dualsft.errors import ConfigError
+from dualsft.preflight import check_paths
 from dualsft.progress import Reporter
 from dualsft.quickstart import run_quickstart
 
@@ -51,9 +52,10 @@ def test_corpus_is_deterministic_and_its_wrong_share_exact(tmp_path: Path) -> No
         assert right == (row["answer"] == "right")
 
 
-def test_unknown_builtin_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="builtin:zeno/corpus"):
-        zeno.builtin_file("builtin:zeno/nothing", tmp_path)
+def test_unknown_builtin_file() -> None:
+    config = settings.load("quickstart", ["data.path=builtin:zeno/nothing"])
+    with pytest.raises(ConfigError, match="there are: builtin:zeno/corpus"):
+        check_paths(config)
 
 
 def test_summary_lines(

@@ -19,10 +19,18 @@ from transformers import PreTrainedModel
 
 from dualsft.certificate import bounds, judge, settle
 from dualsft.data import Example
-from dualsft.errors import ConfigError
+from dualsft.errors import ConfigError, RunError
 from dualsft.ghost import GhostEngine
 from dualsft.model import find_candidates
-from dualsft.passes import PassSettings, cwsd_objective, loss_objective, walk
+from dualsft.passes import (
+    TOLERANCE,
+    PassSettings,
+    check_fused_loss,
+    cwsd_objective,
+    dot_alone,
+    loss_objective,
+    walk,
+)
 from dualsft.progress import Reporter
 from dualsft.stages.chosen import product_source
 from dualsft.stages.projection import ProjectionTerms, effective_lambda
@@ -84,6 +92,8 @@ def score(
     engine = GhostEngine(model, find_candidates(model, candidates))
     settings = PassSettings(batch_tokens=batch_tokens, pad_id=0, padding_side="right")
     objective, say = loss_objective(model), reporter or Reporter()
+    tolerance = TOLERANCE[next(model.parameters()).dtype]
+    check_fused_loss(model, pool[0], settings, tolerance)
     val_grad = ParamVector.zeros(engine.candidates)
     walk(engine, val, objective, settings, say, "v_new (validation)", sums=val_grad)
     val_grad = val_grad.scaled(1.0 / len(val))
@@ -116,6 +126,12 @@ def score(
         direction=terms.estimate(),
         bounds=True,
     )
+    exact, norm = dot_alone(engine, pool[0], terms.estimate(), settings)
+    if not abs(exact - result.dots[0]) <= tolerance * terms.estimate().norm() * norm:
+        raise RunError(
+            f"self-check failed: example {pool[0].id} scores {result.dots[0]:.6g} in its batch and "
+            f"{exact:.6g} alone by plain autograd"
+        )
     residual = terms.residual(grad_sum).block_norms()
     bound = bounds(result.inner_sums, np.array([residual[name] for name in engine.columns]))
     projection = terms.projection(grad_sum)
@@ -141,8 +157,11 @@ def score(
 def select(
     scores: Scores, *, data_budget: int | float = 0.1, param_budget: int | float = 0.05
 ) -> Selection:
-    """The exact signed top-k and top-b; fractions are of the candidates and of the pool."""
+    """The exact signed top-k and top-b; fractions are of the candidates and of the pool
+    (`dualsft run` counts the data budget against the whole corpus)."""
     k = resolve_budget(param_budget, scores.grad_sum.num_entries, "param_budget")
+    if k > scores.grad_sum.num_entries:
+        raise ConfigError(f"param_budget: {k:,} of {scores.grad_sum.num_entries:,} candidates")
     mask = topk_signed(product_source(scores.projection, scores.grad_sum, scores.eta_sc), k)
     count = len(scores.example_scores)
     b = resolve_budget(data_budget, count, "data_budget")

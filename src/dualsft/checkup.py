@@ -14,16 +14,17 @@ import numpy as np
 import torch
 
 from dualsft.config import Config
-from dualsft.context import RunContext
+from dualsft.context import RunContext, pass_settings
 from dualsft.data import Example
 from dualsft.ghost import GhostEngine
 from dualsft.model import locate
-from dualsft.passes import dot_alone, loss_objective, walk
+from dualsft.passes import TOLERANCE, check_fused_loss, dot_alone, loss_objective, walk
 from dualsft.progress import Reporter
 from dualsft.rundir import RunDir
-from dualsft.stages.gradients import pass_settings
-from dualsft.stages.scores import TOLERANCE
-from dualsft.stages.split import Split, divide, load_examples, resolve_budget
+from dualsft.stages.finetune import finetune_plan
+from dualsft.stages.selection import data_budget, param_budget
+from dualsft.stages.split import Split, divide, load_examples
+from dualsft.stages.warmup import warmup_plan
 from dualsft.vectors import ParamVector
 
 NUM_SHOWN = 3
@@ -57,9 +58,17 @@ def _data(ctx: RunContext) -> tuple[list[Example], Split]:
     for note in [*report.notes(), *split.notes]:
         ctx.reporter.warn(note)
     say("split: " + ", ".join(f"{role} {count:,}" for role, count in split.counts.items()))
+    b = 0
     if config.select.variant != "param":
-        b = resolve_budget(config.select.data_budget, len(examples), "select.data_budget")
+        b = data_budget(ctx, len(examples), split.counts["pool"])
         say(f"would select {b:,} of {split.counts['pool']:,} pool examples")
+    train_all = split.counts["warm"] + split.counts["pool"]
+    trained = train_all if config.select.variant == "param" else b
+    steps = {
+        "warmup": warmup_plan(ctx).num_steps(split.counts["warm"]),
+        "fine-tuning": finetune_plan(ctx).num_steps(trained),
+    }
+    say("optimizer steps: " + ", ".join(f"{name} {count:,}" for name, count in steps.items()))
     return examples, split
 
 
@@ -102,11 +111,12 @@ def _model(ctx: RunContext, examples: list[Example], split: Split) -> list[str]:
     for module, count in groups.items():
         say(f"  {module}: {count:,}")
     if ctx.config.select.variant != "data":
-        k = resolve_budget(ctx.config.select.param_budget, candidates.num_entries)
+        k = param_budget(ctx, candidates.num_entries)
         say(
             f"would train {k:,} entries "
             f"({100 * k / candidates.num_entries:.2f} % of the candidates)"
         )
+    check_fused_loss(model, examples[0], pass_settings(ctx), TOLERANCE[ctx.dtype])
     return _alone_against_batch(ctx, engine, examples)
 
 

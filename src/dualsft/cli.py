@@ -11,6 +11,7 @@ time.
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Callable
@@ -20,9 +21,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from dualsft import __version__
 from dualsft import config as settings
 from dualsft.config import Config
 from dualsft.errors import ConfigError, DualsftError
+from dualsft.preflight import STAGE_NAMES, check_paths, check_run_folder, check_stage
 from dualsft.progress import Reporter
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -35,7 +38,12 @@ errors = Console(stderr=True, highlight=False, soft_wrap=True)
 WORDS = {"ignore_unknown_options": True}
 Words = Annotated[
     list[str] | None,
-    typer.Argument(help="A recipe or YAML file, and settings as key=value.", show_default=False),
+    typer.Argument(
+        metavar="[RECIPE|FILE.yaml] [KEY=VALUE]...",
+        help=f"A recipe ({', '.join(settings.recipe_names())}) or a YAML file, and settings as "
+        "key=value; docs/config.md lists them all.",
+        show_default=False,
+    ),
 ]
 RunFolder = Annotated[Path, typer.Argument(help="The run folder.", show_default=False)]
 
@@ -95,20 +103,29 @@ def parse_words(words: list[str] | None) -> tuple[str | None, list[str]]:
 def folder_config(folder: Path, words: list[str] | None) -> Config:
     """The settings of a run folder, with overrides; a new folder needs a recipe or settings."""
     source, overrides = parse_words(words)
-    own = folder / "config.yaml"
-    if source is None and own.is_file():
-        source = str(own)
-    return settings.load(source, overrides)
+    if source is None and not any(word.startswith("model.path=") for word in overrides):
+        check_run_folder(folder)
+        source = str(folder / "config.yaml")
+    return checked(settings.load(source, overrides))
+
+
+def checked(config: Config) -> Config:
+    """The settings, once everything they name has been found."""
+    check_paths(config)
+    return config
 
 
 @app.command(context_settings=WORDS)
 def run(
     words: Words = None,
     out: Annotated[Path, typer.Option(help="Run folder to make or go on with.")] = Path("run"),
-    until: Annotated[str | None, typer.Option(help="Last stage to run.")] = None,
+    until: Annotated[
+        str | None, typer.Option(help=f"Last stage to run: {', '.join(STAGE_NAMES)}.")
+    ] = None,
 ) -> None:
     """Algorithm 1: from a model and a JSONL to a mask, a subset and a fine-tuned model."""
-    config = settings.load(*parse_words(words))
+    check_stage(until)
+    config = checked(settings.load(*parse_words(words)))
     from dualsft import pipeline
 
     folder = pipeline.run(config, out, until, make_reporter())
@@ -144,7 +161,7 @@ def report(folder: RunFolder) -> None:
 @app.command(context_settings=WORDS)
 def check(words: Words = None) -> None:
     """What a run would do: candidates, counts, rendered examples, gradient alone vs in a batch."""
-    config = settings.load(*parse_words(words))
+    config = checked(settings.load(*parse_words(words)))
     from dualsft.checkup import check as run_check
 
     problems = run_check(config, make_reporter())
@@ -204,11 +221,27 @@ def quickstart(
         raise ConfigError(
             f"{source!r}: the quickstart has its own recipe; use `dualsft run` for others"
         )
-    config = settings.load("quickstart", overrides)
+    config = checked(settings.load("quickstart", overrides))
     from dualsft.quickstart import run_quickstart
 
     for line in run_quickstart(config, out, make_reporter()):
         console.print(line, markup=False)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"dualsft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Fine-tune on the best 10 % of the data and the best 5 % of the weights."""
 
 
 def _guarded(action: Callable[[], Any], debug: bool) -> int:
@@ -221,14 +254,22 @@ def _guarded(action: Callable[[], Any], debug: bool) -> int:
         for line in str(problem).splitlines():
             errors.print(f"error: {line}", markup=False)
         return problem.exit_code
+    except OSError as problem:
+        if debug:
+            raise
+        errors.print(
+            f"error: {problem}; check the path, its permissions and the disk", markup=False
+        )
+        return 2 if isinstance(problem, PermissionError | NotADirectoryError) else 1
     return 0
 
 
 def main() -> None:
     """Entry point of `dualsft` and `python -m dualsft`."""
     debug = "--debug" in sys.argv
-    if debug:
-        sys.argv.remove("--debug")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without Unicode must not end a run
+            stream.reconfigure(errors="replace")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     library = logging.getLogger("dualsft")

@@ -84,7 +84,8 @@ class DataConfig:
     max_length: Annotated[int, Bounds(least=8)] = 2048
     """Most tokens of an example, prompt included."""
     bad_rows: Literal["error", "skip"] = "error"
-    """What to do with a row whose response is empty or does not fit: name them all, or skip."""
+    """Rows that cannot be used (broken JSON, missing or empty fields, a response that does not
+    fit): name them all and stop, or leave them out and say so."""
     padding_side: Literal["right", "left"] = "right"
     """Side on which a batch is padded; changes no score."""
     add_bos: Literal["auto", "always", "never"] = "auto"
@@ -123,7 +124,7 @@ class WarmupConfig:
 class ScoreConfig:
     """Gradients, the projection u and both scores."""
 
-    lam: NonNegative = 0.8
+    lam: Annotated[float, Bounds(least=0, most=1e30)] = 0.8
     """Weight of preservation: v_val = v_new + lam * v_prior."""
     lam_relative: bool = False
     """Rescale v_prior to the norm of v_new before lam."""
@@ -133,7 +134,7 @@ class ScoreConfig:
     """What v_prior is the gradient of."""
     curvature: Literal["adam_rms", "none"] = "adam_rms"
     """Diagonal of the second-order term: the warmup optimizer's root second moment, or none."""
-    curvature_scale: NonNegative = 1.0
+    curvature_scale: Annotated[float, Bounds(least=0, most=1e30)] = 1.0
     """Factor on the curvature in u."""
     step: Literal["sgd", "adam"] = "sgd"
     """The step the scores assume: sgd is the paper, adam divides the direction by the curvature."""
@@ -143,7 +144,8 @@ class ScoreConfig:
     """Parameters that compete: block_linear, all, or comma-separated glob patterns over parameter
     names; a leading ! excludes, and exclusions alone start from block_linear."""
     keep: Annotated[str, Names(("gradients", "param_scores", "projection", "all"))] = "gradients"
-    """Parameter-sized files to save, each as large as the candidates in fp32."""
+    """Parameter-sized files to save beside the gradients (which are always saved, since selection
+    reads them): param_scores, projection, or all; each as large as the candidates in fp32."""
     batch_tokens: Count | None = None
     """Most tokens in a scoring batch, padding included; changes no score beyond rounding; null is
     1,024 on a CPU and 16,384 on a GPU."""

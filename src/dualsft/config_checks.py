@@ -36,6 +36,11 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
                 f"{one}: {show(get(one))} is not allowed with data.format=alpaca, whose fields have"
                 " fixed names; give data.format=prompt_response, or leave the field names out"
             )
+    if "validation" in (get("evaluation.files") or {}):
+        problems.append(
+            "evaluation.files: the name 'validation' is taken by the run's own D_val; write"
+            " another_name:PATH"
+        )
     if get("data.val_path") is not None and get("split.val") is not None:
         problems.append(
             f"split.val: {show(get('split.val'))} is not allowed with data.val_path, whose rows are"

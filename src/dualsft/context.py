@@ -17,31 +17,24 @@ from transformers import PreTrainedModel
 
 from dualsft.config import Config
 from dualsft.corpus import BUILTIN, builtin_file
-from dualsft.data import Example
+from dualsft.data import Example, pad_token_id
 from dualsft.model import (
     Candidates,
     choose_device,
     choose_dtype,
+    empty_model,
     find_candidates,
     load_model,
     load_tokenizer,
     read_model_config,
 )
+from dualsft.passes import PassSettings
+from dualsft.preflight import FOLDERS
 from dualsft.pretrained import cache_root, resolve_model
 from dualsft.progress import Reporter
 from dualsft.rundir import RunDir
 from dualsft.stages.split import read_split
 from dualsft.vectors import ParamVector
-
-FOLDERS = {
-    "split": "1_split",
-    "warmup": "2_warmup",
-    "gradients": "3_gradients",
-    "scores": "4_scores",
-    "selection": "5_selection",
-    "finetune": "6_finetune",
-    "evaluation": "7_evaluation",
-}
 
 
 @dataclass
@@ -62,7 +55,9 @@ class RunContext:
 
     def data_path(self, path: str) -> Path:
         """A corpus file; `builtin:NAME/FILE` is one that the package generates."""
-        return builtin_file(path, cache_root()) if path.startswith(BUILTIN) else Path(path)
+        if path.startswith(BUILTIN):
+            return builtin_file(path, cache_root())
+        return Path(path).expanduser()
 
     @cached_property
     def device(self) -> torch.device:
@@ -75,6 +70,18 @@ class RunContext:
     @cached_property
     def tokenizer(self) -> Any:
         return load_tokenizer(self.model_folder)
+
+    @property
+    def pad_id(self) -> int:
+        """What batches are padded with; the tokenizer itself is left as it came."""
+        return pad_token_id(self.tokenizer)
+
+    @cached_property
+    def num_candidates(self) -> int:
+        """Entries that compete, from the model's shapes alone."""
+        return find_candidates(
+            empty_model(self.model_folder), self.config.score.candidates
+        ).num_entries
 
     @cached_property
     def model_config(self) -> Any:
@@ -124,3 +131,12 @@ class RunContext:
     def curvature(self, candidates: Candidates) -> ParamVector | None:
         """ĉ, or None when there was no warmup."""
         return self.vector("warmup", "curvature", candidates) if self.warmed_up else None
+
+
+def pass_settings(ctx: RunContext) -> PassSettings:
+    """How this run makes batches."""
+    return PassSettings(
+        batch_tokens=ctx.batch_tokens,
+        pad_id=ctx.pad_id,
+        padding_side=ctx.config.data.padding_side,
+    )

@@ -15,7 +15,6 @@ import itertools
 import json
 from pathlib import Path
 
-from dualsft.errors import ConfigError
 from dualsft.rundir import atomic_write_text
 
 BUILTIN = "builtin:"
@@ -118,12 +117,14 @@ def skill_rows(first: int, count: int, wrong_share: float) -> list[dict[str, str
     ]
 
 
+def builtin_names() -> dict[str, str]:
+    """`builtin:zeno/FILE` → FILE, for every file there is."""
+    return {f"{BUILTIN}zeno/{file}": file for file in FILES}
+
+
 def builtin_file(name: str, cache: Path) -> Path:
     """The path of `builtin:zeno/FILE`, written into the cache when it is not there."""
-    files = {f"{BUILTIN}zeno/{file}": file for file in FILES}
-    if name not in files:
-        raise ConfigError(f"{name!r} is no built-in file; there are: {', '.join(files)}")
-    return write_corpus(cache / "corpora" / f"zeno-{VERSION}")[files[name]]
+    return write_corpus(cache / "corpora" / f"zeno-{VERSION}")[builtin_names()[name]]
 
 
 def write_corpus(folder: Path) -> dict[str, Path]:

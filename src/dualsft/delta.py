@@ -60,7 +60,11 @@ class Delta:
                 "the delta.safetensors of a run folder"
             )
         names = sorted({key.rpartition(".")[0] for key in tensors})
-        problems = [f"{path}: {n}: idx or val is missing" for n in names if _lacks(tensors, n)]
+        problems = [
+            f"{path}: {n}: idx must be int64 and rising, val finite and as long"
+            for n in names
+            if _lacks(tensors, n)
+        ]
         if problems:
             raise ConfigError(problems)
         return cls(
@@ -73,7 +77,10 @@ class Delta:
 
 def _lacks(tensors: Mapping[str, Tensor], name: str) -> bool:
     index, value = tensors.get(f"{name}.idx"), tensors.get(f"{name}.val")
-    return index is None or value is None or index.shape != value.shape
+    if index is None or value is None or index.shape != value.shape or index.ndim != 1:
+        return True
+    rising = index.dtype == torch.int64 and bool((index[1:] > index[:-1]).all())
+    return not rising or not value.is_floating_point() or not bool(value.isfinite().all())
 
 
 @torch.no_grad()

@@ -17,7 +17,10 @@ from dualsft.pretrained import resolve_model, weights_hash
 
 
 def merge(base: str, delta_path: Path, out: Path, dtype: str = "auto", force: bool = False) -> int:
-    """Write base + delta as a Hugging Face folder; returns the number of entries merged."""
+    """Write base + delta as a Hugging Face folder; returns the number of entries merged.
+
+    `auto` is the dtype that the run had, which the delta's values carry.
+    """
     folder = resolve_model(base)
     delta = Delta.load(delta_path)
     if out.exists():
@@ -28,7 +31,9 @@ def merge(base: str, delta_path: Path, out: Path, dtype: str = "auto", force: bo
             f"{delta_path}: made from {delta.base_model!r} with weights {delta.base_hash[:12]}…, "
             f"but {base!r} has {found[:12]}…; give that base, or --force to merge anyway"
         )
-    model = load_model(folder, _dtype(dtype, folder), choose_device("cpu"))
+    values = list(delta.values.values())
+    chosen = values[0].dtype if dtype == "auto" and values else _dtype(dtype, folder)
+    model = load_model(folder, chosen, choose_device("cpu"))
     apply_delta(model, delta)
     part = out.with_name(f"{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)

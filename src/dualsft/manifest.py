@@ -212,6 +212,13 @@ def _list_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
     return dict(sorted(files.items())), sorted(refused)
 
 
+def _share(path: Path) -> None:
+    """Give a file the permissions of any new file; safetensors makes its own private."""
+    mask = os.umask(0)
+    os.umask(mask)
+    os.chmod(path, 0o666 & ~mask)
+
+
 def seal(part: Path, body: Mapping[str, Any]) -> None:
     """Make every file of a stage durable, then write the manifest that makes it one."""
     files, refused = _list_files(part)
@@ -220,6 +227,7 @@ def seal(part: Path, body: Mapping[str, Any]) -> None:
     assert MANIFEST not in files, f"{part}: {MANIFEST} is written here, not by the stage"
     entries: dict[str, Any] = {}
     for name, path in files.items():
+        _share(path)
         fsync(path)
         entries[name] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
     for root, _, _ in os.walk(part):

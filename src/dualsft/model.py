@@ -48,9 +48,16 @@ def read_model_config(folder: Path) -> Any:
     """The configuration of the text model in a folder."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError) as problem:
+    except Exception as problem:  # its own validators raise errors of their own
         raise ConfigError(f"model.path: {str(folder)!r} cannot be loaded: {problem}") from problem
     return config.get_text_config()
+
+
+def empty_model(folder: Path) -> PreTrainedModel:
+    """The model's shapes without its weights."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def choose_dtype(wanted: str, folder: Path, device: torch.device) -> torch.dtype:
@@ -68,24 +75,38 @@ def load_model(
 ) -> PreTrainedModel:
     """A causal language model in eval mode, from safetensors only, no remote code."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation=attention,
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError) as problem:
+    except Exception as problem:  # config, safetensors and model classes each raise their own
         raise ConfigError(f"model.path: {str(folder)!r} cannot be loaded: {problem}") from problem
-    model.to(device)  # pyright: ignore[reportArgumentType]
+    model, report = loaded
+    _refuse_incomplete(folder, report)
+    model.to(device)
     model.eval()
-    model.config.use_cache = False
     return model
 
 
+def _refuse_incomplete(folder: Path, report: Any) -> None:
+    """A weight that is not in the files would be random, and another at every load."""
+    for key in ("missing_keys", "mismatched_keys"):
+        names = report[key] if isinstance(report, Mapping) else getattr(report, key)
+        if names:
+            shown = ", ".join(str(name) for name in sorted(map(str, names))[:3])
+            raise ConfigError(
+                f"model.path: {str(folder)!r} lacks weights that its config.json asks for "
+                f"({len(names)} {key.replace('_', ' ')}: {shown} …); save the model again"
+            )
+
+
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer; one without a pad token pads with its end token."""
+    """The folder's tokenizer."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
@@ -99,8 +120,6 @@ def load_tokenizer(folder: Path) -> Any:
             f"model.path: the tokenizer in {str(folder)!r} has no end token; set `eos_token` in "
             "its tokenizer_config.json"
         )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 

@@ -16,11 +16,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dualsft.data import Batch, Example, collate, make_batches
-from dualsft.errors import RunError
+from dualsft.errors import ConfigError, RunError
 from dualsft.ghost import GhostEngine, alone
-from dualsft.losses import HeadObserver, distillation_objective, example_objective
+from dualsft.losses import (
+    HeadObserver,
+    distillation_objective,
+    example_objective,
+    plain_example_loss,
+)
 from dualsft.progress import Reporter
 from dualsft.vectors import ParamVector
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-3, torch.float16: 5e-3}
+"""What the self-checks allow, by dtype (bf16: measured at most 4e-4 on a real model)."""
 
 # (batch, observer of the head) → (objective to differentiate, value per example)
 Objective = Callable[[Batch, HeadObserver | None], tuple[Tensor, Tensor]]
@@ -112,6 +120,27 @@ def _refuse_nonfinite(
         raise RunError(
             f"{label}: the loss or gradient of {', '.join(bad[:5])} is not finite; nothing was "
             "written (look at these rows, or use model.dtype=float32)"
+        )
+
+
+def check_fused_loss(
+    model: PreTrainedModel, example: Example, settings: PassSettings, tolerance: float
+) -> None:
+    """Our chunked head and loss against the model's own, on one example; refused by name.
+
+    A model that does more to its logits than a linear head (soft-capping, scaling) would be
+    trained, scored and evaluated on something else than what it computes.
+    """
+    device = next(model.parameters()).device
+    batch = _collate([example], settings, device)
+    with torch.no_grad():
+        ours = float(example_objective(model, batch)[1])
+        own = float(plain_example_loss(model, batch))
+    if not abs(ours - own) <= tolerance * max(1.0, abs(own)):
+        raise ConfigError(
+            f"{type(model).__name__}: its own loss of example {example.id} is {own:.6g}, through "
+            f"the linear head alone it is {ours:.6g}; the model changes its logits (soft-capping "
+            "or scaling?) and cannot be scored yet"
         )
 
 

@@ -10,19 +10,19 @@ re-runs exactly what depends on it, saying why. A stage is written whole or not 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dualsft import config as settings
 from dualsft.config import Config
-from dualsft.context import FOLDERS, RunContext
-from dualsft.corpus import BUILTIN
-from dualsft.errors import ConfigError
-from dualsft.pretrained import SHORT_NAMES, find_model, tokenizer_hash, weights_hash
+from dualsft.context import RunContext
+from dualsft.preflight import FOLDERS, STAGE_NAMES, check_paths, check_stage
+from dualsft.pretrained import tokenizer_hash, weights_hash
 from dualsft.progress import Reporter, clock
-from dualsft.report import write_report
+from dualsft.report import outdated, read_manifests, write_report
 from dualsft.rundir import Fingerprint, RunDir, sha256_file
 from dualsft.stages import evaluation, finetune, gradients, scores, selection, split, warmup
 
@@ -61,7 +61,11 @@ def _split_settings(ctx: RunContext) -> Settings:
         if name is None:
             continue
         chosen[f"rows of {key}"] = sha256_file(ctx.data_path(name))
-    return chosen | {"tokenizer": tokenizer_hash(ctx.model_folder), "model type": ctx.model_type}
+    return chosen | {
+        "tokenizer": tokenizer_hash(ctx.model_folder),
+        "model type": ctx.model_type,
+        "positions of the model": ctx.max_positions,
+    }
 
 
 def _compute(ctx: RunContext) -> Settings:
@@ -157,7 +161,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("finetune", finetune.run, _finetune_settings, ("split", "selection")),
     Stage("evaluation", evaluation.run, _evaluation_settings, ("split", "finetune")),
 )
-STAGE_NAMES: tuple[str, ...] = (*(stage.name for stage in STAGES), "report")
+assert [*(stage.name for stage in STAGES), "report"] == list(STAGE_NAMES)
 
 
 def run(
@@ -172,41 +176,51 @@ def run(
     """
     settings.validate(config)
     check_paths(config)
-    last = until or "report"
-    if last not in STAGE_NAMES:
-        raise ConfigError(f"--until: {last!r} is not a stage; use one of {', '.join(STAGE_NAMES)}")
+    last = check_stage(until)
     rundir = RunDir(Path(out))
     rundir.create()
     ctx = RunContext(config, rundir, reporter or Reporter())
     for warning in settings.warnings(config):
         ctx.reporter.warn(warning)
-    with rundir.lock():
-        rundir.write_config(settings.to_yaml(config))
+    with rundir.lock(), _described_by(rundir, config):
         hashes: dict[str, str] = {}
         for stage in STAGES:
             hashes[stage.name] = _ensure(ctx, stage, hashes)
+            if stage.name == "split":
+                check_budgets(ctx, last)
             if stage.name == last:
+                for name in outdated(read_manifests(rundir.path)):
+                    ctx.reporter.say(f"[{name}] is now out of date; `dualsft run` makes it again")
                 return rundir.path
         write_report(rundir.path)
     ctx.reporter.say(f"report: {rundir.path / 'report.md'}")
     return rundir.path
 
 
-def check_paths(config: Config) -> None:
-    """Everything the settings name must be there before any work begins; all misses at once."""
-    problems: list[str] = []
-    if config.model.path not in SHORT_NAMES:
-        try:
-            find_model(config.model.path)
-        except ConfigError as problem:
-            problems += problem.problems
-    files = {"data.path": config.data.path, "data.val_path": config.data.val_path}
-    files |= {f"evaluation.files: {name}": path for name, path in config.evaluation.files.items()}
-    for key, path in files.items():
-        if path is not None and not path.startswith(BUILTIN) and not Path(path).is_file():
-            problems.append(f"{key}: {path!r} is not a file; give a .jsonl or .jsonl.gz file")
-    if problems:
-        raise ConfigError(problems)
+@contextmanager
+def _described_by(rundir: RunDir, config: Config) -> Iterator[None]:
+    """config.yaml holds the settings of this run; a run that fails leaves the earlier ones."""
+    path = rundir.path / "config.yaml"
+    before = path.read_text(encoding="utf-8") if path.is_file() else None
+    rundir.write_config(settings.to_yaml(config))
+    try:
+        yield
+    except Exception:
+        if before is not None:
+            rundir.write_config(before)
+        raise
+
+
+def check_budgets(ctx: RunContext, last: str = "report") -> None:
+    """b must fit the pool and k the candidates: said after the split, not after the scoring."""
+    if STAGE_NAMES.index(last) < STAGE_NAMES.index("selection"):
+        return
+    counts = {role: len(rows) for role, rows in ctx.roles().items()}
+    variant = ctx.config.select.variant
+    if variant != "param":
+        selection.data_budget(ctx, sum(counts.values()), counts["pool"])
+    if variant != "data":
+        selection.param_budget(ctx, ctx.num_candidates)
 
 
 def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:

@@ -79,7 +79,8 @@ def find_model(path: str) -> Path:
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
         f"model.path: {path!r} is neither a Hugging Face folder, nor a .gguf file, nor a short "
-        f"name ({', '.join(SHORT_NAMES)}){hint}"
+        f"name ({', '.join(SHORT_NAMES)}){hint}; download a model "
+        "of a hub first and give its folder"
     )
 
 
@@ -140,13 +141,16 @@ def _convert(gguf: Path, target: Path) -> Path:
 
     log.info("converting %s once (about half a minute)", gguf.name)
     where = {"gguf_file": gguf.name}
-    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **where)
+    try:
+        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **where)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
+    except Exception as problem:  # any of several parsers may give up on a damaged file
+        raise ConfigError(f"model.path: {gguf.name} cannot be converted: {problem}") from problem
     config = type(quantised.config)(
         **{k: v for k, v in quantised.config.to_dict().items() if k != "quantization_config"}
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantised.state_dict())
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f"{target.name}.part-", dir=target.parent))
     try:
@@ -186,10 +190,11 @@ def weights_hash(folder: Path) -> str:
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """One hash for what decides the tokens: tokenizer, chat template and model type."""
+    """One hash for what decides the tokens: every text file beside the weights and configs."""
     digest = hashlib.sha256()
-    wanted = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"}
-    wanted |= {"merges.txt", "tokenizer.model", "chat_template.jinja", "added_tokens.json"}
-    for file in sorted(p for p in folder.iterdir() if p.name in wanted):
-        digest.update(f"{file.name}:{file_sha256(file)}\n".encode())
+    other = {"config.json", "generation_config.json", "model.safetensors.index.json"}
+    for file in sorted(folder.rglob("*")):
+        text = file.suffix in {".json", ".txt", ".model", ".jinja"}
+        if text and file.is_file() and file.name not in other:
+            digest.update(f"{file.relative_to(folder)}:{file_sha256(file)}\n".encode())
     return digest.hexdigest()

@@ -111,6 +111,7 @@ class Reporter:
         interval: float = 5.0,
     ) -> None:
         self._write = write or log.info
+        self._warn = write or log.warning
         self._rewrite = rewrite
         self.interval = interval
         self.warnings: list[str] = []
@@ -122,7 +123,7 @@ class Reporter:
     def warn(self, message: str) -> None:
         """A warning: shown now and kept for the stage's summary and the report."""
         self.warnings.append(message)
-        self._write(f"warning: {message}")
+        self._warn(f"warning: {message}")
 
     @contextmanager
     def track(self, label: str, total: int, unit: str) -> Iterator[Progress]:

@@ -19,14 +19,13 @@ import numpy as np
 
 from dualsft import pipeline
 from dualsft.config import Config
-from dualsft.context import RunContext
+from dualsft.context import RunContext, pass_settings
 from dualsft.data import source_lines
 from dualsft.ghost import GhostEngine
 from dualsft.passes import loss_objective, walk
 from dualsft.progress import Reporter
 from dualsft.report import load_summaries, peak_gib
 from dualsft.rundir import RunDir
-from dualsft.stages.gradients import pass_settings
 from dualsft.stages.projection import projection_terms
 from dualsft.topk import top_b
 
@@ -36,9 +35,10 @@ def run_quickstart(config: Config, out: Path, reporter: Reporter) -> Iterator[st
     pipeline.run(config, out, None, reporter)
     ctx = RunContext(config, RunDir(out), reporter)
     facts = load_summaries(out)
+    wrong = list(_wrong(ctx))  # one more pass over the pool: before the table, not in its middle
     yield ""
     yield from _losses(facts)
-    yield from _wrong(ctx)
+    yield from wrong
     yield from _parameters(facts)
     prompt = facts["evaluation"]["prompt"]
     for title, key in (("asked", "prompt"), ("before", "before"), ("after", "after")):

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dualsft.context import FOLDERS
 from dualsft.manifest import MANIFEST
+from dualsft.preflight import FOLDERS
 from dualsft.rundir import atomic_write_text
 
 SUMMARIES = {
@@ -23,14 +23,34 @@ SUMMARIES = {
 }
 
 
+def read_manifests(run: Path) -> dict[str, Any]:
+    """The manifest of every stage that is there, in the order of the flow."""
+    paths = {stage: run / folder / MANIFEST for stage, folder in FOLDERS.items()}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
+
+
+def outdated(manifests: dict[str, Any]) -> list[str]:
+    """Stages made from an earlier version of what they read: they tell of another selection."""
+    old: list[str] = []
+    for stage, manifest in manifests.items():
+        for name, read in manifest["fingerprint"]["reads"].items():
+            now = manifests.get(name)
+            if now is None or name in old or now["fingerprint"]["hash"] != read:
+                old.append(stage)
+                break
+    return old
+
+
 def load_summaries(run: Path) -> dict[str, Any]:
     """The summaries of the finished stages, and every stage's manifest and warnings."""
-    found: dict[str, Any] = {"manifests": {}, "warnings": {}}
-    for stage, folder in FOLDERS.items():
-        manifest = run / folder / MANIFEST
-        if manifest.is_file():
-            found["manifests"][stage] = json.loads(manifest.read_text())
-            found["warnings"][stage] = found["manifests"][stage]["facts"]["warnings"]
+    manifests = read_manifests(run)
+    old = outdated(manifests)
+    current = {stage: m for stage, m in manifests.items() if stage not in old}
+    found: dict[str, Any] = {
+        "manifests": current,
+        "warnings": {stage: m["facts"]["warnings"] for stage, m in current.items()},
+        "outdated": old,
+    }
     for stage, file in SUMMARIES.items():
         if stage in found["manifests"]:
             found[stage] = json.loads((run / file).read_text(encoding="utf-8"))
@@ -49,12 +69,13 @@ def write_report(run: Path) -> Path:
     sections = [
         f"# DualSFT run `{run.name}`",
         _summary(facts),
+        _outdated(facts),
         _evaluation(facts),
         _selection(facts),
         _scores(facts),
         _cost(facts),
         _warnings(facts),
-        "Settings: `config.yaml`; replay with `dualsft run config.yaml --out NEW_FOLDER`.",
+        f"Settings: `config.yaml`; replay with `dualsft run {run}/config.yaml --out NEW_FOLDER`.",
     ]
     path = run / "report.md"
     atomic_write_text(path, "\n\n".join(s for s in sections if s) + "\n")
@@ -87,6 +108,15 @@ def _summary(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _outdated(facts: dict[str, Any]) -> str:
+    if not facts["outdated"]:
+        return ""
+    return (
+        f"**Out of date, and left out of this report: {', '.join(facts['outdated'])}.** They were "
+        "made before the settings changed; run `dualsft run` on this folder again."
+    )
+
+
 def _evaluation(facts: dict[str, Any]) -> str:
     results = facts.get("evaluation")
     if results is None:
@@ -100,8 +130,8 @@ def _evaluation(facts: dict[str, Any]) -> str:
                 f"{r['examples']:,}",
                 f"{before['loss']:.4f}",
                 f"{after['loss']:.4f}",
-                f"{before['perplexity']:.3f}",
-                f"{after['perplexity']:.3f}",
+                _number(before["perplexity"]),
+                _number(after["perplexity"]),
                 f"{after['kl_to_base']:.4f}",
             ]
         )
@@ -158,15 +188,15 @@ def _scores(facts: dict[str, Any]) -> str:
         ["cos(v_new, v_prior)", _number(cosines["val_grad_prior_grad"])],
     ]
     text = "## Scores\n\n" + table(["quantity", "value"], rows)
-    if "checks" in s:
-        checks = s["checks"]
-        worst = max((row["error"] for row in checks["alone"]), default=0.0)
-        text += (
-            f"\n\nSelf-check passed: Σ scores against ⟨u, G⟩ to {checks['relative_error']:.1e}, "
-            f"{len(checks['alone'])} examples scored alone to {worst:.1e} of ‖u‖‖g‖ "
-            f"(tolerance {checks['tolerance']:g})."
-        )
-    return text
+    checks = s["checks"]
+    worst = max((row["error"] for row in checks["alone"]), default=0.0)
+    text += "\n\nSelf-check passed: "
+    if "relative_error" in checks:
+        text += f"Σ scores against ⟨u, G⟩ to {checks['relative_error']:.1e}, "
+    return text + (
+        f"{len(checks['alone'])} examples scored alone to {worst:.1e} of ‖u‖‖g‖ "
+        f"(tolerance {checks['tolerance']:g})."
+    )
 
 
 def _number(value: float | None) -> str:

@@ -22,6 +22,8 @@ from dualsft.losses import example_objective
 from dualsft.optim import SparseAdamW
 from dualsft.progress import Progress
 
+FEW_STEPS = 20  # fewer optimizer steps than this are worth a warning
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:

@@ -66,7 +66,7 @@ def compare(
     with ctx.reporter.track(f"evaluation ({name})", len(examples), "examples") as progress:
         for rows in make_batches(examples, budget):
             chosen = [examples[i] for i in rows]
-            pad = ctx.tokenizer.pad_token_id
+            pad = ctx.pad_id
             batch = collate(chosen, pad, ctx.config.data.padding_side, ctx.device)
             counts = torch.tensor([e.num_response_tokens for e in chosen], dtype=torch.float64)
             both = comparison(before, after, batch)
@@ -87,11 +87,11 @@ def compare(
     }
 
 
-def _measures(total: list[float], num_examples: int, num_tokens: int) -> dict[str, float]:
+def _measures(total: list[float], num_examples: int, num_tokens: int) -> dict[str, float | None]:
     mean = total[1] / num_tokens
     return {
         "loss": total[0] / num_examples,
-        "perplexity": math.exp(mean) if mean < 700 else math.inf,
+        "perplexity": math.exp(mean) if mean < 700 else None,
     }
 
 
@@ -108,6 +108,6 @@ def answer(ctx: RunContext, model: PreTrainedModel, prompt: str) -> str:
         max_new_tokens=ctx.config.evaluation.max_new_tokens,
         do_sample=False,
         use_cache=True,
-        pad_token_id=ctx.tokenizer.pad_token_id,
+        pad_token_id=ctx.pad_id,
     )
     return ctx.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True).strip()

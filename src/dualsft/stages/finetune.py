@@ -20,7 +20,7 @@ from dualsft.optim import SparseAdamW
 from dualsft.pretrained import weights_hash
 from dualsft.rundir import sha256_file
 from dualsft.stages.chosen import read_mask
-from dualsft.training import TrainingPlan, train
+from dualsft.training import FEW_STEPS, TrainingPlan, train
 
 
 def run(ctx: RunContext, part: Path) -> dict[str, Any]:
@@ -33,6 +33,12 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     model = ctx.theta_old()
     plan = finetune_plan(ctx)
     num_steps = plan.num_steps(len(examples))
+    if num_steps < FEW_STEPS:
+        ctx.reporter.warn(
+            f"fine-tuning has only {num_steps} steps over {len(examples):,} examples and will "
+            "change little (lower finetune.batch_size, raise finetune.epochs "
+            "or select.data_budget)"
+        )
     with SparseAdamW(
         model.named_parameters(),
         indices,
@@ -80,7 +86,7 @@ def finetune_plan(ctx: RunContext) -> TrainingPlan:
         micro_batch_size=config.finetune.micro_batch_size,
         batch_tokens=ctx.batch_tokens,
         seed=config.seed,
-        pad_id=ctx.tokenizer.pad_token_id,
+        pad_id=ctx.pad_id,
         padding_side=config.data.padding_side,
     )
 

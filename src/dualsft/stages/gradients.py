@@ -15,10 +15,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dualsft.context import RunContext
+from dualsft.context import RunContext, pass_settings
 from dualsft.data import Example
 from dualsft.ghost import GhostEngine
-from dualsft.passes import PassResult, PassSettings, loss_objective, walk
+from dualsft.passes import (
+    TOLERANCE,
+    PassResult,
+    check_fused_loss,
+    loss_objective,
+    walk,
+)
 from dualsft.stages.preservation import prior_gradient
 from dualsft.stages.projection import projection_terms
 from dualsft.vectors import ParamVector
@@ -30,6 +36,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     model = ctx.theta_bar()
     engine = GhostEngine(model, ctx.candidates(model))
     settings = pass_settings(ctx)
+    check_fused_loss(model, roles["val"][0], settings, TOLERANCE[ctx.dtype])
     objective = loss_objective(model)
     say = ctx.reporter
 
@@ -78,14 +85,6 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
 def one_pass_wanted(ctx: RunContext) -> bool:
     """Whether the pool pass also makes the per-example product."""
     return ctx.config.score.mode == "one_pass" and ctx.config.select.variant != "param"
-
-
-def pass_settings(ctx: RunContext) -> PassSettings:
-    return PassSettings(
-        batch_tokens=ctx.batch_tokens,
-        pad_id=ctx.tokenizer.pad_token_id,
-        padding_side=ctx.config.data.padding_side,
-    )
 
 
 def write_pool(

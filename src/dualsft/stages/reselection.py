@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dualsft.context import RunContext
+from dualsft.context import RunContext, pass_settings
 from dualsft.data import Example
 from dualsft.ghost import GhostEngine
 from dualsft.passes import loss_objective, walk
 from dualsft.stages.chosen import product_source, write_mask, write_selected
-from dualsft.stages.gradients import pass_settings
 from dualsft.stages.scores import Scored
 from dualsft.topk import TopK, top_b, topk_signed
 from dualsft.vectors import ParamVector

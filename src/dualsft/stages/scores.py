@@ -21,17 +21,17 @@ import pyarrow.parquet as pq
 import torch
 
 from dualsft.certificate import bounds
-from dualsft.context import RunContext
+from dualsft.context import RunContext, pass_settings
 from dualsft.data import Example
 from dualsft.errors import RunError
 from dualsft.ghost import GhostEngine
 from dualsft.model import Candidates
-from dualsft.passes import dot_alone, loss_objective, walk
-from dualsft.stages.gradients import pass_settings, read_pool
+from dualsft.passes import TOLERANCE, dot_alone, loss_objective, walk
+from dualsft.progress import Reporter
+from dualsft.stages.gradients import read_pool
 from dualsft.stages.projection import ProjectionTerms, param_score_chunk, projection_terms
 from dualsft.vectors import ParamVector
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 NUM_ALONE = 3
 SLACK_FACTOR = 4.0  # the rounding slack is this many times the largest error seen on an example
 
@@ -67,12 +67,16 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     summary = _summary(ctx, scored)
     if ctx.config.select.variant != "param":
         direction, dots, bound = _example_dots(ctx, engine, pool_examples, pool, scored)
-        summary |= _self_check(ctx, engine, pool_examples, dots, direction, scored.grad_sum)
+        checks = _check_sum(ctx, dots, direction, scored)
+        checks |= _check_alone(ctx, engine, pool_examples, dots, direction, scored)
         _write_examples(part, pool_examples, pool, scored.terms.eta_sc, dots, bound)
-        summary["total_examples"] = float(dots.sum()) * scored.terms.eta_sc
+        summary["total_examples"] = checks["sum_of_scores"]
+        summary["direction_dot_G"] = checks["direction_dot_G"]
     else:
+        checks = _check_alone(ctx, engine, pool_examples, None, scored.projection, scored)
         _write_examples(part, pool_examples, pool, scored.terms.eta_sc, None, None)
         summary["total_examples"] = None
+    summary |= {"checks": checks, "rounding_slack": checks.pop("rounding_slack")}
     _keep(ctx, part, scored)
     _warn(ctx, summary)
     (part / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -103,49 +107,71 @@ def _example_dots(
     return scored.projection, result.dots, np.zeros(len(examples))
 
 
-def _self_check(
+def _check_sum(
+    ctx: RunContext, dots: np.ndarray, direction: ParamVector, scored: Scored
+) -> dict[str, Any]:
+    """ALGORITHM.md §3.1, first half: Σ_n s_D,n = ⟨direction, G⟩; refuses to go on otherwise."""
+    tolerance, eta_sc = TOLERANCE[ctx.dtype], scored.terms.eta_sc
+    expected, total = direction.dot(scored.grad_sum), float(dots.sum())
+    magnitude = float(np.abs(dots).sum())
+    error = abs(total - expected) / magnitude if magnitude else 0.0
+    if abs(total - expected) > tolerance * magnitude:
+        raise RunError(
+            f"self-check failed: the example scores sum to {total * eta_sc:.6g}, ⟨u, G⟩ is "
+            f"{expected * eta_sc:.6g} (difference over Σ|score|: {error:.2g} > {tolerance:g}); "
+            "nothing was written. The model computes something its layers do not show: please "
+            "report it"
+        )
+    return {
+        "sum_of_scores": total * eta_sc,
+        "direction_dot_G": expected * eta_sc,
+        "relative_error": error,
+    }
+
+
+def _check_alone(
     ctx: RunContext,
     engine: GhostEngine,
     examples: list[Example],
-    dots: np.ndarray,
+    dots: np.ndarray | None,
     direction: ParamVector,
-    grad_sum: ParamVector,
+    scored: Scored,
 ) -> dict[str, Any]:
-    """ALGORITHM.md §3.1; refuses to go on when the sum or an example scored alone disagrees."""
-    tolerance = TOLERANCE[ctx.dtype]
-    expected, total = direction.dot(grad_sum), float(dots.sum())
-    magnitude = float(np.abs(dots).sum())
-    checks: dict[str, Any] = {
-        "tolerance": tolerance,
-        "sum_of_scores": total,
-        "direction_dot_G": expected,
-        "relative_error": abs(total - expected) / magnitude if magnitude else 0.0,
-    }
-    if abs(total - expected) > tolerance * magnitude:
-        raise RunError(
-            f"self-check failed: the example scores sum to {total:.6g}, ⟨u, G⟩ is {expected:.6g} "
-            f"(difference over Σ|score|: {checks['relative_error']:.2g} > {tolerance:g}); nothing "
-            "was written. The model computes something its layers do not show: please report it"
-        )
+    """ALGORITHM.md §3.1, second half: random examples again, alone, by plain autograd.
+
+    Without scores of the pool (DualSFT-Param) the probes are scored here, so that the rules G was
+    summed with are checked all the same.
+    """
+    tolerance, eta_sc = TOLERANCE[ctx.dtype], scored.terms.eta_sc
     rng = np.random.default_rng(ctx.config.seed)
     probes = rng.choice(len(examples), min(NUM_ALONE, len(examples)), replace=False)
-    scale, errors, rows = direction.norm(), [], []
-    with ctx.reporter.track("self-check (scored alone)", len(probes), "examples") as progress:
-        for i in probes:
-            exact, norm = dot_alone(engine, examples[i], direction, pass_settings(ctx))
-            errors.append(abs(exact - dots[i]))
-            relative = errors[-1] / (scale * norm) if scale * norm > 0 else 0.0
-            rows.append({"id": examples[i].id, "score": dots[i], "alone": exact, "error": relative})
-            progress.advance(1, tokens=examples[i].num_tokens)
-            if not relative <= tolerance:
+    rows = [examples[i] for i in probes]
+    settings = pass_settings(ctx)
+    if dots is None:
+        objective, silent = loss_objective(engine.model), Reporter(lambda _: None)
+        got = walk(engine, rows, objective, settings, silent, "probes", direction=direction).dots
+        largest = float(np.abs(got).max())
+    else:
+        got, largest = dots[probes], float(np.abs(dots).max())
+    scale, errors, told = direction.norm(), [], []
+    with ctx.reporter.track("self-check (scored alone)", len(rows), "examples") as progress:
+        for example, ours in zip(rows, got, strict=True):
+            exact, norm = dot_alone(engine, example, direction, settings)
+            errors.append(abs(exact - ours))
+            error = errors[-1] / (scale * norm) if scale * norm > 0 else 0.0
+            told.append(
+                {"id": example.id, "score": ours * eta_sc, "alone": exact * eta_sc, "error": error}
+            )
+            progress.advance(1, tokens=example.num_tokens)
+            if not error <= tolerance:
                 raise RunError(
-                    f"self-check failed: example {examples[i].id} scores {dots[i]:.6g} in its "
-                    f"batch and {exact:.6g} alone by plain autograd (error {relative:.2g} of "
-                    f"|u||g| > {tolerance:g}); nothing was written"
+                    f"self-check failed: example {example.id} scores {ours * eta_sc:.6g} in its "
+                    f"batch and {exact * eta_sc:.6g} alone by plain autograd (error {error:.2g} of "
+                    f"‖u‖‖g‖ > {tolerance:g}); nothing was written"
                 )
-    floor = float(torch.finfo(engine.candidates.dtype).eps) * float(np.abs(dots).max())
-    checks["alone"] = rows
-    return {"checks": checks, "rounding_slack": SLACK_FACTOR * max(floor, *errors)}
+    floor = float(torch.finfo(engine.candidates.dtype).eps) * largest
+    slack = SLACK_FACTOR * max(floor, *errors) * eta_sc
+    return {"tolerance": tolerance, "alone": told, "rounding_slack": slack}
 
 
 def _summary(ctx: RunContext, scored: Scored) -> dict[str, Any]:

@@ -20,13 +20,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dualsft.certificate import judge, settle
-from dualsft.context import RunContext
+from dualsft.context import RunContext, pass_settings
 from dualsft.data import Example
 from dualsft.errors import ConfigError
 from dualsft.ghost import GhostEngine
 from dualsft.passes import loss_objective, walk
 from dualsft.stages.chosen import product_source, write_mask, write_selected
-from dualsft.stages.gradients import pass_settings
 from dualsft.stages.reselection import reselect
 from dualsft.stages.scores import Scored, load_scored
 from dualsft.stages.split import resolve_budget
@@ -40,6 +39,8 @@ class DataChoice:
     positions: np.ndarray
     scores: np.ndarray
     """Best known score of every pool example, eta_sc included."""
+    bound: np.ndarray
+    """How far each may be from the exact one; zero where it was scored exactly."""
     rescored: np.ndarray
     """Positions scored exactly by this stage."""
     inside: int
@@ -58,7 +59,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     summary: dict[str, Any] = {"variant": variant, "final": "."}
     mask, data = None, None
     if variant != "data":
-        k = resolve_budget(ctx.config.select.param_budget, scored.grad_sum.num_entries)
+        k = param_budget(ctx, scored.grad_sum.num_entries)
         source = product_source(scored.projection, scored.grad_sum, scored.terms.eta_sc)
         mask = topk_signed(source, k)
         summary |= write_mask(ctx, part, mask)
@@ -77,7 +78,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
 def data_budget(ctx: RunContext, num_full: int, num_pool: int) -> int:
     """b, a share of |D_full|; it must fit the pool."""
     budget = ctx.config.select.data_budget
-    b = resolve_budget(budget, num_full)
+    b = resolve_budget(budget, num_full, "select.data_budget")
     if b > num_pool:
         raise ConfigError(
             f"select.data_budget: {budget!r} of {num_full:,} rows is {b:,} examples, but the "
@@ -86,12 +87,24 @@ def data_budget(ctx: RunContext, num_full: int, num_pool: int) -> int:
     return b
 
 
+def param_budget(ctx: RunContext, num_candidates: int) -> int:
+    """k, a share of the candidate entries."""
+    budget = ctx.config.select.param_budget
+    k = resolve_budget(budget, num_candidates, "select.param_budget")
+    if k > num_candidates:
+        raise ConfigError(
+            f"select.param_budget: {budget!r} is more than the {num_candidates:,} candidate "
+            f"entries (score.candidates={ctx.config.score.candidates}); lower it"
+        )
+    return k
+
+
 def choose_examples(
     ctx: RunContext, engine: GhostEngine, pool: list[Example], scored: Scored, b: int
 ) -> DataChoice:
     """The exact top b: by the certificate where it decides, by exact scores where it does not."""
     table = pq.read_table(ctx.folder("scores") / "examples.parquet")
-    score, bound = table["score"].to_numpy().copy(), table["bound"].to_numpy()
+    score, bound = table["score"].to_numpy().copy(), table["bound"].to_numpy().copy()
     verdict = judge(score, bound, b)
     open_rows = np.flatnonzero(verdict.open)
     inexact = open_rows[bound[open_rows] > 0]
@@ -101,10 +114,11 @@ def choose_examples(
             f"{len(inexact):,} of {len(pool):,} examples are scored exactly"
         )
         score[inexact] = rescore(ctx, engine, [pool[i] for i in inexact], scored)
+        bound[inexact] = 0.0
     ties = np.array([e.index for e in pool])
     positions = settle(verdict, score, ties, b)
     counts = (int(verdict.inside.sum()), int(verdict.outside.sum()))
-    return DataChoice(positions, score, inexact, *counts)
+    return DataChoice(positions, score, bound, inexact, *counts)
 
 
 def rescore(
@@ -129,7 +143,7 @@ def _describe_data(
     """rescored.parquet and the data side of the summary."""
     summary_file = ctx.folder("scores") / "summary.json"
     scores_summary = json.loads(summary_file.read_text())
-    slack = scores_summary["rounding_slack"] * scores_summary["eta_sc"]
+    slack = scores_summary["rounding_slack"]
     pq.write_table(
         pa.table(
             {
@@ -149,6 +163,7 @@ def _describe_data(
         near = int(close + (lowest - data.scores[~chosen] <= slack).sum())
     lengths = np.array([e.num_response_tokens for e in pool])
     negative = int((data.scores[chosen] <= 0).sum())
+    unsure = int((chosen & (np.abs(data.scores) <= data.bound)).sum())
     if negative:
         ctx.reporter.warn(
             f"{negative:,} of the {b:,} selected examples have a score ≤ 0: the budget exceeds "
@@ -167,6 +182,7 @@ def _describe_data(
         "certified_out": data.outside,
         "rescored": len(data.rescored),
         "num_nonpositive_examples": negative,
+        "num_sign_uncertain": unsure,
         "response_tokens_selected": float(lengths[chosen].mean()),
         "response_tokens_pool": float(lengths.mean()),
     }

@@ -62,9 +62,22 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     for note in [*report.notes(), *split.notes]:
         ctx.reporter.warn(note)
     write_split(part, examples, split, report)
+    _check_vocabulary(ctx, examples)
     shares = ", ".join(f"{role} {count:,}" for role, count in split.counts.items())
     ctx.reporter.say(f"{len(examples):,} examples: {shares}")
     return {"counts": split.counts}
+
+
+def _check_vocabulary(ctx: RunContext, examples: Sequence[Example]) -> None:
+    """A token that the model has no embedding for would fail later, without a name."""
+    width = getattr(ctx.model_config, "vocab_size", None)
+    for example in examples:
+        if width is not None and max(example.input_ids) >= width:
+            raise ConfigError(
+                f"model.path: row {example.index + 1} has token {max(example.input_ids)}, but the "
+                f"model's vocabulary has {width}; the tokenizer is not this model's, or its added "
+                "tokens were never given embeddings (resize_token_embeddings)"
+            )
 
 
 def load_examples(ctx: RunContext, path: str) -> tuple[list[Example], DataReport]:

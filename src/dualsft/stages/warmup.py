@@ -15,13 +15,12 @@ import torch
 from transformers import PreTrainedModel
 
 from dualsft.config import Config
-from dualsft.context import RunContext
+from dualsft.context import RunContext, pass_settings
 from dualsft.model import Candidates
 from dualsft.optim import SparseAdamW
-from dualsft.training import TrainingPlan, train
+from dualsft.passes import TOLERANCE, check_fused_loss
+from dualsft.training import FEW_STEPS, TrainingPlan, train
 from dualsft.vectors import ParamVector
-
-FEW_STEPS = 20
 
 
 def run(ctx: RunContext, part: Path) -> dict[str, Any]:
@@ -43,6 +42,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
         )
     model = ctx.theta_old()
     candidates = ctx.candidates(model)
+    check_fused_loss(model, examples[0], pass_settings(ctx), TOLERANCE[ctx.dtype])
     with SparseAdamW(model.named_parameters(), None, lr=plan.lr) as optimizer:
         with ctx.reporter.track("warmup", num_steps, "steps") as progress:
             train(model, examples, optimizer, plan, progress, _logger(ctx))
@@ -84,7 +84,7 @@ def warmup_plan(ctx: RunContext) -> TrainingPlan:
         micro_batch_size=config.finetune.micro_batch_size,
         batch_tokens=ctx.batch_tokens,
         seed=config.seed,
-        pad_id=ctx.tokenizer.pad_token_id,
+        pad_id=ctx.pad_id,
         padding_side=config.data.padding_side,
         min_steps=config.warmup.min_steps,
     )

@@ -1,0 +1,206 @@
+"""What must be refused before it can give a wrong number, and what must not end in a traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Runner, corpus_rows, small_run, write_jsonl
+from models import save_tiny_folder, tiny_examples, tiny_model
+from safetensors.torch import load_file, save_file
+from test_cli import cli
+
+import dualsft
+from dualsft import config as settings
+from dualsft import pipeline
+from dualsft.data import Example
+from dualsft.errors import ConfigError
+from dualsft.progress import Reporter
+
+Folders = Callable[[str], Path]
+QUIET = Reporter(lambda _: None)
+
+
+def run(model: Path, corpus: Path, out: Path, *more: str, until: str | None = None) -> Path:
+    config = settings.load(None, [*small_run(model, corpus), *more])
+    return pipeline.run(config, out, until, QUIET)
+
+
+def copy_of(folder: Path, target: Path) -> Path:
+    shutil.copytree(folder, target)
+    return target
+
+
+def test_checkpoint_without_a_weight(model_folder: Folders, corpus: Path, tmp_path: Path) -> None:
+    model = copy_of(model_folder("llama"), tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks weights.*up_proj"):
+        run(model, corpus, tmp_path / "run")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "shape", "config"])
+def test_damaged_model_is_one_message(
+    damage: str, model_folder: Folders, corpus: Path, tmp_path: Path
+) -> None:
+    model = copy_of(model_folder("llama"), tmp_path / "model")
+    file = model / "model.safetensors"
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "shape":
+        weights = load_file(file)
+        weights["model.norm.weight"] = torch.ones(7)
+        save_file(weights, file, metadata={"format": "pt"})
+    else:
+        values = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(values | {"hidden_size": "wide"}))
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        run(model, corpus, tmp_path / "run")
+
+
+@pytest.mark.parametrize("variant", ["dual", "param", "data"])
+def test_changed_logits_are_refused_before_the_warmup(
+    variant: str, corpus: Path, tmp_path: Path
+) -> None:
+    """Soft-capped logits: the linear head alone is not what the model computes."""
+    texts = [row["prompt"] for row in corpus_rows()]
+    model = save_tiny_folder(tmp_path / "m", "gemma3", texts, final_logit_softcapping=3.0)
+    with pytest.raises(ConfigError, match="changes its logits"):
+        run(model, corpus, tmp_path / "run", f"select.variant={variant}")
+    assert not list((tmp_path / "run").glob("2_warmup*"))
+
+
+def test_api_refuses_changed_logits() -> None:
+    model = tiny_model("gemma3", final_logit_softcapping=2.0).eval()
+    rows = [Example(e.id, e.index, e.input_ids, e.labels) for e in tiny_examples(4)]
+    with pytest.raises(ConfigError, match="changes its logits"):
+        dualsft.score(model, rows, rows[:2], eta_ft=1e-3, reporter=QUIET)
+
+
+def test_token_beyond_the_vocabulary(model_folder: Folders, corpus: Path, tmp_path: Path) -> None:
+    """A tokenizer with more tokens than the model has embeddings for."""
+    model = save_tiny_folder(tmp_path / "small", "llama", ["x"])
+    other = copy_of(model_folder("llama"), tmp_path / "model")
+    config = json.loads((other / "config.json").read_text())
+    weights = load_file(other / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:60].clone()
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 60}))
+    with pytest.raises(ConfigError, match=r"model's vocabulary has 60"):
+        run(other, corpus, tmp_path / "run")
+    assert model.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("select.param_budget=1000000000", r"select\.param_budget.*candidate"),
+        ("select.data_budget=1.0", r"select\.data_budget.*pool has"),
+    ],
+)
+def test_budgets_are_checked_before_the_scoring(
+    setting: str, told: str, model_folder: Folders, corpus: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        run(model_folder("llama"), corpus, tmp_path / "run", setting)
+    assert not (tmp_path / "run/2_warmup").exists()
+
+
+def test_failed_command_leaves_the_settings(make_run: Runner) -> None:
+    folder = make_run(until="split")
+    before = (folder / "config.yaml").read_text()
+    with pytest.raises(ConfigError):
+        make_run("select.data_budget=100000")
+    assert (folder / "config.yaml").read_text() == before
+
+
+def test_reserved_name_of_an_evaluation_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'validation' is taken"):
+        settings.load(None, ["model.path=m", "data.path=d", "evaluation.files=a/validation.jsonl"])
+
+
+def test_report_leaves_out_what_is_out_of_date(make_run: Runner) -> None:
+    folder = make_run()
+    said: list[str] = []
+    make_run("select.data_budget=5", until="selection", said=said)
+    assert "[finetune] is now out of date; `dualsft run` makes it again" in said
+    from dualsft.report import write_report
+
+    text = write_report(folder).read_text()
+    assert "Out of date, and left out of this report: finetune, evaluation" in text
+    assert "## Before and after" not in text and "**5** of 120 examples" in text
+    make_run("select.data_budget=5")
+    assert "Out of date" not in (folder / "report.md").read_text()
+
+
+def test_exported_config_is_the_base_s(make_run: Runner, model_folder: Folders) -> None:
+    folder = make_run()
+    ours, base = (
+        json.loads((f / "config.json").read_text())
+        for f in (folder / "6_finetune/model", model_folder("llama"))
+    )
+    differing = {k for k in ours.keys() | base.keys() if ours.get(k) != base.get(k)}
+    assert differing <= {"transformers_version"}
+
+
+def test_fewer_positions_run_the_split_again(
+    model_folder: Folders, corpus: Path, tmp_path: Path
+) -> None:
+    model = copy_of(model_folder("llama"), tmp_path / "model")
+    run(model, corpus, tmp_path / "run", until="split")
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = 12
+    (model / "config.json").write_text(json.dumps(config))
+    folder = run(model, corpus, tmp_path / "run", "data.bad_rows=skip", until="split")
+    facts = json.loads((folder / "1_split/summary.json").read_text())
+    assert facts["data"]["max_length"] == 12
+
+
+def test_bad_places_are_one_line(model_folder: Folders, corpus: Path, tmp_path: Path) -> None:
+    """--out under a file, and a delta that is none: a message, no traceback."""
+    words = small_run(model_folder("llama"), corpus)
+    done = cli("run", "--out", str(corpus / "x"), *words, code=2)
+    assert "error:" in done.stderr
+    save_file(
+        {"a.idx": torch.tensor([0.5]), "a.val": torch.tensor([1.0])},
+        tmp_path / "d.safetensors",
+        metadata={"format": "dualsft-delta-1"},
+    )
+    done = cli(
+        "export",
+        "merge",
+        str(model_folder("llama")),
+        str(tmp_path / "d.safetensors"),
+        str(tmp_path / "out"),
+        code=2,
+    )
+    assert "idx must be int64" in done.stderr
+
+
+def test_merge_takes_the_run_s_dtype(model_folder: Folders, tmp_path: Path) -> None:
+    """A bf16 delta makes a bf16 model, whatever the base is stored in."""
+    from dualsft.delta import take_delta
+    from dualsft.export import merge
+    from dualsft.pretrained import weights_hash
+
+    base = model_folder("llama")
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    name = "model.layers.0.mlp.up_proj.weight"
+    delta = take_delta(model, {name: torch.tensor([0, 5])}, "llama", weights_hash(base))
+    delta.save(tmp_path / "delta.safetensors")
+    merge(str(base), tmp_path / "delta.safetensors", tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors")[name].dtype == torch.bfloat16
+
+
+def test_home_is_expanded(
+    model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_jsonl(tmp_path / "rows.jsonl", corpus_rows())
+    assert run(model_folder("llama"), Path("~/rows.jsonl"), tmp_path / "run", until="split")

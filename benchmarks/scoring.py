@@ -31,7 +31,7 @@ from dualsft.pretrained import resolve_model
 from dualsft.progress import Reporter
 from dualsft.vectors import ParamVector
 
-BATCH_TOKENS = (512, 1024, 2048)
+BATCH_TOKENS = {"cpu": (512, 1024, 2048), "cuda": (2048, 8192, 32768)}  # of the plain epoch
 GOAL = 1.4
 SHAPES = {  # random weights: vocabulary, hidden, inner, layers, heads, key-value heads
     "tiny": (8192, 256, 768, 6, 8, 4),
@@ -140,7 +140,7 @@ def main() -> None:
     tokens = sum(e.num_tokens for e in pool)
     work: dict[str, Callable[[], object]] = {
         f"plain epoch, {size} tokens a batch": lambda size=size: plain_epoch(model, pool, size)
-        for size in BATCH_TOKENS
+        for size in BATCH_TOKENS[device.type]
     }
     scoring = pieces(model, pool, options.batch_tokens)
     seconds = fastest(work | scoring, options.repeats)

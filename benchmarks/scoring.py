@@ -31,7 +31,7 @@ from dualsft.pretrained import resolve_model
 from dualsft.progress import Reporter
 from dualsft.vectors import ParamVector
 
-BATCH_TOKENS = {"cpu": (512, 1024, 2048), "cuda": (2048, 8192, 32768)}  # of the plain epoch
+BATCH_TOKENS = {"cpu": (128, 256, 512, 1024), "cuda": (2048, 8192, 32768)}  # of the plain epoch
 GOAL = 1.4
 SHAPES = {  # random weights: vocabulary, hidden, inner, layers, heads, key-value heads
     "tiny": (8192, 256, 768, 6, 8, 4),
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--batch-tokens", type=int, default=1024, help="of the scoring walks")
+    parser.add_argument("--batch-tokens", type=int, default=512, help="of the scoring walks")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)

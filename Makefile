@@ -6,6 +6,7 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+OUT    ?= runs/quickstart
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # two test processes with one thread each: faster on two cores than one process with two
@@ -23,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 quickstart: env
-	$(BIN)/dualsft quickstart
+	$(BIN)/dualsft quickstart --out $(OUT)
 
 test: env
 	$(PYTEST) -m "not slow and not gpu"

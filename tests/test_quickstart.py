@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -109,11 +108,12 @@ def test_selection_holds_at_most_half_the_pool_s_wrong_share(seed: int, tmp_path
 @pytest.mark.slow
 def test_make_quickstart(tmp_path: Path) -> None:
     """The command as a stranger runs it; its losses, its selection, its own account of time."""
-    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
+    env = os.environ | {"COLUMNS": "200"}
     env.pop("OMP_NUM_THREADS", None)
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "dualsft", "quickstart", "--out", str(tmp_path / "run")],
+        ["make", "quickstart", f"OUT={tmp_path / 'run'}"],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         env=env,

@@ -169,7 +169,10 @@ def _describe_data(
             f"{negative:,} of the {b:,} selected examples have a score ≤ 0: the budget exceeds "
             "what the scores recommend (lower select.data_budget)"
         )
-    ctx.reporter.say(f"examples: {b:,} of {num_full:,} rows ({100 * b / num_full:.2f} %)")
+    ctx.reporter.say(
+        f"examples: {b:,} of {num_full:,} rows ({100 * b / num_full:.2f} %); {near:,} lie within "
+        f"the rounding slack of {slack:.2g} around the boundary"
+    )
     return {
         "b": b,
         "num_full": num_full,

@@ -10,8 +10,10 @@ constant. In float64 the models are float64 throughout (see `exact_norms`).
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -248,3 +251,41 @@ def _llama_norm(self: Any, hidden_states: Tensor) -> Tensor:
 
 def _gemma_norm(self: Any, x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1.0 + self.weight)
+
+
+class _Wide(TorchFunctionMode):
+    """A cast of float64 to float32 changes nothing."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        given = dict(kwargs or {})
+        wide = any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args)
+        if wide and func is torch.Tensor.float:
+            return args[0]
+        if wide and func is torch.Tensor.to:
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        if wide and given.get("dtype") is torch.float32:
+            given["dtype"] = torch.float64
+        return func(*args, **given)
+
+
+@contextmanager
+def float64(model: nn.Module) -> Iterator[None]:
+    """Compute in float64 throughout, also in a norm that the backward calls again.
+
+    Norms, rotary tables and softmax of many models cast to float32, which rounds gradients not
+    linearly: two correct computations would then agree to 1e-7 only.
+    """
+
+    def wide(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        with _Wide():
+            return forward(*args, **kwargs)
+
+    norms = [m for m in model.modules() if "Norm" in type(m).__name__]
+    for module in norms:
+        module.forward = partial(wide, module.forward)
+    try:
+        with _Wide():
+            yield
+    finally:
+        for module in norms:
+            del module.forward

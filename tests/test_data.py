@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden.setups import merging_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import BOS, CHAT, EOS, byte_tokenizer, text_ids
@@ -199,6 +200,99 @@ def test_any_text_gives_its_response_whole_or_a_bad_row(
     assert made.num_tokens == min(max_length, len(whole) + len(answer))
     kept = made.input_ids[: -len(answer)]
     assert kept[:bos] == [BOS] * bos and whole[len(whole) - len(kept) + bos :] == kept[bos:]
+
+
+# --- conversations and whole texts ---------------------------------------------------------------
+
+
+def talk(*texts: str, index: int = 0) -> Row:
+    """User and assistant in turn."""
+    roles = ["user", "assistant"] * len(texts)
+    turns = tuple({"role": r, "content": t} for r, t in zip(roles, texts, strict=False))
+    return Row(index, f"{'0' * 16}-{index}", b"", texts[-2], texts[-1], turns=turns)
+
+
+def labelled(made: Example) -> str:
+    """The text with what is labelled in brackets; an end token is a bar."""
+    shown = ""
+    for token, label in zip(made.input_ids, made.labels, strict=True):
+        text = {BOS: "^", EOS: "|"}.get(token) or str(BYTES.decode([token]))
+        shown += text if label == IGNORE else f"[{text}]"
+    return shown.replace("][", "")
+
+
+def test_every_answer_is_labelled() -> None:
+    [made], _ = encode([talk("ab", "cd", "ef", "gh")])
+    assert labelled(made) == "^ab[cd|]ef[gh|]"
+
+
+@pytest.mark.parametrize(
+    ("max_length", "expected", "cut"),
+    [
+        (11, "^ab[cd|]ef[gh|]", 0),
+        (10, "^b[cd|]ef[gh|]", 0),
+        (9, "^[cd|]ef[gh|]", 0),
+        (8, "^[d|]ef[gh|]", 1),
+        (6, "^ef[gh|]", 1),
+        (4, "^[gh|]", 1),
+    ],
+)
+def test_long_conversations_are_cut_from_the_left(max_length: int, expected: str, cut: int) -> None:
+    [made], report = encode([talk("ab", "cd", "ef", "gh")], max_length=max_length)
+    assert labelled(made) == expected
+    assert (report.num_truncated, report.num_cut_responses) == (int(max_length < 11), cut)
+    said = "1 of 1 rows lost tokens of an earlier response in that cut"
+    assert (said in "".join(report.notes())) == bool(cut)
+
+
+def test_the_first_token_is_never_labelled() -> None:
+    [made], _ = encode([talk("ab", "cd", "ef", "gh")], byte_tokenizer("$A"), max_length=7)
+    assert labelled(made) == "d[|]ef[gh|]"
+
+
+def test_a_last_answer_that_does_not_fit_makes_a_bad_row() -> None:
+    with pytest.raises(DataError, match="response has 3 tokens with its end"):
+        encode([talk("ab", "cd", "ef", "gh")], max_length=3)
+
+
+def test_a_whole_text_is_its_own_response() -> None:
+    whole = Row(0, "", b"", "", "abc", whole=True)
+    for around, expected in (("<s> $A", "^[abc|]"), ("$A", "a[bc|]")):
+        for template in ("plain", "alpaca", "chat"):
+            tokenizer = byte_tokenizer(around, chat_template=CHAT)
+            [made], report = encode([whole], tokenizer, template=template)
+            assert labelled(made) == expected
+            assert report.num_empty_prompts == 0
+    with pytest.raises(DataError, match="response has 4 tokens with its end"):
+        encode([whole], max_length=4)
+
+
+def test_changed_rows_are_counted_and_said() -> None:
+    tokenizer = merging_tokenizer()
+    rows = [row("th", "e river", 0), row("a</s>b", "c", 1), row("say", " it", 2)]
+    _, report = encode(rows, tokenizer)
+    assert (report.num_split_borders, report.num_special_text) == (1, 1)
+    said = "".join(report.notes())
+    assert "1 of 3 rows have a token across the border" in said
+    assert "1 of 3 rows hold the text of a special token" in said
+
+
+def test_progress_is_told_by_the_chunk() -> None:
+    told: list[tuple[int, int]] = []
+    rows = [row("p", "r", i) for i in range(1500)]
+    config = DataConfig(path="c.jsonl", template="plain")
+    tokenize(rows, BYTES, config, progress=lambda done, tokens: told.append((done, tokens)))
+    assert told == [(1000, 4000), (500, 2000)]
+
+
+def test_reading_progress_grows_to_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(b'{"prompt": "p", "response": "r"}\n' * 3500)
+    told: list[tuple[float, int]] = []
+    config = DataConfig(path=str(path))
+    read_rows(path, config, progress=lambda share, rows: told.append((share, rows)))
+    assert [rows for _, rows in told] == [1000, 2000, 3000]
+    assert 0 < told[0][0] <= told[1][0] <= told[2][0] <= 1
 
 
 # --- batches -----------------------------------------------------------------------------------

@@ -8,7 +8,10 @@ import pytest
 import torch
 from models import ARCHITECTURES, tiny_examples, tiny_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from dualsft import ghost, ghost_rules, losses, vectors
 from dualsft.data import Example, collate
 from dualsft.errors import ConfigError, RunError
 from dualsft.ghost import GhostEngine
@@ -159,6 +162,77 @@ def test_kl_of_a_model_to_itself_is_zero_and_positive_otherwise() -> None:
     assert torch.equal(same.loss_before, apart.loss_before)
     losses = example_objective(other, batch)[1]
     assert torch.allclose(apart.loss_after, losses, rtol=1e-12)
+
+
+class _NoDouble(TorchDispatchMode):
+    """A device without float64: any operation that makes one there fails."""
+
+    off_device = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        result = func(*args, **(kwargs or {}))
+        made = tree_leaves(result)
+        if not self.off_device and any(getattr(t, "dtype", None) == torch.float64 for t in made):
+            raise AssertionError(f"{func} makes float64 on the device")
+        return result
+
+
+def test_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on mps: fp32 sums on the device, fp64 on the host; the same numbers to fp32 rounding."""
+    model = tiny_model("llama", dtype=torch.float32).eval()
+    teacher = tiny_model("llama", dtype=torch.float32, seed=5).eval()
+    engine = GhostEngine(model, find_candidates(model, "all"))
+    rows, batch_of = examples_for(model), settings()
+    direction = random_direction(engine)
+
+    def everything() -> tuple:
+        sums, prior = (ParamVector.zeros(engine.candidates) for _ in range(2))
+        objective = loss_objective(model)
+        result = walk(
+            engine,
+            rows,
+            objective,
+            batch_of,
+            QUIET,
+            "t",
+            sums=sums,
+            direction=direction,
+            bounds=True,
+        )
+        distil = cwsd_objective(teacher, model, 2.0)
+        anchors = walk(engine, rows, distil, batch_of, QUIET, "v", sums=prior)
+        exact, norm = dot_alone(engine, rows[0], direction, batch_of)
+        both = comparison(teacher, model, collate(rows, 0, "right", torch.device("cpu")))
+        numbers = [exact, norm, sums.dot(prior), sums.norm(), float(both.divergence.sum())]
+        return sums, prior, result, [*numbers, *result.values, *result.dots, *anchors.values]
+
+    with_double = everything()
+    guard, plain_dot, plain_cpu = _NoDouble(), vectors._dot64, torch.Tensor.cpu
+    with guard, pytest.raises(AssertionError, match="float64 on the device"):
+        everything()
+    for module in (vectors, ghost, ghost_rules, losses):
+        monkeypatch.setattr(module, "reduction_dtype", lambda _: torch.float32)
+
+    def dot64(a: torch.Tensor, b: torch.Tensor) -> float:
+        def leave_the_device(x: torch.Tensor) -> torch.Tensor:
+            guard.off_device = True
+            return plain_cpu(x)
+
+        monkeypatch.setattr(torch.Tensor, "cpu", leave_the_device)
+        try:
+            return plain_dot(a, b)
+        finally:
+            guard.off_device = False
+            monkeypatch.setattr(torch.Tensor, "cpu", plain_cpu)
+
+    monkeypatch.setattr(vectors, "_dot64", dot64)
+    with guard:
+        without = everything()
+    assert all(torch.equal(t, without[0][n]) for n, t in with_double[0].items())
+    assert worst(without[1], with_double[1].tensors) <= 1e-5
+    assert np.array_equal(with_double[2].inner_sums, without[2].inner_sums)
+    size = direction.norm() * with_double[0].norm()
+    assert np.allclose(with_double[3], without[3], rtol=1e-5, atol=1e-6 * size)
 
 
 class _Odd(nn.Module):

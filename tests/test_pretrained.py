@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -10,11 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import small_run
+from models import save_tiny_folder, tiny_model
 from safetensors.torch import load_file, save_file
+from test_cli import cli
 
 from dualsft import pretrained
 from dualsft.errors import ConfigError, RunError
-from dualsft.model import choose_device, load_model, load_tokenizer
+from dualsft.model import choose_device, choose_dtype, load_model, load_tokenizer
 
 Folders = Callable[[str], Path]
 
@@ -47,7 +52,7 @@ def test_weights_hash_follows_the_weights(model_folder: Folders, tmp_path: Path)
     (copy / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="safetensors"):
         pretrained.weights_hash(copy)
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"no model\.safetensors"):
         load_model(copy, torch.float32, choose_device("cpu"))
 
 
@@ -56,8 +61,133 @@ def test_pickled_weights_are_not_read(model_folder: Folders, tmp_path: Path) -> 
     shutil.copytree(model_folder("llama"), copy)
     torch.save(load_file(copy / "model.safetensors"), copy / "pytorch_model.bin")
     (copy / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is pickled.*not read"):
         load_model(copy, torch.float32, choose_device("cpu"))
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """A tiny model in several files with their index."""
+    folder = save_tiny_folder(tmp_path / "sharded", "llama")
+    model = tiny_model("llama", torch.float32, 0, vocab_size=320 + 8)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="40KB")
+    return folder
+
+
+def test_shards_load_and_hash(shards: Path) -> None:
+    files = sorted(shards.glob("*.safetensors"))
+    assert len(files) > 2 and not (shards / "model.safetensors").exists()
+    model = load_model(shards, torch.float32, choose_device("cpu"))
+    true = tiny_model("llama", torch.float32, 0, vocab_size=320 + 8)
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), true.parameters(), strict=True)
+    )
+    first = pretrained.weights_hash(shards)
+    (shards / "unrelated.safetensors").write_bytes(files[0].read_bytes())
+    assert pretrained.weights_hash(shards) == first
+    content = bytearray(files[1].read_bytes())
+    content[-1] ^= 1
+    files[1].write_bytes(content)
+    assert pretrained.weights_hash(shards) != first
+
+
+def test_missing_shard_is_named(shards: Path) -> None:
+    lost = sorted(shards.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(ConfigError, match=f"the shard {lost.name} is missing"):
+        pretrained.check_model(str(shards), None, False)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weight_that_is_not_finite(value: float, model_folder: Folders, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(model_folder("llama"), copy)
+    weights = load_file(copy / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"not finite in model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(copy, torch.float32, choose_device("cpu"))
+
+
+def test_a_file_is_hashed_once_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(b"a" * (3 << 20))
+    monkeypatch.setattr(pretrained, "HASH_REPORT_BYTES", 1 << 20)
+    caplog.set_level("INFO", logger="dualsft.pretrained")
+    first = pretrained.file_sha256(file)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"hashing weights: {share} %" for share in (33, 67, 100)
+    ]
+    assert first == hashlib.sha256(file.read_bytes()).hexdigest()
+    monkeypatch.setattr(pretrained, "_stream_sha256", lambda *_: "read again")
+    assert pretrained.file_sha256(file) == first
+    file.write_bytes(b"b" * (3 << 20))
+    assert pretrained.file_sha256(file) == "read again"
+
+
+CUSTOM = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class CustomConfig(LlamaConfig):
+    model_type = "custom_llama"
+
+class CustomForCausalLM(LlamaForCausalLM):
+    config_class = CustomConfig
+"""
+
+
+def test_remote_code_when_it_is_asked_for(
+    model_folder: Folders, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that brings its own class: refused, and with the setting it runs and says so."""
+    folder = tmp_path / "custom"
+    shutil.copytree(model_folder("llama"), folder)
+    (folder / "custom.py").write_text(CUSTOM)
+    config = json.loads((folder / "config.json").read_text()) | {
+        "model_type": "custom_llama",
+        "architectures": ["CustomForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "custom.CustomConfig",
+            "AutoModelForCausalLM": "custom.CustomForCausalLM",
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    words = ["run", "--out", str(tmp_path / "run"), "--until", "warmup"]
+    words += small_run(folder, corpus)
+    assert "auto_map" in cli(*words, code=2).stderr
+    done = cli(*words, "model.trust_remote_code=true")
+    assert "model.trust_remote_code is on" in done.stdout
+    assert (tmp_path / "run/2_warmup/theta_bar/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "mps", "chosen"),
+    [(True, True, "cuda"), (False, True, "mps"), (False, False, "cpu"), (True, False, "cuda")],
+)
+def test_device_that_auto_takes(
+    cuda: bool, mps: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    assert choose_device("auto").type == chosen
+    for name, there in (("cuda", cuda), ("mps", mps)):
+        if there:
+            assert choose_device(name).type == name
+        else:
+            with pytest.raises(ConfigError, match=f"'{name}', but this machine shows no {name}"):
+                choose_device(name)
+
+
+def test_mps_has_no_float64(model_folder: Folders) -> None:
+    mps, folder = torch.device("mps"), model_folder("llama")
+    with pytest.raises(ConfigError, match=r"model\.dtype: 'float64', but mps has none"):
+        choose_dtype("float64", folder, mps)
+    assert choose_dtype("auto", folder, mps) == torch.float32
+    assert choose_dtype("bfloat16", folder, mps) == torch.bfloat16
 
 
 def test_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

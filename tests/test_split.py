@@ -217,7 +217,7 @@ def test_write_and_read(tmp_path: Path) -> None:
     examples = corpus([5, 3, 5, 9, 8, 7, 6, 4, 2, 1])
     split = assign_roles(examples, seed=0, val=2, anchor=2, warm=1)
     report = DataReport("c.jsonl", "alpaca", num_rows=11, num_good=10)
-    report.add(4, "no good")
+    report.add(3, "c.jsonl, line 4", "no good")
     backwards = Split(split.roles[::-1], split.counts, ["a note"])
     write_split(tmp_path, examples[::-1], backwards, report)
 

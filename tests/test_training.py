@@ -13,8 +13,10 @@ from models import tiny_examples, tiny_model
 from dualsft.data import Example
 from dualsft.errors import RunError
 from dualsft.optim import SparseAdamW
-from dualsft.progress import Progress
+from dualsft.progress import Progress, Reporter
 from dualsft.training import TrainingPlan, learning_rate, micro_batches, train
+
+QUIET = Reporter(lambda _: None)
 
 
 def examples(count: int, seed: int = 1) -> list[Example]:
@@ -41,9 +43,8 @@ def plan(**changes: Any) -> TrainingPlan:
 def weights_after(dropout: float = 0.0, dtype: torch.dtype = torch.float64, **changes: Any) -> dict:
     model = tiny_model("gpt2", dtype=dtype, dropout=dropout)
     rows = examples(10)
-    silent = Progress("test", 100, "steps", lambda line, last: None)
     with SparseAdamW(model.named_parameters(), None, lr=1e-3) as optimizer:
-        train(model, rows, optimizer, plan(**changes), silent, lambda **_: None)
+        train(model, rows, optimizer, plan(**changes), QUIET, "test")
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -106,12 +107,11 @@ def test_nonfinite_loss_stops_before_the_update() -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = float("inf")
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    silent = Progress("test", 100, "steps", lambda line, last: None)
     with (
         SparseAdamW(model.named_parameters(), None, lr=1e-3) as optimizer,
         pytest.raises(RunError, match="step 1: the loss of .* is not finite; nothing was updated"),
     ):
-        train(model, rows, optimizer, plan(), silent, lambda **_: None)
+        train(model, rows, optimizer, plan(), QUIET, "test")
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
     assert not model.training
 
@@ -120,12 +120,11 @@ def test_nonfinite_gradient_stops_before_the_update(monkeypatch: pytest.MonkeyPa
     model = tiny_model("llama", dtype=torch.float32)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     monkeypatch.setattr(SparseAdamW, "clip_grad_norm", lambda self, limit: torch.tensor(math.nan))
-    silent = Progress("test", 100, "steps", lambda line, last: None)
     with (
         SparseAdamW(model.named_parameters(), None, lr=1e-3) as optimizer,
-        pytest.raises(RunError, match="the gradient is not finite; nothing was updated"),
+        pytest.raises(RunError, match="step 1: the gradient over row .* is not finite"),
     ):
-        train(model, examples(8), optimizer, plan(), silent, lambda **_: None)
+        train(model, examples(8), optimizer, plan(), QUIET, "test")
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 

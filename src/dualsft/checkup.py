@@ -9,6 +9,7 @@ ghost rules, and the fused loss against the model's own. Writes nothing.
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -48,7 +49,8 @@ def check(config: Config, reporter: Reporter) -> list[str]:
 def _data(ctx: RunContext) -> tuple[list[Example], Split]:
     config = ctx.config
     examples, report = load_examples(ctx, config.data.path)
-    trusted = load_examples(ctx, config.data.val_path)[0] if config.data.val_path else []
+    val_path = config.data.val_path
+    trusted = load_examples(ctx, val_path, "data.val_path")[0] if val_path else []
     examples, split = divide(examples, trusted, config.seed, config.split)
     say = ctx.reporter.say
     say(
@@ -75,12 +77,14 @@ def _data(ctx: RunContext) -> tuple[list[Example], Split]:
 def _show_examples(ctx: RunContext, examples: list[Example]) -> None:
     """Three rows as the model will see them; ⟦…⟧ marks what the loss is taken on."""
     for example in examples[:NUM_SHOWN]:
-        start = next(i for i, label in enumerate(example.labels) if label != -100)
-        prompt = ctx.tokenizer.decode(example.input_ids[:start])
-        response = ctx.tokenizer.decode(example.input_ids[start:])
+        pairs = zip(example.input_ids, example.labels, strict=True)
+        shown = ""
+        for is_response, group in groupby(pairs, key=lambda pair: pair[1] != -100):
+            text = ctx.tokenizer.decode([token for token, _ in group])
+            shown += f"⟦{text}⟧" if is_response else text
         ctx.reporter.say(
             f"row {example.index + 1} ({example.num_tokens} tokens, "
-            f"{example.num_response_tokens} in the response):\n{prompt}⟦{response}⟧"
+            f"{example.num_response_tokens} in the response):\n{shown}"
         )
 
 

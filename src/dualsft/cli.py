@@ -6,7 +6,7 @@
 `dualsft run [RECIPE|FILE.yaml] --out DIR [--until STAGE] [key=value …]` is the whole of Algorithm
 1. A stage command works on a run folder and takes its settings from the folder's config.yaml.
 This is the only module that prints. Exit codes: 0 done, 2 the user's mistake, 1 a failure at run
-time.
+time, 130 and 143 after Ctrl-C and SIGTERM, with the progress saved.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dualsft import __version__
+from dualsft import __version__, interrupt
 from dualsft import config as settings
 from dualsft.config import Config
 from dualsft.errors import ConfigError, DualsftError
-from dualsft.preflight import STAGE_NAMES, check_paths, check_run_folder, check_stage
+from dualsft.preflight import STAGE_NAMES, check_run_folder, check_stage, load_checked
 from dualsft.progress import Reporter
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -106,13 +106,7 @@ def folder_config(folder: Path, words: list[str] | None) -> Config:
     if source is None and not any(word.startswith("model.path=") for word in overrides):
         check_run_folder(folder)
         source = str(folder / "config.yaml")
-    return checked(settings.load(source, overrides))
-
-
-def checked(config: Config) -> Config:
-    """The settings, once everything they name has been found."""
-    check_paths(config)
-    return config
+    return load_checked(source, overrides)
 
 
 @app.command(context_settings=WORDS)
@@ -125,7 +119,7 @@ def run(
 ) -> None:
     """Algorithm 1: from a model and a JSONL to a mask, a subset and a fine-tuned model."""
     check_stage(until)
-    config = checked(settings.load(*parse_words(words)))
+    config = load_checked(*parse_words(words))
     from dualsft import pipeline
 
     folder = pipeline.run(config, out, until, make_reporter())
@@ -161,7 +155,7 @@ def report(folder: RunFolder) -> None:
 @app.command(context_settings=WORDS)
 def check(words: Words = None) -> None:
     """What a run would do: candidates, counts, rendered examples, gradient alone vs in a batch."""
-    config = checked(settings.load(*parse_words(words)))
+    config = load_checked(*parse_words(words))
     from dualsft.checkup import check as run_check
 
     problems = run_check(config, make_reporter())
@@ -221,7 +215,7 @@ def quickstart(
         raise ConfigError(
             f"{source!r}: the quickstart has its own recipe; use `dualsft run` for others"
         )
-    config = checked(settings.load("quickstart", overrides))
+    config = load_checked("quickstart", overrides)
     from dualsft.quickstart import run_quickstart
 
     for line in run_quickstart(config, out, make_reporter()):
@@ -247,7 +241,14 @@ def _root(
 def _guarded(action: Callable[[], Any], debug: bool) -> int:
     """Run the application; turn errors into a message and an exit code."""
     try:
-        action()
+        with interrupt.handled():
+            action()
+    except interrupt.Interrupted as stopped:
+        saved = f"saved {stopped.saved}; " if stopped.saved else ""
+        errors.print(
+            f"stopped by {stopped}: {saved}the same command goes on from there", markup=False
+        )
+        return stopped.exit_code
     except DualsftError as problem:
         if debug:
             raise

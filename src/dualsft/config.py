@@ -19,16 +19,27 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml
 
+from dualsft import config_fields
 from dualsft.config_checks import contradictions, idle_options
+from dualsft.config_fields import (
+    DataConfig,
+    EvaluationConfig,
+    FinetuneConfig,
+    ModelConfig,
+    ResumeConfig,
+    ScoreConfig,
+    SelectConfig,
+    SplitConfig,
+    WarmupConfig,
+)
 from dualsft.config_parse import (
     NULLS,
     Bounds,
     FieldSpec,
-    Names,
     Text,
     convert,
     dump_yaml,
@@ -39,169 +50,10 @@ from dualsft.config_parse import (
     unknown_key,
 )
 from dualsft.errors import ConfigError
-
-Budget = Annotated[int | float, Bounds(above=0)]
-Count = Annotated[int, Bounds(least=1)]
-Whole = Annotated[int, Bounds(least=0)]
-Positive = Annotated[float, Bounds(above=0)]
-NonNegative = Annotated[float, Bounds(least=0)]
+from dualsft.manifest import MANIFEST, broken_seal
 
 RESERVED = "method.* is reserved for a later release; use select.variant"
 MAX_CONFIG_BYTES = 1_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """The weights to start from (theta_old)."""
-
-    path: str
-    """Hugging Face folder, .gguf file, or short name such as smollm2-135m."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Type of the weights in memory; auto is float32 on a CPU, and on a GPU the type they are
-    stored in (float16 is read as bfloat16)."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto is cuda when there is one."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of transformers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
-    """The corpus D_full and how a row becomes tokens."""
-
-    path: str
-    """JSONL file, plain or gzip, one example a line."""
-    val_path: str | None = None
-    """A trusted file for D_val, in the format of data.path; null takes D_val from the corpus."""
-    format: Literal["auto", "prompt_response", "alpaca"] = "auto"
-    """Fields of a row; auto looks at the rows."""
-    template: Literal["chat", "magicoder", "alpaca", "plain"] = "chat"
-    """Text around prompt and response; chat is the tokenizer's own template."""
-    prompt_field: str | None = None
-    """Name of the prompt field, when it is not a usual one; needs data.response_field."""
-    response_field: str | None = None
-    """Name of the response field, when it is not a usual one; needs data.prompt_field."""
-    max_length: Annotated[int, Bounds(least=8)] = 2048
-    """Most tokens of an example, prompt included."""
-    bad_rows: Literal["error", "skip"] = "error"
-    """Rows that cannot be used (broken JSON, missing or empty fields, a response that does not
-    fit): name them all and stop, or leave them out and say so."""
-    padding_side: Literal["right", "left"] = "right"
-    """Side on which a batch is padded; changes no score."""
-    add_bos: Literal["auto", "always", "never"] = "auto"
-    """Whether a row starts with the begin token; auto does as the tokenizer does, never twice."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitConfig:
-    """How D_full is divided; integers are counts, decimals are fractions of |D_full|."""
-
-    val: Budget | None = None
-    """Validation examples (v_new); null is the paper's 1024, at most 10 % of a small corpus."""
-    anchor: Budget | None = None
-    """Anchor examples (v_prior); null is the paper's 2048, at most 20 % of a small corpus."""
-    warm: Budget = 0.05
-    """Examples of the pilot warmup; they are not scored."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupConfig:
-    """The pilot warmup: theta_old to theta_bar, and the curvature from its optimizer."""
-
-    lr: Positive | None = None
-    """Peak learning rate; null is finetune.lr."""
-    epochs: Whole = 1
-    """Passes over the warm examples; 0 means theta_bar = theta_old and no curvature."""
-    batch_size: Count | None = None
-    """Examples in an optimizer step; null is finetune.batch_size."""
-    min_steps: Whole = 0
-    """Repeat epochs until there are at least this many optimizer steps."""
-    trainable: Literal["all"] = "all"
-    """Parameters that the warmup moves."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreConfig:
-    """Gradients, the projection u and both scores."""
-
-    lam: Annotated[float, Bounds(least=0, most=1e30)] = 0.8
-    """Weight of preservation: v_val = v_new + lam * v_prior."""
-    lam_relative: bool = False
-    """Rescale v_prior to the norm of v_new before lam."""
-    tau: Positive = 1.0
-    """Temperature of the CWSD loss."""
-    preservation: Literal["cwsd", "l2", "fisher", "none"] = "cwsd"
-    """What v_prior is the gradient of."""
-    curvature: Literal["adam_rms", "none"] = "adam_rms"
-    """Diagonal of the second-order term: the warmup optimizer's root second moment, or none."""
-    curvature_scale: Annotated[float, Bounds(least=0, most=1e30)] = 1.0
-    """Factor on the curvature in u."""
-    step: Literal["sgd", "adam"] = "sgd"
-    """The step the scores assume: sgd is the paper, adam divides the direction by the curvature."""
-    mode: Literal["one_pass", "two_pass"] = "one_pass"
-    """Passes over the pool: two as in the paper, or one with a certificate."""
-    candidates: Annotated[str, Names()] = "block_linear"
-    """Parameters that compete: block_linear, all, or comma-separated glob patterns over parameter
-    names; a leading ! excludes, and exclusions alone start from block_linear."""
-    keep: Annotated[str, Names(("gradients", "param_scores", "projection", "all"))] = "gradients"
-    """Parameter-sized files to save beside the gradients (which are always saved, since selection
-    reads them): param_scores, projection, or all; each as large as the candidates in fp32."""
-    batch_tokens: Count | None = None
-    """Most tokens in a scoring batch, padding included; changes no score beyond rounding; null is
-    1,024 on a CPU and 16,384 on a GPU."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelectConfig:
-    """Which examples and which parameter entries are kept."""
-
-    variant: Literal["dual", "data", "param"] = "dual"
-    """Select both sides, only examples, or only parameter entries."""
-    data_budget: Budget = 0.1
-    """Examples to keep: a count, or a fraction of |D_full|."""
-    param_budget: Budget = 0.05
-    """Parameter entries to train: a count, or a fraction of the candidates."""
-    rounds: Whole = 0
-    """Re-selections of one side given the other."""
-    order: Literal["data_to_param", "param_to_data"] = "data_to_param"
-    """Which side the first round re-selects: parameters given the data, or the reverse."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinetuneConfig:
-    """Restricted fine-tuning of theta_old on what was selected."""
-
-    lr: Positive = 2e-5
-    """Peak learning rate; also eta_ft of the scores."""
-    epochs: Count = 3
-    """Passes over the selected examples."""
-    batch_size: Count = 64
-    """Examples in an optimizer step."""
-    micro_batch_size: Count | None = None
-    """Examples in a forward pass; null is as many as score.batch_tokens allows."""
-    max_grad_norm: NonNegative = 1.0
-    """Clip the gradient of the trained entries to this norm; 0 is off. The warmup never clips."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled weight decay on the trained entries."""
-    warmup_ratio: Annotated[float, Bounds(least=0, below=1)] = 0.03
-    """Share of the steps with a rising learning rate, before the cosine; the warmup uses it too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationConfig:
-    """What the base and the tuned model are compared on."""
-
-    files: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Files in the format of data.path: name -> path, a list of paths (named by their stems), or
-    as a flag name:path,name2:path2."""
-    batch_tokens: Count | None = None
-    """Most tokens in an evaluation batch; null is score.batch_tokens."""
-    prompt: str | None = None
-    """A prompt that both models answer, greedily."""
-    max_new_tokens: Count = 48
-    """Longest answer to evaluation.prompt."""
-    limit: Count | None = None
-    """Most examples of each file; null is all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +70,7 @@ class Config:
     select: SelectConfig = dataclasses.field(default_factory=SelectConfig)
     finetune: FinetuneConfig = dataclasses.field(default_factory=FinetuneConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    resume: ResumeConfig = dataclasses.field(default_factory=ResumeConfig)
 
     def __post_init__(self) -> None:
         problems = [
@@ -274,7 +127,8 @@ def keys() -> list[str]:
 
 def describe() -> list[FieldDoc]:
     """Key, type, default and documentation of every setting, from the definition itself."""
-    docs = field_docs(inspect.getsource(sys.modules[__name__]))
+    docs = field_docs(inspect.getsource(config_fields))
+    docs |= field_docs(inspect.getsource(sys.modules[__name__]))
     described = []
     for key, spec in _specs().items():
         section, _, name = key.rpartition(".")
@@ -336,7 +190,9 @@ def _resolve(flat: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
             problems += error.problems
     problems += contradictions(values)
     if problems:
-        raise ConfigError(problems)
+        error = ConfigError(problems)
+        error.usable = values
+        raise error
     return values
 
 
@@ -413,7 +269,13 @@ def _read(source: str | Path) -> tuple[dict[str, Any], list[str]]:
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path}: over {MAX_CONFIG_BYTES} bytes; give a YAML config file")
-        return parse_yaml(path.read_bytes().decode("utf-8-sig"), str(path))
+        text = path.read_bytes().decode("utf-8-sig")
+        if broken_seal(text) and (path.parent / MANIFEST).exists():
+            raise ConfigError(
+                f"{path}: changed or damaged since the run wrote it; give the settings as "
+                "key=value instead, or, if the change is yours, delete the file's first line"
+            )
+        return parse_yaml(text, str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}; give a UTF-8 YAML file") from None
 

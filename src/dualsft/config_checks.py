@@ -31,11 +31,30 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
     for one, other in (pair, pair[::-1]):
         if get(one) is not None and other in values and get(other) is None:
             problems.append(f"{one}: {show(get(one))} is not allowed alone; give {other} too")
-        if get(one) is not None and get("data.format") == "alpaca":
+        pairs = ("auto", "prompt_response", "prompt_completion")
+        if get(one) is not None and get("data.format", "auto") not in pairs:
             problems.append(
-                f"{one}: {show(get(one))} is not allowed with data.format=alpaca, whose fields have"
-                " fixed names; give data.format=prompt_response, or leave the field names out"
+                f"{one}: {show(get(one))} is not allowed with data.format={get('data.format')},"
+                " whose fields have other names; give data.format=prompt_response, or leave the"
+                " field names out"
             )
+    messages = get("data.messages_field")
+    if messages is not None and get("data.prompt_field") is not None:
+        problems.append(
+            f"data.messages_field: {show(messages)} is not allowed with data.prompt_field; a row is"
+            " a list of turns or a prompt and its response: leave one of the two out"
+        )
+    turns = ("auto", "messages", "openai", "sharegpt")
+    if messages is not None and get("data.format", "auto") not in turns:
+        problems.append(
+            f"data.messages_field: {show(messages)} is not allowed with data.format="
+            f"{get('data.format')}; give data.format=messages or sharegpt, or leave it out"
+        )
+    if get("data.template_file") is not None and get("data.template", "chat") != "chat":
+        problems.append(
+            f"data.template_file: {show(get('data.template_file'))} is not allowed with"
+            f" data.template={get('data.template')}; give data.template=chat, or leave it out"
+        )
     if "validation" in (get("evaluation.files") or {}):
         problems.append(
             "evaluation.files: the name 'validation' is taken by the run's own D_val; write"

@@ -31,6 +31,14 @@ TRUE_WORDS = frozenset({"true", "yes", "on"})
 FALSE_WORDS = frozenset({"false", "no", "off"})
 INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 MAX_YAML_DEPTH = 8
+SYNONYMS = {
+    "gpu": "cuda",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "half": "float16",
+}
+"""Words that people use for a choice, for a better "did you mean"."""
 STANDARD_TAGS = frozenset(
     f"tag:yaml.org,2002:{name}"
     for name in ("str", "int", "float", "bool", "null", "timestamp", "map", "seq", "merge", "value")
@@ -73,6 +81,11 @@ class Names:
     allowed: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """One path or several in one comma-separated string; used inside `Annotated`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSpec:
     """What one setting accepts, read off its annotation."""
@@ -90,6 +103,7 @@ class FieldSpec:
         """The values that the field takes, in words; also the type column of the documentation."""
         text = {
             "str": "text",
+            "paths": "a path, or a list of paths",
             "choice": f"one of {', '.join(self.choices)}",
             "bool": "true or false",
             "int": f"an integer {self.bounds}".strip(),
@@ -113,6 +127,8 @@ def field_spec(key: str, annotation: Any, default: Any) -> FieldSpec:
     common: dict[str, Any] = {"key": key, "optional": optional, "default": default}
     if isinstance(extra, Names):
         return FieldSpec(kind="names", names=extra, **common)
+    if isinstance(extra, Paths):
+        return FieldSpec(kind="paths", **common)
     if typing.get_origin(annotation) is typing.Literal:
         return FieldSpec(kind="choice", choices=typing.get_args(annotation), **common)
     kinds = {str: "str", bool: "bool", int: "int", float: "float", int | float: "budget"}
@@ -174,12 +190,21 @@ def _as_str(spec: FieldSpec, value: Any) -> str:
     return str(value)
 
 
+def _as_paths(spec: FieldSpec, value: Any) -> str:
+    if not isinstance(value, list | tuple):
+        return _as_str(spec, value)
+    if not value:
+        raise _Rejected("name at least one")
+    return ",".join(_as_str(spec, item) for item in value)
+
+
 def _as_choice(spec: FieldSpec, value: Any) -> str:
     if not isinstance(value, str):
         raise _Rejected
     if value.strip() in spec.choices:
         return str(value.strip())
-    close = difflib.get_close_matches(value.strip().lower(), spec.choices, n=1)
+    word = SYNONYMS.get(value.strip().lower(), value.strip().lower())
+    close = difflib.get_close_matches(word, spec.choices, n=1)
     raise _Rejected(f"did you mean '{close[0]}'?" if close else "")
 
 
@@ -289,6 +314,7 @@ def _file_pair(piece: Any, flag: bool) -> tuple[Any, Any]:
 
 _CONVERTERS = {
     "str": _as_str,
+    "paths": _as_paths,
     "choice": _as_choice,
     "bool": _as_bool,
     "int": _as_int,
@@ -345,8 +371,11 @@ def parse_yaml(text: str, where: str) -> tuple[dict[str, Any], list[str]]:
     except RecursionError:
         raise ConfigError(f"{where}: nested too deeply for a config file") from None
     except yaml.YAMLError as error:
-        hint = "quote a value that starts with one of * & ! % @ `"
-        raise ConfigError(f"{where}: not valid YAML: {error}; {hint}") from None
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        what = getattr(error, "problem", None) or " ".join(str(error).split())
+        hint = "indent by spaces, not tabs, and quote a value that starts with one of * & ! % @ `"
+        raise ConfigError(f"{where}{line}: not valid YAML: {what}; {hint}") from None
     if root is None:
         return {}, []
     if not isinstance(root, yaml.MappingNode):

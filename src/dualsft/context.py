@@ -7,7 +7,10 @@ alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,12 +32,14 @@ from dualsft.model import (
     read_model_config,
 )
 from dualsft.passes import PassSettings
+from dualsft.pieces import Pieces
 from dualsft.preflight import FOLDERS
 from dualsft.pretrained import cache_root, resolve_model
 from dualsft.progress import Reporter
 from dualsft.rundir import RunDir
+from dualsft.sources import split_paths
 from dualsft.stages.split import read_split
-from dualsft.vectors import ParamVector
+from dualsft.vectors import ParamVector, accumulation_dtype
 
 
 @dataclass
@@ -44,6 +49,8 @@ class RunContext:
     config: Config
     rundir: RunDir
     reporter: Reporter
+    pieces: Pieces = field(default_factory=Pieces)
+    """Saved progress of the stage that runs now."""
 
     def folder(self, stage: str) -> Path:
         return self.rundir.path / FOLDERS[stage]
@@ -51,13 +58,25 @@ class RunContext:
     @cached_property
     def model_folder(self) -> Path:
         """θ_old as a local Hugging Face folder."""
-        return resolve_model(self.config.model.path)
+        model = self.config.model
+        if self.trusted:
+            self.reporter.warn(
+                "model.trust_remote_code is on: Python code that came with the model runs with "
+                "your rights"
+            )
+        return resolve_model(model.path, model.revision, self.trusted)
 
-    def data_path(self, path: str) -> Path:
-        """A corpus file; `builtin:NAME/FILE` is one that the package generates."""
-        if path.startswith(BUILTIN):
-            return builtin_file(path, cache_root())
-        return Path(path).expanduser()
+    @property
+    def trusted(self) -> bool:
+        """Whether the model's own Python code may run."""
+        return self.config.model.trust_remote_code
+
+    def data_path(self, path: str) -> str:
+        """A source of rows; `builtin:NAME/FILE` in it is a file that the package generates."""
+        return ",".join(
+            str(builtin_file(item, cache_root())) if item.startswith(BUILTIN) else item
+            for item in split_paths(path)
+        )
 
     @cached_property
     def device(self) -> torch.device:
@@ -65,11 +84,11 @@ class RunContext:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        return choose_dtype(self.config.model.dtype, self.model_folder, self.device)
+        return choose_dtype(self.config.model.dtype, self.model_folder, self.device, self.trusted)
 
     @cached_property
     def tokenizer(self) -> Any:
-        return load_tokenizer(self.model_folder)
+        return load_tokenizer(self.model_folder, self.trusted)
 
     @property
     def pad_id(self) -> int:
@@ -77,16 +96,31 @@ class RunContext:
         return pad_token_id(self.tokenizer)
 
     @cached_property
+    def _shapes(self) -> tuple[int, int]:
+        """(entries that compete, all entries), from the model's shapes alone."""
+        empty = empty_model(self.model_folder, self.trusted)
+        chosen = find_candidates(empty, self.config.score.candidates)
+        return chosen.num_entries, sum(p.numel() for p in empty.parameters())
+
+    @property
     def num_candidates(self) -> int:
-        """Entries that compete, from the model's shapes alone."""
-        return find_candidates(
-            empty_model(self.model_folder), self.config.score.candidates
-        ).num_entries
+        """Entries that compete."""
+        return self._shapes[0]
+
+    @property
+    def vector_bytes(self) -> int:
+        """A vector over the candidates on disk."""
+        return self.num_candidates * accumulation_dtype(self.dtype).itemsize
+
+    @property
+    def model_bytes(self) -> int:
+        """The model's weights on disk, in the run's dtype."""
+        return self._shapes[1] * self.dtype.itemsize
 
     @cached_property
     def model_config(self) -> Any:
         """The text model's configuration, read without its weights."""
-        return read_model_config(self.model_folder)
+        return read_model_config(self.model_folder, self.trusted)
 
     @property
     def model_type(self) -> str:
@@ -102,7 +136,8 @@ class RunContext:
         return self.config.score.batch_tokens or (16384 if self.device.type == "cuda" else 1024)
 
     def load(self, folder: Path) -> PreTrainedModel:
-        return load_model(folder, self.dtype, self.device, self.config.model.attention)
+        attention = self.config.model.attention
+        return load_model(folder, self.dtype, self.device, attention, self.trusted)
 
     def theta_old(self) -> PreTrainedModel:
         return self.load(self.model_folder)
@@ -133,10 +168,26 @@ class RunContext:
         return self.vector("warmup", "curvature", candidates) if self.warmed_up else None
 
 
+@contextmanager
+def repeatable(wanted: bool) -> Iterator[None]:
+    """Let torch use only operations that give the same bits every time (model.deterministic)."""
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def pass_settings(ctx: RunContext) -> PassSettings:
     """How this run makes batches."""
     return PassSettings(
         batch_tokens=ctx.batch_tokens,
         pad_id=ctx.pad_id,
         padding_side=ctx.config.data.padding_side,
+        pieces=ctx.pieces,
     )

@@ -1,10 +1,10 @@
 """Data: examples made of the rows of a corpus, and batches made of examples.
 
 Every row (`rows.py`) is rendered and encoded by a template (`templates.py`) and becomes an
-`Example`: token ids, and labels that are -100 outside the response, so that the mean over the
+`Example`: token ids, and labels that are -100 outside the responses, so that the mean over the
 labels is the example loss of ALGORITHM.md section 2 (response tokens, the end token included).
-A row that is too long loses prompt tokens from the left, counted and said; a response that does
-not fit makes a bad row.
+A row that is too long loses tokens from the left, counted and said; a last response that does not
+fit makes a bad row.
 
 Batches are bucketed by length under a budget of padded tokens and do not depend on the order of
 the examples: no score may depend on how examples were put together.
@@ -15,19 +15,23 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from dualsft.errors import ConfigError, DataError
-from dualsft.rows import BadRow, DataReport, Limits, Row, read_rows, settle, source_lines
-from dualsft.templates import Template, pad_token_id
+from dualsft.formats import BadRow
+from dualsft.readers import Limits
+from dualsft.rows import DataReport, Row, read_rows, settle, source_lines
+from dualsft.sources import source_hash
+from dualsft.templates import Encoded, Template, pad_token_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from dualsft.chat import Piece
     from dualsft.config import DataConfig
 
 __all__ = [
@@ -39,8 +43,10 @@ __all__ = [
     "collate",
     "digest",
     "make_batches",
+    "named",
     "pad_token_id",
     "read_rows",
+    "source_hash",
     "source_lines",
     "tokenize",
     "training_order",
@@ -80,6 +86,13 @@ class Example:
         return sum(label != IGNORE for label in self.labels)
 
 
+def named(examples: Sequence[Example]) -> str:
+    """Examples in a message: the row's number in its source, and the id; five at most."""
+    shown = ", ".join(f"row {example.index + 1} ({example.id})" for example in examples[:5])
+    more = len(examples) - 5
+    return shown + (f" and {more:,} more" if more > 0 else "")
+
+
 # --- examples ----------------------------------------------------------------------------------
 
 
@@ -91,10 +104,12 @@ def tokenize(
     *,
     max_positions: int | None = None,
     model_type: str = "",
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Example], DataReport]:
     """Examples of the rows, in their order, and the report carried on from `read_rows`.
 
     `max_positions` is the model's own limit; the smaller of it and data.max_length holds.
+    `progress` is told how many rows and tokens are done, a chunk at a time.
     """
     report = report or DataReport(path=str(config.path), num_rows=len(rows))
     limit = _Limit.of(config.max_length, max_positions)
@@ -104,10 +119,16 @@ def tokenize(
         template=config.template,
         max_length=limit.num_tokens,
     )
-    template = Template(config.template, tokenizer, config.add_bos, model_type)
+    template = Template(
+        config.template, tokenizer, config.add_bos, model_type, config.template_file
+    )
     known, examples = report.num_bad, []
     for start in range(0, len(rows), _CHUNK_ROWS):
-        examples += _encode(rows[start : start + _CHUNK_ROWS], template, limit, report)
+        chunk = rows[start : start + _CHUNK_ROWS]
+        made = _encode(chunk, template, limit, report)
+        examples += made
+        if progress is not None:
+            progress(len(chunk), sum(example.num_tokens for example in made))
     report.num_good = len(examples)
     settle(report, config.bad_rows, known)
     if not examples:
@@ -133,50 +154,75 @@ class _Limit:
 def _encode(
     rows: Sequence[Row], template: Template, limit: _Limit, report: DataReport
 ) -> list[Example]:
-    texts: list[tuple[Row, str, str]] = []
+    rendered: list[tuple[Row, list[Piece]]] = []
     for row in rows:
         try:
-            texts.append((row, *template.render(row.prompt, row.response)))
+            rendered.append((row, template.render(row)))
         except ValueError as problem:
-            report.add(row.index + 1, f"{problem}; repair the row, or use another data.template")
-    prompts, doubled = template.encode_prompts([prompt for _, prompt, _ in texts])
-    responses = template.encode_responses([response for _, _, response in texts])
+            cure = "repair the row, or use another data.template"
+            report.add(row.index, _place(row, report), f"{problem}; {cure}")
     examples: list[Example] = []
-    for (row, _, _), prompt, response, double in zip(
-        texts, prompts, responses, doubled, strict=True
-    ):
+    encoded = template.encode([pieces for _, pieces in rendered])
+    for (row, _), tokens in zip(rendered, encoded, strict=True):
         try:
-            kept = _fit(prompt, response, template, limit)
+            _check_answers(tokens, row, template)
+            ids, labels = _fit(tokens, limit)
         except BadRow as problem:
-            report.add(row.index + 1, str(problem))
+            report.add(row.index, _place(row, report), str(problem))
             continue
-        report.num_truncated += len(kept) < len(prompt)
-        report.num_double_bos += double
-        report.num_empty_prompts += not row.prompt.strip()
-        labels = [IGNORE] * len(kept) + response
-        examples.append(Example(row.id, row.index, kept + response, labels))
+        lost = len(tokens.ids) - len(ids)
+        report.num_truncated += lost > 0
+        first = next((start for start, _ in tokens.answers), 0)
+        report.num_cut_responses += lost > 0 and first < lost + tokens.has_bos
+        report.num_double_bos += tokens.doubled_bos
+        report.num_split_borders += tokens.split
+        report.num_empty_prompts += not row.whole and not row.prompt.strip()
+        report.num_special_text += template.holds_special_text(row)
+        examples.append(Example(row.id, row.index, ids, labels))
     return examples
 
 
-def _fit(prompt: list[int], response: list[int], template: Template, limit: _Limit) -> list[int]:
-    """The prompt's tokens that fit: the BOS, then as many as possible of the last ones."""
-    if set(response) == {template.eos_id}:
-        raise BadRow("the response gives no token but its end; write a longer one")
-    if not prompt:
+def _place(row: Row, report: DataReport) -> str:
+    """Where a row stands; one made in memory is taken for a line."""
+    return row.place or f"{report.path}, line {row.index + 1}"
+
+
+def _check_answers(tokens: Encoded, row: Row, template: Template) -> None:
+    """Every answer has a token of its own, and the first has one before it."""
+    for start, end in tokens.answers:
+        if set(tokens.ids[start:end]) <= {template.eos_id, template.bos_id}:
+            raise BadRow("the response gives no token but its end; write a longer one")
+    if not row.whole and tokens.answers[0][0] == 0:
         raise BadRow(
             "the prompt gives no token, so the response's first has nothing to be predicted from; "
             "write a prompt, or set data.add_bos=always"
         )
-    if limit.num_tokens is None or len(prompt) + len(response) <= limit.num_tokens:
-        return prompt
-    room = limit.num_tokens - len(response)
-    if room < 1:
+
+
+def _fit(tokens: Encoded, limit: _Limit) -> tuple[list[int], list[int]]:
+    """Ids and labels that fit: the BOS, then as many as possible of the last tokens.
+
+    The last response is never cut; earlier ones may be, from the left.
+    """
+    labels = [IGNORE] * len(tokens.ids)
+    for start, end in tokens.answers:
+        labels[start:end] = tokens.ids[start:end]
+    labels[0] = IGNORE  # nothing stands before it
+    over = len(tokens.ids) - limit.num_tokens if limit.num_tokens is not None else 0
+    if over <= 0:
+        return tokens.ids, labels
+    kept = int(tokens.has_bos)
+    first, end = tokens.answers[-1]
+    room = first - max(1, kept)  # tokens that may go: all before the last response but one
+    if over > room:
         raise BadRow(
-            f"response has {len(response)} tokens with its end, and one token must stand before "
+            f"response has {end - first} tokens with its end, and one token must stand before "
             f"it; {limit.cure}"
         )
-    bos, rest = (prompt[:1], prompt[1:]) if prompt[0] == template.bos_id else ([], prompt)
-    return bos + rest[len(rest) - (room - len(bos)) :]
+    ids = tokens.ids[:kept] + tokens.ids[kept + over :]
+    labels = labels[:kept] + labels[kept + over :]
+    labels[0] = IGNORE
+    return ids, labels
 
 
 # --- batches -----------------------------------------------------------------------------------

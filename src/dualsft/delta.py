@@ -2,12 +2,15 @@
 
 6_finetune/delta.safetensors holds, for each parameter with changed entries, `<param>.idx` (int64,
 sorted, flat) and `<param>.val` (the new values, in the model's dtype); its header names the base
-model and the hash of its weights. Values, not differences: base + delta is the merged model bit for
+model, the hash of its weights and the hash of the delta itself, so that damage is found before a
+merge. Values, not differences: base + delta is the merged model bit for
 bit. Merging and extracting are inverse to each other.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +23,8 @@ from torch import Tensor, nn
 from dualsft.errors import ConfigError
 from dualsft.vectors import save_tensors
 
-FORMAT = "dualsft-delta-1"
+FORMAT = "dualsft-delta-2"
+UNHASHED = "dualsft-delta-1"  # the first format, which had no hash of its content
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Delta:
                 tensors[f"{name}.idx"] = index.to("cpu", torch.int64).contiguous()
                 tensors[f"{name}.val"] = self.values[name].to("cpu").contiguous()
         header = {"format": FORMAT, "base_model": self.base_model, "base_hash": self.base_hash}
-        save_tensors(path, tensors, header)
+        save_tensors(path, tensors, header | {"sha256": _content_hash(tensors, header)})
 
     @classmethod
     def load(cls, path: Path) -> Delta:
@@ -54,10 +58,16 @@ class Delta:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as problem:
             raise ConfigError(f"{path}: cannot be read as a delta: {problem}") from problem
-        if header.get("format") != FORMAT:
+        if header.get("format") not in (FORMAT, UNHASHED):
             raise ConfigError(
                 f"{path}: its header says format {header.get('format')!r}, not {FORMAT!r}; give "
                 "the delta.safetensors of a run folder"
+            )
+        stated = header.pop("sha256", None)
+        if header["format"] == FORMAT and stated != _content_hash(tensors, header):
+            raise ConfigError(
+                f"{path}: its content does not have the hash that its header states: the file is "
+                "damaged; copy it again, or run `dualsft finetune` on its run folder again"
             )
         names = sorted({key.rpartition(".")[0] for key in tensors})
         problems = [
@@ -73,6 +83,16 @@ class Delta:
             header.get("base_model", ""),
             header.get("base_hash", ""),
         )
+
+
+def _content_hash(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
+    """One hash over the header's fields and every tensor's name, type and bits."""
+    total = hashlib.sha256(json.dumps(dict(header), sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(_bits(tensor).numpy().data)
+    return total.hexdigest()
 
 
 def _lacks(tensors: Mapping[str, Tensor], name: str) -> bool:

@@ -7,7 +7,8 @@ wrong, where, what is allowed and the cure; problems are collected, so one attem
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class DualsftError(Exception):
@@ -27,7 +28,13 @@ class _UserError(DualsftError, ValueError):
 
 
 class ConfigError(_UserError):
-    """A setting, a path or a model that cannot be used: field, value, what is allowed, the cure."""
+    """A setting, a path or a model that cannot be used: field, value, what is allowed, the cure.
+
+    `usable` holds the settings that are right by themselves, so that what they name can be checked
+    in the same attempt.
+    """
+
+    usable: Mapping[str, Any] = {}
 
 
 class DataError(_UserError):

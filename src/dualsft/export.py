@@ -12,7 +12,14 @@ from pathlib import Path
 
 from dualsft.delta import Delta, apply_delta, extract_delta
 from dualsft.errors import ConfigError
-from dualsft.model import DTYPES, choose_device, choose_dtype, load_model, load_tokenizer
+from dualsft.model import (
+    DTYPES,
+    choose_device,
+    choose_dtype,
+    load_model,
+    load_tokenizer,
+    save_model,
+)
 from dualsft.pretrained import resolve_model, weights_hash
 
 
@@ -38,8 +45,7 @@ def merge(base: str, delta_path: Path, out: Path, dtype: str = "auto", force: bo
     part = out.with_name(f"{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
-        model.save_pretrained(part)
-        load_tokenizer(folder).save_pretrained(part)
+        save_model(model, load_tokenizer(folder), folder, part)
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -10,7 +10,8 @@ its output gradient ε_t, and gives any of
 
 No example's gradient is ever formed. Parameters that are not candidates get no gradient at all.
 The rules by layer class are in `ghost_rules.py`; a candidate that no rule covers is refused by
-name. The output head never runs its own forward here: its rule is fed by `losses.HeadLoss`.
+name, and so is one whose input does not tell the examples of a batch apart. The output head never
+runs its own forward here: its rule is fed by `losses.HeadLoss`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +27,10 @@ from transformers import PreTrainedModel
 
 from dualsft.data import Batch
 from dualsft.errors import ConfigError
-from dualsft.ghost_rules import EmbeddingRule, HeadRule, LinearRule, NormRule, Rule
-from dualsft.losses import HeadObserver, plain_example_loss
-from dualsft.model import Candidates, is_linear, output_head
-from dualsft.vectors import ParamVector
+from dualsft.ghost_rules import MIXED, EmbeddingRule, HeadRule, LinearRule, NormRule, Rule
+from dualsft.losses import HeadObserver, last_hidden, plain_example_loss
+from dualsft.model import Candidates, alike, is_linear, leave_out, output_head
+from dualsft.vectors import ParamVector, reduction_dtype
 
 
 @dataclass
@@ -47,7 +49,8 @@ class Taps:
 
     def begin(self, num_examples: int) -> None:
         """Forget the previous batch."""
-        self.dots = torch.zeros(num_examples, dtype=torch.float64, device=self.device)
+        wide = reduction_dtype(self.device)
+        self.dots = torch.zeros(num_examples, dtype=wide, device=self.device)
         width = len(self.columns) if self.bounds else 0
         self.inner_sums = torch.zeros(num_examples, width, dtype=self.dtype, device=self.device)
 
@@ -74,19 +77,24 @@ class GhostEngine:
         self.columns = {name: i for i, name in enumerate(candidates)}
         self.rules: list[Rule] = []
         self.head_rule: HeadRule | None = None
-        self._bind()
+        uncovered = self._bind()
+        mixed = self._mixed()
+        reasons = uncovered | dict.fromkeys(mixed, MIXED)
+        if reasons:
+            problems = [f"{name}: {reasons[name]}{more}" for name, more in alike(reasons)]
+            raise ConfigError([*problems, leave_out(candidates.spec, reasons)])
 
     @property
     def device(self) -> torch.device:
         return next(iter(self.candidates.values())).device
 
-    def _bind(self) -> None:
-        """One rule for each module that uses a candidate; refuse what none covers, all at once."""
+    def _bind(self) -> dict[str, str]:
+        """One rule for each module that uses a candidate; returns the candidates without a rule."""
         names = {id(p): name for name, p in self.candidates.items()}
         head = output_head(self.model)
-        problems: list[str] = []
+        uncovered: dict[str, str] = {}
         bound: set[str] = set()
-        for path, module in self.model.named_modules():
+        for module in self.model.modules():
             used = {
                 own: names[id(p)]
                 for own, p in module.named_parameters(recurse=False, remove_duplicate=False)
@@ -95,22 +103,39 @@ class GhostEngine:
             if not used:
                 continue
             bound |= set(used.values())
-            if module is head:
-                self.head_rule = HeadRule(module, used)
-                continue
-            rule = _rule_for(module, used)
+            rule = HeadRule(module, used) if module is head else _rule_for(module, used)
             if rule is None:
-                problems.append(
-                    f"{path} ({type(module).__name__}): no exact rule for its parameters "
-                    f"{sorted(used.values())}; leave them out with score.candidates=…,!{path}.*"
-                )
+                uncovered |= {
+                    n: f"no exact rule covers {type(module).__name__}" for n in used.values()
+                }
+                continue
+            if isinstance(rule, HeadRule):
+                self.head_rule = rule
             else:
                 self.rules.append(rule)
-        problems += [
-            f"{name}: no module of the model owns it" for name in self.columns.keys() - bound
-        ]
-        if problems:
-            raise ConfigError(problems)
+        orphans = [name for name in self.candidates if name not in bound]
+        return uncovered | dict.fromkeys(orphans, "no module of the model owns it")
+
+    @torch.no_grad()
+    def _mixed(self) -> list[str]:
+        """Two rows of three tokens forward: the candidates whose input mixes the examples."""
+        ids = torch.zeros(2, 3, dtype=torch.long, device=self.device)
+        batch = Batch(ids, torch.ones_like(ids), torch.arange(3).to(ids).expand(2, 3), ids)
+        found: list[str] = []
+
+        def look(rule: Rule) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            def before_forward(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+                if not rule.separates(inputs[0], len(ids)):
+                    found.extend(rule.names)
+
+            return before_forward
+
+        with ExitStack() as stack:
+            for rule in self.rules:
+                handle = rule.module.register_forward_pre_hook(look(rule))
+                stack.callback(handle.remove)
+            last_hidden(self.model, batch)
+        return found
 
     @contextmanager
     def tapped(
@@ -144,8 +169,9 @@ def _rule_for(module: nn.Module, used: dict[str, str]) -> Rule | None:
     if is_linear(module) and used.keys() <= {"weight", "bias"}:
         return LinearRule(module, used)
     if isinstance(module, nn.Embedding) and used.keys() == {"weight"}:
-        return EmbeddingRule(module, used)
-    is_norm = type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
+        plain = len(signature(module.forward).parameters) == 1  # others compute what they look up
+        return EmbeddingRule(module, used) if plain else None
+    is_norm = "Norm" in type(module).__name__ and all(p.ndim == 1 for p in module.parameters())
     if is_norm and used.keys() <= {"weight", "bias"}:
         return NormRule(module, used)
     return None

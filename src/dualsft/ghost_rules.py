@@ -27,10 +27,15 @@ from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 from dualsft.errors import RunError
-from dualsft.vectors import accumulation_dtype
+from dualsft.vectors import accumulation_dtype, reduction_dtype
 
 if TYPE_CHECKING:
     from dualsft.ghost import Taps
+
+
+MIXED = (
+    "its input is not (example, token, feature), so the examples of a batch cannot be told apart"
+)
 
 
 def add_product(total_OI: Tensor, left: Tensor, right: Tensor) -> None:
@@ -44,13 +49,13 @@ def add_product(total_OI: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """Σ over all but the first dimension of a ⊙ b: [B] in fp64. `a` is a temporary and is used up.
+    """Σ over all but the first dimension of a ⊙ b: [B]. `a` is a temporary and is used up.
 
     (A batched matrix product would avoid the pass over memory, but on a CPU it costs more than the
     layer's own product; see docs/performance.md.)
     """
     wide = accumulation_dtype(a.dtype)
-    return a.to(wide).mul_(b).flatten(1).sum(1).double()
+    return a.to(wide).mul_(b).flatten(1).sum(1).to(reduction_dtype(a.device))
 
 
 def token_norms(x: Tensor) -> Tensor:
@@ -70,6 +75,11 @@ class Rule(ABC):
         self.module = module
         self.weight = used.get("weight")
         self.bias = used.get("bias")
+        self.names = list(used.values())
+
+    def separates(self, x: Tensor, num_examples: int) -> bool:
+        """Whether this input keeps the examples apart, as its first of three or more dimensions."""
+        return x.ndim >= 3 and len(x) == num_examples
 
     @abstractmethod
     def attached(self, taps: Taps) -> Any:
@@ -81,7 +91,8 @@ class Rule(ABC):
         if taps.sums is not None:
             taps.sums[name].add_(wide.sum(0))
         if taps.direction is not None:
-            taps.dots += wide.double() @ taps.direction[name].double()
+            dtype = taps.dots.dtype
+            taps.dots += wide.to(dtype) @ taps.direction[name].to(dtype)
         if taps.bounds:
             taps.add_bound(name, torch.linalg.vector_norm(wide, dim=-1))
 
@@ -128,34 +139,34 @@ class _TappedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, rule: LinearRule, taps: Taps) -> Tensor:  # noqa: ANN001
-        if x.ndim != 3:
-            raise RunError(
-                f"{rule.weight or rule.bias}: its input has {x.ndim} dimensions, not (example, "
-                "token, feature), so examples cannot be told apart; leave it out of "
-                "score.candidates"
-            )
+        if not rule.separates(x, len(taps.dots)):
+            raise RunError(f"{rule.names[0]}: {MIXED}; leave it out of score.candidates")
         ctx.rule, ctx.taps = rule, taps
-        ctx.norms = token_norms(x) if taps.bounds and rule.weight is not None else None
-        ctx.save_for_backward(x)
+        seen = x if x.ndim == 3 else x.flatten(1, -2)
+        ctx.norms = token_norms(seen) if taps.bounds and rule.weight is not None else None
+        ctx.save_for_backward(seen)
         return nn.functional.linear(x, rule.weight_OI(), getattr(rule.module, "bias", None))
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # noqa: ANN001, ANN205
         (x,) = ctx.saved_tensors
-        ctx.rule.observe(ctx.taps, x, ctx.norms, grad.contiguous())
+        seen = grad if grad.ndim == 3 else grad.flatten(1, -2)
+        ctx.rule.observe(ctx.taps, x, ctx.norms, seen.contiguous())
         grad_x = grad @ ctx.rule.weight_OI() if ctx.needs_input_grad[0] else None
         return grad_x, None, None
 
 
 class _OutputRule(Rule):
-    """A rule that needs only the module's input and its output's gradient: a pair of hooks."""
+    """A rule that needs only the module's inputs and its output's gradient: a pair of hooks."""
 
     @contextmanager
     def attached(self, taps: Taps) -> Iterator[None]:
         def after_forward(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            if not self.separates(inputs[0], len(taps.dots)):
+                raise RunError(f"{self.names[0]}: {MIXED}; leave it out of score.candidates")
             output = output if output.requires_grad else output.requires_grad_()
-            source = inputs[0].detach()
-            output.register_hook(lambda grad: self.observe(taps, source, grad))
+            sources = tuple(x.detach() for x in inputs)
+            output.register_hook(lambda grad: self.observe(taps, sources, grad))
             return output
 
         handle = self.module.register_forward_hook(after_forward)
@@ -165,14 +176,14 @@ class _OutputRule(Rule):
             handle.remove()
 
     @abstractmethod
-    def observe(self, taps: Taps, source: Tensor, grad: Tensor) -> None: ...
+    def observe(self, taps: Taps, sources: tuple[Tensor, ...], grad: Tensor) -> None: ...
 
-    def with_weight(self, weight: Tensor, source: Tensor) -> Tensor:
+    def with_weight(self, weight: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """The module's own forward with another weight (and no bias)."""
         changed = {"weight": weight}
         if getattr(self.module, "bias", None) is not None:
             changed["bias"] = torch.zeros_like(self.module.get_parameter("bias"))
-        return functional_call(self.module, changed, (source,))
+        return functional_call(self.module, changed, sources)
 
 
 class EmbeddingRule(_OutputRule):
@@ -189,6 +200,10 @@ class EmbeddingRule(_OutputRule):
             raise RunError(f"{self.weight}: the embedding is no uniform scaling of its rows")
         self.scale = float(values.flatten()[0])
 
+    def separates(self, x: Tensor, num_examples: int) -> bool:
+        """Token or position numbers: [B, T]."""
+        return x.ndim == 2 and len(x) == num_examples
+
     def _unpadded(self, weight: Tensor, ids: Tensor) -> Tensor:
         padding, self.module.padding_idx = self.module.padding_idx, None
         try:
@@ -197,13 +212,9 @@ class EmbeddingRule(_OutputRule):
             self.module.padding_idx = padding
 
     @torch.no_grad()
-    def observe(self, taps: Taps, source: Tensor, grad: Tensor) -> None:
+    def observe(self, taps: Taps, sources: tuple[Tensor, ...], grad: Tensor) -> None:
         assert self.weight is not None
-        if source.shape[0] != len(taps.dots):
-            raise RunError(
-                f"{self.weight}: looked up once for all examples, so they cannot be told apart; "
-                "leave it out of score.candidates"
-            )
+        (source,) = sources
         wide = grad.to(taps.dtype) * self.scale
         padding = self.module.padding_idx
         if padding is not None:  # autograd gives the padding row no gradient; neither do we
@@ -233,10 +244,10 @@ class NormRule(_OutputRule):
         single = torch.finfo(torch.float32).eps
         return 8 * coarse if coarse > single else 64 * single
 
-    def _check(self, source: Tensor, unit: Tensor, zero: Tensor) -> None:
+    def _check(self, sources: tuple[Tensor, ...], unit: Tensor, zero: Tensor) -> None:
         weight = self.module.get_parameter("weight")
         expected = zero + unit * weight
-        actual = self.with_weight(weight, source)
+        actual = self.with_weight(weight, sources)
         scale = float(expected.abs().max()) or 1.0
         if float((expected - actual).abs().max()) > self.rounding(weight.dtype) * scale:
             raise RunError(
@@ -246,16 +257,16 @@ class NormRule(_OutputRule):
         self.checked = True
 
     @torch.no_grad()
-    def observe(self, taps: Taps, source: Tensor, grad: Tensor) -> None:
+    def observe(self, taps: Taps, sources: tuple[Tensor, ...], grad: Tensor) -> None:
         wide = grad.to(taps.dtype)
         if self.bias is not None:
             self.observe_vector(taps, self.bias, _per_example(wide))
         if self.weight is not None:
             weight = self.module.get_parameter("weight")
-            zero = self.with_weight(torch.zeros_like(weight), source)
-            unit = self.with_weight(torch.ones_like(weight), source) - zero
+            zero = self.with_weight(torch.zeros_like(weight), sources)
+            unit = self.with_weight(torch.ones_like(weight), sources) - zero
             if not self.checked:
-                self._check(source, unit, zero)
+                self._check(sources, unit, zero)
             self.observe_vector(taps, self.weight, _per_example(wide * unit.to(taps.dtype)))
 
 

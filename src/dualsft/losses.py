@@ -4,7 +4,8 @@ ALGORITHM.md §2: an example's loss is the mean cross-entropy over its own respo
 (Algorithm 1 line 6) is a confidence-weighted KL from teacher to student on the same tokens. Both
 are functions of the last hidden states at the label positions, through the output head. `HeadLoss`
 walks those positions in chunks, writes the logit gradient down directly and multiplies it back
-through the head at once, so at most one chunk of fp32 logits exists at any time.
+through the head at once, so at most one chunk of fp32 logits exists at any time. Models that scale
+or soft-cap their logits do so after the linear head (`LogitMap`); its slope enters the gradient.
 
 Shape letters: B examples, T positions, M label positions of the batch (all its examples), C rows of
 a chunk, D hidden width, V vocabulary.
@@ -15,15 +16,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualsft.data import Batch
-from dualsft.model import output_head
-from dualsft.vectors import accumulation_dtype
+from dualsft.model import accepts, output_head, text_decoder
+from dualsft.vectors import accumulation_dtype, reduction_dtype
 
 CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 512 << 20}
 
@@ -64,19 +65,81 @@ class Positions:
         return (value_B / self.count_B)[self.row_M]
 
     def per_example_mean(self, value_M: Tensor) -> Tensor:
-        """Mean over each example's own tokens, in fp64."""
-        total = torch.zeros(len(self.count_B), dtype=torch.float64, device=value_M.device)
-        return total.index_add_(0, self.row_M, value_M.double()) / self.count_B
+        """Mean over each example's own tokens, in fp64 where the device has it."""
+        wide = reduction_dtype(value_M.device)
+        total = torch.zeros(len(self.count_B), dtype=wide, device=value_M.device)
+        return total.index_add_(0, self.row_M, value_M.to(wide)) / self.count_B
+
+
+def model_inputs(module: nn.Module, batch: Batch) -> dict[str, Any]:
+    """What a forward is given; models with positions of their own (ALiBi) take no position_ids."""
+    given: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    if accepts(module, "position_ids"):
+        given["position_ids"] = batch.position_ids
+    return given | {"use_cache": False}
 
 
 def last_hidden(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Hidden states after the final norm, before the head: [B, T, D]."""
-    return model.base_model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        position_ids=batch.position_ids,
-        use_cache=False,
-    ).last_hidden_state
+    decoder = text_decoder(model)
+    return decoder(**model_inputs(decoder, batch)).last_hidden_state
+
+
+@dataclass(frozen=True)
+class LogitMap:
+    """What a model does to the logits of its linear head: z → cap · tanh(scale · z / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> LogitMap:
+        """Read off the configuration (Granite, Cohere, Falcon-H1; Gemma-2). That it is what the
+        model really does is checked on a row of every run (`passes.check_fused_loss`)."""
+        config = model.config.get_text_config()
+        scale = float(getattr(config, "logit_scale", None) or 1.0)
+        scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)
+        scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+        cap = getattr(config, "final_logit_softcapping", None)
+        return cls(scale, float(cap) if cap else None)
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """The map itself, in place."""
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.cap is not None:
+            logits.div_(self.cap).tanh_().mul_(self.cap)
+        return logits
+
+    def slope(self, mapped: Tensor) -> Tensor | float | None:
+        """Its derivative, from the mapped logits: scale · (1 − (logit / cap)²); None when 1."""
+        if self.cap is None:
+            return None if self.scale == 1.0 else self.scale
+        return (mapped / self.cap).square_().neg_().add_(1.0).mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class Head:
+    """From hidden states to logits: a linear map, then the model's own `LogitMap`."""
+
+    linear: nn.Linear
+    shape: LogitMap
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Head:
+        return cls(output_head(model), LogitMap.of(model))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """In fp32 (fp64 for an fp64 model), whatever the weights' dtype."""
+        raw = nn.functional.linear(hidden, self.linear.weight, self.linear.bias)
+        return self.shape.apply_(raw.to(accumulation_dtype(raw.dtype)))
+
+    def chunks(self, num_rows: int) -> list[slice]:
+        """Row ranges whose fp32 logits fit the chunk size."""
+        weight = self.linear.weight
+        limit = CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cpu"])
+        size = max(1, limit // (4 * weight.shape[0]))
+        return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
 class CrossEntropy:
@@ -100,16 +163,12 @@ class Distillation:
     """τ² KL(teacher ‖ student) at temperature τ; its logit gradient is τ (p − q), weighted."""
 
     def __init__(
-        self, teacher_MD: Tensor, head: nn.Module, tau: float, weight_M: Tensor | None = None
+        self, teacher_MD: Tensor, head: Head, tau: float, weight_M: Tensor | None = None
     ) -> None:
         self.teacher_MD, self.head, self.tau, self.weight_M = teacher_MD, head, tau, weight_M
 
-    def teacher_logits(self, rows: slice) -> Tensor:
-        logits = self.head(self.teacher_MD[rows])
-        return logits.to(accumulation_dtype(logits.dtype))
-
     def __call__(self, rows: slice, logits_CV: Tensor, want_grad: bool) -> tuple[Tensor, Tensor]:
-        log_q = torch.log_softmax(self.teacher_logits(rows) / self.tau, -1)
+        log_q = torch.log_softmax(self.head.logits(self.teacher_MD[rows]) / self.tau, -1)
         log_p = torch.log_softmax(logits_CV / self.tau, -1)
         q = log_q.exp()
         value = self.tau**2 * (q * (log_q - log_p)).sum(-1)
@@ -122,18 +181,10 @@ class Distillation:
     def entropies(self) -> Tensor:
         """The teacher's entropy at temperature 1, natural logs, token by token: [M]."""
         parts = []
-        for rows in chunks(len(self.teacher_MD), self.head):
-            log_q = torch.log_softmax(self.teacher_logits(rows), -1)
+        for rows in self.head.chunks(len(self.teacher_MD)):
+            log_q = torch.log_softmax(self.head.logits(self.teacher_MD[rows]), -1)
             parts.append(-(log_q.exp() * log_q).sum(-1))
         return torch.cat(parts)
-
-
-def chunks(num_rows: int, head: nn.Module) -> list[slice]:
-    """Row ranges whose fp32 logits fit the chunk size."""
-    weight = head.get_parameter("weight")
-    limit = CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cpu"])
-    size = max(1, limit // (4 * weight.shape[0]))
-    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
 class HeadLoss(torch.autograd.Function):
@@ -145,7 +196,7 @@ class HeadLoss(torch.autograd.Function):
         hidden_MD: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        head: nn.Module,
+        head: Head,
         pointwise: Pointwise,
         observer: HeadObserver | None,
         example_M: Tensor,
@@ -158,13 +209,16 @@ class HeadLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if train_weight else None
         grad_bias = torch.zeros_like(bias) if train_bias else None  # pyright: ignore
         values = []
-        for rows in chunks(len(hidden_MD), head):
+        for rows in head.chunks(len(hidden_MD)):
             hidden = hidden_MD[rows]
-            logits = torch.nn.functional.linear(hidden, weight, bias).to(wide)
+            logits = head.logits(hidden)
+            slope = head.shape.slope(logits) if want_grad else None
             value, gradient = pointwise(rows, logits, want_grad)
             values.append(value)
             if grad_hidden is None:
                 continue
+            if slope is not None:
+                gradient.mul_(slope)
             narrow = gradient.to(weight.dtype)
             torch.mm(narrow, weight, out=grad_hidden[rows])
             if observer is not None:
@@ -194,13 +248,13 @@ def head_objective(
     observer: HeadObserver | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(objective to call backward on, token values [M]); the objective's own value is not kept."""
-    head = output_head(model)
-    hidden_MD = hidden_BTD[positions.row_M, positions.column_M]
+    head = Head.of(model)
+    linear, hidden_MD = head.linear, hidden_BTD[positions.row_M, positions.column_M]
     want_grad = torch.is_grad_enabled() and (
-        hidden_MD.requires_grad or any(p.requires_grad for p in head.parameters())
+        hidden_MD.requires_grad or any(p.requires_grad for p in linear.parameters())
     )
     result = HeadLoss.apply(
-        hidden_MD, head.weight, head.bias, head, pointwise, observer, positions.row_M, want_grad
+        hidden_MD, linear.weight, linear.bias, head, pointwise, observer, positions.row_M, want_grad
     )
     assert result is not None
     return result
@@ -212,7 +266,7 @@ def example_objective(
     scale: float = 1.0,
     observer: HeadObserver | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(Σ_n scale · loss_n to differentiate, loss_n [B] in fp64): the sum over the examples."""
+    """(Σ_n scale · loss_n to differentiate, loss_n [B]): the sum over the examples."""
     positions = Positions.of(batch)
     hidden = last_hidden(model, batch)
     weight = positions.per_token(
@@ -235,10 +289,10 @@ def distillation_objective(
     positions = Positions.of(batch)
     with torch.no_grad():
         teacher_MD = last_hidden(teacher, batch)[positions.row_M, positions.column_M]
-        head = output_head(teacher)
+        head = Head.of(teacher)
         loss = Distillation(teacher_MD, head, tau)
         entropy = positions.per_example_mean(loss.entropies())
-        omega = 1.0 - entropy / math.log(head.weight.shape[0])
+        omega = 1.0 - entropy / math.log(head.linear.weight.shape[0])
         loss.weight_M = positions.per_token(omega * scale)
     hidden = last_hidden(student, batch)
     objective, value_M = head_objective(student, hidden, positions, loss, observer)
@@ -247,7 +301,7 @@ def distillation_objective(
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two models on the same tokens, per example, in fp64."""
+    """Two models on the same tokens, per example."""
 
     loss_before: Tensor
     loss_after: Tensor
@@ -262,7 +316,7 @@ def comparison(before: PreTrainedModel, after: PreTrainedModel, batch: Batch) ->
     hidden = {m: last_hidden(m, batch) for m in (before, after)}
     unit = torch.ones(len(positions.row_M), device=positions.row_M.device)
     loss = CrossEntropy(positions.target_M, unit)
-    head = output_head(before)
+    head = Head.of(before)
     teacher_MD = hidden[before][positions.row_M, positions.column_M]
     divergence = Distillation(teacher_MD, head, tau=1.0)
     values = [
@@ -275,12 +329,7 @@ def comparison(before: PreTrainedModel, after: PreTrainedModel, batch: Batch) ->
 
 def plain_example_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
     """The same example loss through the model's own logits: the slow path that checks the fast."""
-    logits = model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        position_ids=batch.position_ids,
-        use_cache=False,
-    ).logits
+    logits = model(**model_inputs(model, batch)).logits
     positions = Positions.of(batch)
     chosen = logits[positions.row_M, positions.column_M].to(accumulation_dtype(logits.dtype))
     token = torch.nn.functional.cross_entropy(chosen, positions.target_M, reduction="none")

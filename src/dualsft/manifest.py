@@ -15,7 +15,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,20 @@ def _show(settings: Mapping[str, Any], key: str) -> str:
     return text if len(text) <= 40 else f"{text[:16]}…"
 
 
+SEAL_LINE = "# written by dualsft; sha256 of the lines below: "
+
+
+def sealed_text(text: str) -> str:
+    """A text file under a comment that holds its hash."""
+    return f"{SEAL_LINE}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+
+
+def broken_seal(text: str) -> bool:
+    """Whether a text has such a comment and is no longer what was written."""
+    first, _, rest = text.partition("\n")
+    return first.startswith(SEAL_LINE) and sealed_text(rest) != text
+
+
 def render_manifest(body: Mapping[str, Any]) -> str:
     """A manifest's text; `seal` is a hash of the rest, so that damage to the file itself shows."""
     sealed = {**body, "seal": _sha256(_canonical(body))}
@@ -163,17 +177,19 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], str]:
         return {}, f"{path.name} is damaged: {error}"
     body = dict(manifest) if isinstance(manifest, dict) else {}
     version = body.get("format_version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
+    stated = body.pop("seal", None)
+    try:
+        sealed, intact = stated == _sha256(_canonical(body)), render_manifest(body) == text
+    except (ValueError, RecursionError):
+        sealed = intact = False
+    if sealed and isinstance(version, int) and version > FORMAT_VERSION:
         raise RunError(
             f"{path}: format_version {version} is newer than {FORMAT_VERSION}, the newest that this"
             f" dualsft ({versions()['dualsft']}) reads; upgrade dualsft, or give another --out"
         )
-    body.pop("seal", None)
-    try:
-        intact = version == FORMAT_VERSION and render_manifest(body) == text
-    except (ValueError, RecursionError):
-        intact = False
-    return (manifest, "") if intact else ({}, f"{path.name} is damaged: its seal does not fit")
+    if intact and version == FORMAT_VERSION:
+        return manifest, ""
+    return {}, f"{path.name} is damaged: its seal does not fit"
 
 
 def read_stage_manifest(folder: Path) -> tuple[dict[str, Any], str]:
@@ -235,11 +251,18 @@ def seal(part: Path, body: Mapping[str, Any]) -> None:
     atomic_write_text(part / MANIFEST, render_manifest({**body, "files": entries}))
 
 
-def damage(folder: Path, manifest: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """(what is wrong with a stage's files, the files that its manifest does not list)."""
+def damage(
+    folder: Path, manifest: Mapping[str, Any], only: Collection[str] | None = None
+) -> tuple[list[str], list[str]]:
+    """(what is wrong with a stage's files, the files that its manifest does not list).
+
+    `only` limits the check to the files that will be read.
+    """
     present, reasons = _list_files(folder)
     present.pop(MANIFEST, None)
     for name, entry in manifest["files"].items():
+        if only is not None and name not in only:
+            continue
         try:
             if name not in present:
                 reasons.append(f"{name} is missing")

@@ -1,5 +1,8 @@
 """The model: loading, its candidate parameters, and where each of them sits.
 
+A multimodal checkpoint is loaded whole and saved whole, so that what comes out opens wherever the
+base does; only its text decoder and output head are scored and trained (`text_parameters`).
+
 Candidates (ALGORITHM.md §2, "Candidate parameters") default to the 2-D linear weights inside the
 transformer blocks of the text decoder. `score.candidates` may also say `all`, glob patterns over
 parameter names, and `!pattern` to leave some out. A weight is named once, under the first name that
@@ -8,9 +11,11 @@ parameter names, and `!pattern` to leave some out. A weight is named once, under
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -19,11 +24,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 from transformers.pytorch_utils import Conv1D
 
 from dualsft.errors import ConfigError
-from dualsft.vectors import accumulation_dtype
+from dualsft.model_safety import check_folder, check_weights
+from dualsft.vectors import accumulation_dtype, reduction_dtype
 
 log = logging.getLogger(__name__)
 
@@ -35,52 +49,102 @@ DTYPES = {
 }
 
 
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+"""What a multimodal checkpoint has beside weights and tokenizer; it goes with the weights."""
+
+# subclasses of nn.Linear in transformers whose own forward is the same map, written out
+_LINEAR_BY_NAME = {"transformers.models.falcon.modeling_falcon.FalconLinear"}
+
+
 def choose_device(wanted: str) -> torch.device:
-    """`auto` is the GPU when there is one."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("model.device: 'cuda', but this machine shows no CUDA device; use 'cpu'")
+    """`auto` is the GPU when there is one: cuda, then mps."""
+    there = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
     if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.device(next(name for name, usable in there.items() if usable))
+    if not there[wanted]:
+        usable = " or ".join(repr(name) for name in there if there[name])
+        raise ConfigError(
+            f"model.device: {wanted!r}, but this machine shows no {wanted} device; use {usable}"
+        )
     return torch.device(wanted)
 
 
-def read_model_config(folder: Path) -> Any:
-    """The configuration of the text model in a folder."""
+def _load_config(folder: Path, remote: bool) -> Any:
+    check_folder(folder, remote)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
     except Exception as problem:  # its own validators raise errors of their own
         raise ConfigError(f"model.path: {str(folder)!r} cannot be loaded: {problem}") from problem
-    return config.get_text_config()
 
 
-def empty_model(folder: Path) -> PreTrainedModel:
+def read_model_config(folder: Path, remote: bool = False) -> Any:
+    """The configuration of the text model in a folder."""
+    return _load_config(folder, remote).get_text_config()
+
+
+def _auto_class(config: Any) -> Any:
+    """A checkpoint with a text model inside is loaded as the whole that it is."""
+    whole = config.get_text_config() is not config
+    if whole and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
+        raise ConfigError(
+            f"model.path: model_type {config.model_type!r} has no causal language model in this "
+            "transformers; give a decoder such as Llama, Qwen, Gemma, Mistral, Phi, OLMo"
+        )
+    return AutoModelForCausalLM
+
+
+def empty_model(folder: Path, remote: bool = False) -> PreTrainedModel:
     """The model's shapes without its weights."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    config = _load_config(folder, remote)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return _auto_class(config).from_config(config, trust_remote_code=remote)
 
 
-def choose_dtype(wanted: str, folder: Path, device: torch.device) -> torch.dtype:
-    """`auto` is fp32 on a CPU; on a GPU the checkpoint's own, with fp16 read as bf16."""
+def choose_dtype(
+    wanted: str, folder: Path, device: torch.device, remote: bool = False
+) -> torch.dtype:
+    """`auto` is fp32 on a CPU and on mps; on cuda the checkpoint's own, with fp16 read as bf16."""
     if wanted != "auto":
+        if wanted == "float64" and reduction_dtype(device) != torch.float64:
+            raise ConfigError(
+                f"model.dtype: 'float64', but {device.type} has none; use float32, or "
+                "model.device=cpu"
+            )
         return DTYPES[wanted]
-    if device.type == "cpu":
+    if device.type != "cuda":
         return torch.float32
-    stored = getattr(read_model_config(folder), "dtype", None)
+    stored = getattr(read_model_config(folder, remote), "dtype", None)
     return stored if stored in (torch.float32, torch.float64) else torch.bfloat16
 
 
 def load_model(
-    folder: Path, dtype: torch.dtype, device: torch.device, attention: str = "sdpa"
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str = "auto",
+    remote: bool = False,
 ) -> PreTrainedModel:
-    """A causal language model in eval mode, from safetensors only, no remote code."""
+    """A language model in eval mode, from safetensors only; remote code only when asked for."""
+    config = _load_config(folder, remote)
+    check_weights(folder)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _auto_class(config).from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=None if attention == "auto" else attention,
             use_safetensors=True,
-            trust_remote_code=False,
+            trust_remote_code=remote,
             local_files_only=True,
             output_loading_info=True,
         )
@@ -89,14 +153,46 @@ def load_model(
     model, report = loaded
     _refuse_incomplete(folder, report)
     model.to(device)
+    _refuse_nonfinite(folder, model)
     model.eval()
     return model
 
 
+def save_model(model: PreTrainedModel, tokenizer: Any, base: Path, target: Path) -> None:
+    """Weights, tokenizer, and what else the base has for its processor, as one folder."""
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    for name in PROCESSOR_FILES:
+        if (base / name).is_file() and not (target / name).exists():
+            shutil.copyfile(base / name, target / name)
+
+
+def _refuse_nonfinite(folder: Path, model: PreTrainedModel) -> None:
+    """A NaN among the weights would make every score NaN, hours later."""
+    bad = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
+    if bad:
+        raise ConfigError(
+            f"model.path: {str(folder)!r} holds a weight that is not finite in {bad[0]} "
+            f"({len(bad)} parameters in all); give sound weights, or another model.dtype when "
+            "they overflow in this one"
+        )
+
+
 def _refuse_incomplete(folder: Path, report: Any) -> None:
     """A weight that is not in the files would be random, and another at every load."""
+
+    def listed(key: str) -> Any:
+        return report[key] if isinstance(report, Mapping) else getattr(report, key)
+
+    if unused := listed("unexpected_keys"):
+        log.warning(
+            "%s: %d stored tensors have no place in the model and will not be in the result (%s …)",
+            folder.name,
+            len(unused),
+            min(map(str, unused)),
+        )
     for key in ("missing_keys", "mismatched_keys"):
-        names = report[key] if isinstance(report, Mapping) else getattr(report, key)
+        names = listed(key)
         if names:
             shown = ", ".join(str(name) for name in sorted(map(str, names))[:3])
             raise ConfigError(
@@ -105,13 +201,14 @@ def _refuse_incomplete(folder: Path, report: Any) -> None:
             )
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path, remote: bool = False) -> Any:
     """The folder's tokenizer."""
+    check_folder(folder, remote)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
+            folder, trust_remote_code=remote, local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as problem:
+    except Exception as problem:  # its several parsers raise errors of their own
         raise ConfigError(
             f"model.path: {str(folder)!r} holds no usable tokenizer: {problem}"
         ) from problem
@@ -134,11 +231,31 @@ def output_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
+def text_decoder(model: PreTrainedModel) -> nn.Module:
+    """What maps tokens to hidden states; of a multimodal model, the language model in it."""
+    decoder, embedding = model.get_decoder(), model.get_input_embeddings()
+    return decoder if any(m is embedding for m in decoder.modules()) else model.base_model
+
+
+def text_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
+    """The named parameters that text can reach: of the text decoder and of the output head."""
+    parts = (text_decoder(model), model.get_output_embeddings())
+    reached = {id(p) for part in parts if part is not None for p in part.parameters()}
+    return [(name, p) for name, p in model.named_parameters() if id(p) in reached]
+
+
+def accepts(module: nn.Module, argument: str) -> bool:
+    """Whether the module's forward names this argument."""
+    return argument in inspect.signature(module.forward).parameters
+
+
 def is_linear(module: nn.Module) -> bool:
     """A plain linear map whose forward we know exactly: nn.Linear, or GPT-2's transposed Conv1D."""
     if "forward" in vars(module):  # patched on the instance: not the map its class promises
         return False
-    return type(module).forward is nn.Linear.forward or type(module) is Conv1D
+    kind = type(module)
+    by_name = f"{kind.__module__}.{kind.__qualname__}" in _LINEAR_BY_NAME
+    return kind.forward is nn.Linear.forward or kind is Conv1D or by_name
 
 
 @dataclass(frozen=True)
@@ -175,11 +292,12 @@ class Candidates(Mapping[str, Tensor]):
 def decoder_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Name and list of the transformer blocks of the text decoder."""
     depth = model.config.get_text_config().num_hidden_layers
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
-    ]
+    inside = set(text_decoder(model).modules())
+    found: list[tuple[str, nn.ModuleList]] = []
+    for name, module in ((n, m) for n, m in model.named_modules() if m in inside):
+        nested = any(name.startswith(f"{outer}.") for outer, _ in found)
+        if isinstance(module, nn.ModuleList) and len(module) == depth and not nested:
+            found.append((name, module))
     if len(found) != 1:
         seen = ", ".join(name for name, _ in found) or "none"
         raise ConfigError(
@@ -191,18 +309,19 @@ def decoder_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 def find_candidates(model: PreTrainedModel, spec: str) -> Candidates:
     """Resolve `score.candidates` to parameters; an empty or unmatched term is an error."""
-    everything = dict(model.named_parameters())
+    everything = dict(text_parameters(model))
     chosen: set[str] = set()
     terms = [term.strip() for term in spec.split(",") if term.strip()]
     includes = [t for t in terms if not t.startswith("!")]
     excludes = [t[1:] for t in terms if t.startswith("!")]
     for term in includes or ["block_linear"]:
-        matched = _match(model, everything, term, excludes)
+        matched = _match(model, everything, term, excludes, spec)
         if not matched:
             near = ", ".join(list(everything)[:3])
+            where = "the text decoder of " if len(everything) < _count(model) else ""
             raise ConfigError(
-                f"score.candidates: {term!r} matches no parameter of {type(model).__name__} "
-                f"(its names look like: {near} …)"
+                f"score.candidates: {term!r} matches no parameter of {where}"
+                f"{type(model).__name__} (its names look like: {near} …)"
             )
         chosen |= matched
     for term in excludes:
@@ -215,20 +334,32 @@ def find_candidates(model: PreTrainedModel, spec: str) -> Candidates:
     return Candidates({n: p for n, p in everything.items() if n in chosen}, spec)
 
 
+def _count(model: nn.Module) -> int:
+    return sum(1 for _ in model.parameters())
+
+
 def _match(
-    model: PreTrainedModel, everything: dict[str, nn.Parameter], term: str, excludes: list[str]
+    model: PreTrainedModel,
+    everything: dict[str, nn.Parameter],
+    term: str,
+    excludes: list[str],
+    spec: str,
 ) -> set[str]:
     if term == "all":
         return set(everything)
     if term == "block_linear":
-        return _block_linear(model, excludes)
+        return _block_linear(model, excludes, spec)
     return {name for name in everything if fnmatchcase(name, term)}
 
 
-def _block_linear(model: PreTrainedModel, excludes: list[str]) -> set[str]:
-    """Every linear weight in a block; a matrix there that is no known linear map is refused."""
+def _block_linear(model: PreTrainedModel, excludes: list[str], spec: str) -> set[str]:
+    """Every linear weight in a block; a matrix there that is no known linear map is refused.
+
+    Norms, biases, other vectors, embeddings and convolution kernels are simply no candidates.
+    """
     prefix, blocks = decoder_blocks(model)
     names: set[str] = set()
+    uncovered: dict[str, str] = {}
     for path, module in blocks.named_modules(prefix=prefix):
         for own, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{own}"
@@ -236,13 +367,37 @@ def _block_linear(model: PreTrainedModel, excludes: list[str]) -> set[str]:
                 continue
             if own == "weight" and is_linear(module):
                 names.add(name)
-            elif parameter.ndim >= 2 and not isinstance(module, nn.Embedding):
-                raise ConfigError(
-                    f"{name} ({type(module).__name__}, shape {tuple(parameter.shape)}) is a matrix "
-                    "inside a block that no exact rule covers; leave it out by name with "
-                    f"score.candidates='block_linear,!{name}'"
-                )
+            elif parameter.ndim >= 2 and not isinstance(module, nn.Embedding | nn.Conv1d):
+                uncovered[name] = f"{type(module).__name__}, shape {tuple(parameter.shape)}"
+    if uncovered:
+        problems = [
+            f"{name} ({uncovered[name]}) is a matrix inside a block that no exact rule covers{more}"
+            for name, more in alike(uncovered)
+        ]
+        raise ConfigError([*problems, leave_out(spec, uncovered)])
     return names
+
+
+def any_layer(name: str) -> str:
+    """A parameter's name as the pattern that it has in every layer."""
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
+
+
+def alike(names: Iterable[str]) -> list[tuple[str, str]]:
+    """The first of the names that differ in their layer alone, and how many follow it."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(any_layer(name), []).append(name)
+    return [
+        (group[0], f" (and {len(group) - 1} more like it)" if len(group) > 1 else "")
+        for group in groups.values()
+    ]
+
+
+def leave_out(spec: str, names: Iterable[str]) -> str:
+    """The cure: the setting that takes these parameters out, in every layer."""
+    patterns = dict.fromkeys(f"!{any_layer(name)}" for name in names)
+    return f"leave them out with score.candidates='{','.join([spec, *patterns])}'"
 
 
 def locate(name: str) -> tuple[int | None, str]:

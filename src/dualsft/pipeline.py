@@ -5,7 +5,7 @@
 Each stage names the settings it depends on and the stages it reads. Its fingerprint is made of
 both, so a finished stage is reused while nothing it depends on has changed, and a changed setting
 re-runs exactly what depends on it, saying why. A stage is written whole or not at all
-(`rundir.py`).
+(`rundir.py`); one that was interrupted goes on from its last saved piece (`pieces.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from typing import Any
 
 from dualsft import config as settings
 from dualsft.config import Config
-from dualsft.context import RunContext
+from dualsft.context import RunContext, repeatable
+from dualsft.disk import explained
+from dualsft.pieces import Pieces
 from dualsft.preflight import FOLDERS, STAGE_NAMES, check_paths, check_stage
-from dualsft.pretrained import tokenizer_hash, weights_hash
+from dualsft.pretrained import code_hash, tokenizer_hash, weights_hash
 from dualsft.progress import Reporter, clock
 from dualsft.report import outdated, read_manifests, write_report
-from dualsft.rundir import Fingerprint, RunDir, sha256_file
+from dualsft.rundir import Fingerprint, RunDir, atomic_write_text, sha256_file
+from dualsft.sources import source_hash
 from dualsft.stages import evaluation, finetune, gradients, scores, selection, split, warmup
 
 Settings = dict[str, Any]
@@ -39,6 +42,8 @@ class Stage:
     reads: tuple[str, ...]
     richer: Callable[[RunContext], Settings | None] = lambda _: None
     """Settings of a finished stage that holds all this one would, and more."""
+    need: Callable[[RunContext], int] = lambda _: 0
+    """Bytes that its result takes on disk, as far as shapes tell."""
 
 
 def _pick(ctx: RunContext, *keys: str) -> Settings:
@@ -60,7 +65,10 @@ def _split_settings(ctx: RunContext) -> Settings:
         name = chosen.pop(key)
         if name is None:
             continue
-        chosen[f"rows of {key}"] = sha256_file(ctx.data_path(name))
+        chosen[f"rows of {key}"] = source_hash(ctx.data_path(name), ctx.config.data, key)
+    _hash_template(ctx, chosen)
+    if ctx.config.model.trust_remote_code:
+        chosen["code of model.path"] = code_hash(ctx.model_folder)
     return chosen | {
         "tokenizer": tokenizer_hash(ctx.model_folder),
         "model type": ctx.model_type,
@@ -68,14 +76,17 @@ def _split_settings(ctx: RunContext) -> Settings:
     }
 
 
+def _hash_template(ctx: RunContext, chosen: Settings) -> None:
+    """A template file counts by its content."""
+    if ctx.config.data.template_file is not None:
+        chosen["data.template_file"] = sha256_file(Path(ctx.config.data.template_file).expanduser())
+
+
 def _compute(ctx: RunContext) -> Settings:
     """What decides the bits of any pass through the model."""
     dtype = str(ctx.dtype).removeprefix("torch.")
-    return {
-        "dtype": dtype,
-        "device": ctx.device.type,
-        "batch_tokens": ctx.batch_tokens,
-    } | _pick(ctx, "model.attention", "data.padding_side")
+    chosen = _pick(ctx, "model.attention", "model.deterministic", "data.padding_side")
+    return {"dtype": dtype, "device": ctx.device.type, "batch_tokens": ctx.batch_tokens} | chosen
 
 
 def _warmup_settings(ctx: RunContext) -> Settings:
@@ -142,23 +153,46 @@ def _evaluation_settings(ctx: RunContext) -> Settings:
     chosen = _pick(ctx, "evaluation.*", "data.*")
     del chosen["data.path"], chosen["data.val_path"]
     files = ctx.config.evaluation.files
-    hashes = {name: sha256_file(ctx.data_path(path)) for name, path in files.items()}
+    hashes = {
+        name: source_hash(ctx.data_path(path), ctx.config.data, f"evaluation.files: {name}")
+        for name, path in files.items()
+    }
+    _hash_template(ctx, chosen)
     return chosen | {"evaluation.files": hashes}
 
 
 STAGES: tuple[Stage, ...] = (
     Stage("split", split.run, _split_settings, ()),
-    Stage("warmup", warmup.run, _warmup_settings, ("split",)),
+    Stage(
+        "warmup",
+        warmup.run,
+        _warmup_settings,
+        ("split",),
+        need=lambda ctx: ctx.model_bytes + ctx.vector_bytes,
+    ),
     Stage(
         "gradients",
         gradients.run,
         _gradients_settings,
         ("split", "warmup"),
         _gradients_with_product,
+        need=lambda ctx: 3 * ctx.vector_bytes,
     ),
-    Stage("scores", scores.run, _scores_settings, ("split", "warmup", "gradients")),
+    Stage(
+        "scores",
+        scores.run,
+        _scores_settings,
+        ("split", "warmup", "gradients"),
+        need=lambda ctx: len(scores.kept_vectors(ctx)) * ctx.vector_bytes,
+    ),
     Stage("selection", selection.run, _selection_settings, ("split", "gradients", "scores")),
-    Stage("finetune", finetune.run, _finetune_settings, ("split", "selection")),
+    Stage(
+        "finetune",
+        finetune.run,
+        _finetune_settings,
+        ("split", "selection"),
+        need=lambda ctx: ctx.model_bytes,
+    ),
     Stage("evaluation", evaluation.run, _evaluation_settings, ("split", "finetune")),
 )
 assert [*(stage.name for stage in STAGES), "report"] == list(STAGE_NAMES)
@@ -178,23 +212,34 @@ def run(
     check_paths(config)
     last = check_stage(until)
     rundir = RunDir(Path(out))
-    rundir.create()
     ctx = RunContext(config, rundir, reporter or Reporter())
     for warning in settings.warnings(config):
         ctx.reporter.warn(warning)
-    with rundir.lock(), _described_by(rundir, config):
-        hashes: dict[str, str] = {}
-        for stage in STAGES:
-            hashes[stage.name] = _ensure(ctx, stage, hashes)
-            if stage.name == "split":
-                check_budgets(ctx, last)
-            if stage.name == last:
-                for name in outdated(read_manifests(rundir.path)):
-                    ctx.reporter.say(f"[{name}] is now out of date; `dualsft run` makes it again")
-                return rundir.path
-        write_report(rundir.path)
-    ctx.reporter.say(f"report: {rundir.path / 'report.md'}")
+    with explained(rundir.path):
+        rundir.create()
+        with (
+            rundir.lock(),
+            _described_by(rundir, config),
+            repeatable(config.model.deterministic),
+        ):
+            _run_stages(ctx, last)
     return rundir.path
+
+
+def _run_stages(ctx: RunContext, last: str) -> None:
+    """Every stage up to the last, then the report when all are wanted."""
+    rundir = ctx.rundir
+    hashes: dict[str, str] = {}
+    for stage in STAGES:
+        hashes[stage.name] = _ensure(ctx, stage, hashes)
+        if stage.name == "split":
+            check_budgets(ctx, last)
+        if stage.name == last:
+            for name in outdated(read_manifests(rundir.path)[0]):
+                ctx.reporter.say(f"[{name}] is now out of date; `dualsft run` makes it again")
+            return
+    write_report(rundir.path)
+    ctx.reporter.say(f"report: {rundir.path / 'report.md'}")
 
 
 @contextmanager
@@ -207,7 +252,7 @@ def _described_by(rundir: RunDir, config: Config) -> Iterator[None]:
         yield
     except Exception:
         if before is not None:
-            rundir.write_config(before)
+            atomic_write_text(path, before)
         raise
 
 
@@ -236,6 +281,7 @@ def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
             ctx.reporter.say(f"[{stage.name}] reused: it holds all that is needed, and more")
             return other.hash
     if state.ready:
+        ctx.rundir.discard_work(folder)
         ctx.reporter.say(f"[{stage.name}] reused: nothing it depends on has changed")
         return fingerprint.hash
     redo = state.status in ("stale", "corrupt")
@@ -243,7 +289,9 @@ def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
     ctx.reporter.say(f"[{stage.name}] {why}")
     ctx.reporter.warnings.clear()
     ctx.reporter.metrics = lambda **values: ctx.rundir.log_metrics(stage.name, **values)
-    with ctx.rundir.write_stage(folder, fingerprint) as writer:
+    work, every = ctx.rundir.work_path(folder), ctx.config.resume.every
+    ctx.pieces = Pieces(work, fingerprint.hash, every, ctx.reporter.say)
+    with ctx.rundir.write_stage(folder, fingerprint, stage.need(ctx)) as writer:
         facts = stage.run(ctx, writer.path)
         writer.note(facts | {"warnings": list(ctx.reporter.warnings)})
     peak = writer.peak_memory / 2**30

@@ -6,12 +6,17 @@ all misses in one message, before torch is imported and before anything is writt
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from dualsft.config import Config
+from dualsft import config as settings
+from dualsft.config import Config, DataConfig
 from dualsft.corpus import BUILTIN, builtin_names
 from dualsft.errors import ConfigError
-from dualsft.pretrained import SHORT_NAMES, find_model
+from dualsft.pretrained import check_model
+from dualsft.sources import find_files, split_paths
 
 FOLDERS = {
     "split": "1_split",
@@ -29,33 +34,60 @@ STAGE_NAMES: tuple[str, ...] = (*FOLDERS, "report")
 
 def check_stage(until: str | None) -> str:
     """The last stage to run; None is all of them."""
-    last = until or STAGE_NAMES[-1]
+    last = STAGE_NAMES[-1] if until is None else until
     if last not in STAGE_NAMES:
         raise ConfigError(f"--until: {last!r} is not a stage; use one of {', '.join(STAGE_NAMES)}")
     return last
 
 
+def load_checked(source: str | Path | None, overrides: Sequence[str]) -> Config:
+    """`config.load`, and what the settings name is there: all problems of both in one attempt."""
+    try:
+        config = settings.load(source, overrides)
+    except ConfigError as error:
+        more = path_problems(error.usable)
+        raise ConfigError([*error.problems, *more]) from None
+    check_paths(config)
+    return config
+
+
 def check_paths(config: Config) -> None:
     """Everything the settings name must be there before any work begins; all misses at once."""
+    if problems := path_problems(settings.to_flat(config)):
+        raise ConfigError(problems)
+
+
+def path_problems(values: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the files and folders that these settings, perhaps not all, name."""
     problems: list[str] = []
-    if config.model.path not in SHORT_NAMES:
+    if (model := values.get("model.path")) is not None:
+        revision, trusted = values.get("model.revision"), values.get("model.trust_remote_code")
         try:
-            find_model(config.model.path)
+            check_model(model, revision, bool(trusted))
         except ConfigError as problem:
             problems += problem.problems
-    files = {"data.path": config.data.path, "data.val_path": config.data.val_path}
-    files |= {f"evaluation.files: {name}": path for name, path in config.evaluation.files.items()}
+    names = [field.name for field in dataclasses.fields(DataConfig)]
+    given = {name: values[f"data.{name}"] for name in names if f"data.{name}" in values}
+    data = DataConfig(**{"path": "", **given})
+    files = {"data.path": values.get("data.path"), "data.val_path": values.get("data.val_path")}
+    more: Mapping[str, str] = values.get("evaluation.files") or {}
+    files |= {f"evaluation.files: {name}": path for name, path in more.items()}
     for key, path in files.items():
-        if path is None:
-            continue
-        if path.startswith(BUILTIN):
-            if path not in builtin_names():
+        for item in [] if path is None else split_paths(path):
+            if item in builtin_names():
+                continue
+            if item.startswith(BUILTIN):
                 known = ", ".join(builtin_names())
-                problems.append(f"{key}: {path!r} is no built-in file; there are: {known}")
-        elif not _is_file(path):
-            problems.append(f"{key}: {path!r} is not a file; give a .jsonl or .jsonl.gz file")
-    if problems:
-        raise ConfigError(problems)
+                problems.append(f"{key}: {item!r} is no built-in file; there are: {known}")
+                continue
+            try:
+                find_files(item, data, key, fetch=False)
+            except ConfigError as problem:
+                problems += problem.problems
+    template = data.template_file
+    if template is not None and not _is_file(template):
+        problems.append(f"data.template_file: {template!r} is not a file; give a Jinja file")
+    return problems
 
 
 def _is_file(path: str) -> bool:

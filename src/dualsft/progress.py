@@ -58,6 +58,8 @@ class Progress:
     shown: float = 0.0
     recorded: float = 0.0
     done: int = 0
+    begun: int = 0
+    """Units that an earlier process had done."""
     tokens: int = 0
     extra: str = ""
 
@@ -78,7 +80,8 @@ class Progress:
 
     def state(self, elapsed: float) -> dict[str, float | str]:
         """The same state as numbers, for metrics.jsonl."""
-        remaining = elapsed / self.done * (self.total - self.done) if self.done else 0.0
+        here = self.done - self.begun
+        remaining = elapsed / here * (self.total - self.done) if here else 0.0
         return {
             "work": self.label,
             "done": self.done,
@@ -126,8 +129,10 @@ class Reporter:
         self._warn(f"warning: {message}")
 
     @contextmanager
-    def track(self, label: str, total: int, unit: str) -> Iterator[Progress]:
-        """Progress over `total` units of work."""
+    def track(self, label: str, total: int, unit: str, done: int = 0) -> Iterator[Progress]:
+        """Progress over `total` units of work, `done` of them by an earlier process."""
+        if done:
+            self.say(f"{label}: going on behind {done:,} of {total:,} {unit}")
 
         def show(line: str, last: bool) -> None:
             if self._rewrite is not None:
@@ -136,4 +141,4 @@ class Reporter:
                 self._write(line)
 
         interval = 0.2 if self._rewrite is not None else self.interval
-        yield Progress(label, total, unit, show, self.metrics, interval)
+        yield Progress(label, total, unit, show, self.metrics, interval, done=done, begun=done)

@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dualsft.manifest import MANIFEST
+from dualsft.errors import RunError
+from dualsft.manifest import MANIFEST, damage, read_stage_manifest
 from dualsft.preflight import FOLDERS
 from dualsft.rundir import atomic_write_text
 
@@ -23,10 +24,20 @@ SUMMARIES = {
 }
 
 
-def read_manifests(run: Path) -> dict[str, Any]:
-    """The manifest of every stage that is there, in the order of the flow."""
-    paths = {stage: run / folder / MANIFEST for stage, folder in FOLDERS.items()}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
+def read_manifests(run: Path) -> tuple[dict[str, Any], list[str]]:
+    """(manifest of every stage that is there and whole, in the order of the flow; the damage)."""
+    found: dict[str, Any] = {}
+    problems: list[str] = []
+    for stage, folder in FOLDERS.items():
+        if not (run / folder).is_dir():
+            continue
+        manifest, wrong = read_stage_manifest(run / folder)
+        reported = Path(SUMMARIES.get(stage, MANIFEST)).name
+        reasons = [wrong] if wrong else damage(run / folder, manifest, only={reported})[0]
+        problems += [f"{run / folder}: {reason}" for reason in reasons]
+        if not reasons:
+            found[stage] = manifest
+    return found, problems
 
 
 def outdated(manifests: dict[str, Any]) -> list[str]:
@@ -43,7 +54,10 @@ def outdated(manifests: dict[str, Any]) -> list[str]:
 
 def load_summaries(run: Path) -> dict[str, Any]:
     """The summaries of the finished stages, and every stage's manifest and warnings."""
-    manifests = read_manifests(run)
+    manifests, problems = read_manifests(run)
+    if problems:
+        cure = f"`dualsft run {run}/config.yaml --out {run}` makes what is damaged again"
+        raise RunError("\n".join([*problems, cure]))
     old = outdated(manifests)
     current = {stage: m for stage, m in manifests.items() if stage not in old}
     found: dict[str, Any] = {

@@ -1,63 +1,58 @@
-"""Rows: a JSONL file as a stream of checked rows, and what was wrong with the others.
+"""Rows: the files of a corpus as a stream of checked rows, and what was wrong with the others.
 
-Reads `*.jsonl`, `*.jsonl.gz` and `*.json.gz` (one JSON object a line) in the prompt-response
-(`prompt` with `response` or `completion`, or the user's own field names) and Alpaca
-(`instruction`, optional `input`, `output`) formats. This is D_full, before Algorithm 1 begins.
+`sources.py` says which files a path names, `readers.py` and `tables.py` turn a file into records,
+`formats.py` a record into a conversation. This is D_full, before Algorithm 1 begins.
 
-Nothing is skipped silently. A row that cannot be used is a bad row, named with file, 1-based line,
-field and cure: `data.bad_rows: error` stops and shows them, `skip` leaves them out of |D_full| and
-counts them (ALGORITHM.md section 2). Damage to the file itself (a truncated or exploding gzip)
-always stops.
+Nothing is skipped silently. A row that cannot be used is a bad row, named with file, 1-based line
+(or row), field and cure: `data.bad_rows: error` stops and shows them, `skip` leaves them out of
+|D_full| and counts them (ALGORITHM.md section 2). Damage to the file itself always stops.
 
-A row's `index` is its physical line number minus one: blank lines give no row but are counted, so
-`index + 1` is the line that an editor shows. `raw` is the line as it came without its b"\\n" (a
-b"\\r" stays; a byte order mark belongs to the file, not to the row).
+A row's `index` is its place in the source, from 0: the physical line less one in JSON Lines (blank
+lines are counted), the element's or data row's number elsewhere; with several files it counts on.
+`raw` is a JSON line as it came without its b"\\n" (a b"\\r" stays; a byte order mark belongs to the
+file), or the fields of another kind of row as one compact JSON object.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from dualsft.errors import ConfigError, DataError
+from dualsft.errors import DataError
+from dualsft.formats import BadRow, Conversation, Recogniser, Turn, ascii_safe, kind, layouts_of
+from dualsft.readers import Limits, LinesReader, Reader, Record
+from dualsft.sources import SourceFile, find_files, make_reader
+from dualsft.tables import to_json
 
 if TYPE_CHECKING:
     from dualsft.config import DataConfig
 
-
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
 SHOWN_PROBLEMS = 20
 KEPT_PROBLEMS = 10_000
-_UNRECOGNISED_ROWS = 1_000
-_BUFFER_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a file may cost before it is refused."""
-
-    max_line_bytes: int = 64 << 20
-    max_expanded_bytes: int = 64 << 30
-    """Bytes that may come out of a gzip file."""
-    max_ratio: int = 200
-    """Expansion that a gzip file may have once more than `max_line_bytes` have come out of it."""
+_PROGRESS_ROWS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One usable row: its user text and answer, and the bytes it came as."""
+    """One usable row: what it says, the bytes it came as, and where it stands.
+
+    `prompt` and `response` are the last ones of a conversation, whose `turns` hold all of it.
+    """
 
     index: int
     id: str
     raw: bytes
     prompt: str
     response: str
+    place: str = ""
+    turns: tuple[Turn, ...] = ()
+    tools: tuple[Turn, ...] = ()
+    trained_from: int = 0
+    whole: bool = False
 
 
 @dataclass(slots=True)
@@ -68,34 +63,52 @@ class DataReport:
     format: str = ""
     template: str = ""
     max_length: int | None = None
+    files: list[str] = field(default_factory=list)
     num_rows: int = 0
-    """Lines of the file that are not blank."""
+    """Rows of the files; blank lines are none."""
     num_good: int = 0
     """Rows that can be used: |D_full|."""
     num_bad: int = 0
     num_truncated: int = 0
+    num_cut_responses: int = 0
     num_double_bos: int = 0
     num_empty_prompts: int = 0
+    num_split_borders: int = 0
+    num_special_text: int = 0
+    num_repeated_ids: int = 0
+    num_not_sampled: int = 0
     problems: list[tuple[int, str]] = field(default_factory=list)
-    """(line, message) of bad rows, at most KEPT_PROBLEMS of them."""
+    """(index, message) of bad rows, at most KEPT_PROBLEMS of them."""
 
     @property
     def bad(self) -> list[str]:
-        """The messages, in the order of the file."""
+        """The messages, in the order of the source."""
         return [message for _, message in sorted(self.problems)]
 
-    def add(self, line: int, problem: str) -> None:
+    def add(self, index: int, place: str, problem: str) -> None:
         self.num_bad += 1
         if len(self.problems) < KEPT_PROBLEMS:
-            self.problems.append((line, f"{self.path}, line {line}: {problem}"))
+            self.problems.append((index, f"{place}: {problem}"))
 
     def notes(self) -> list[str]:
         """What the user should know about rows that were left out or changed."""
         counted = (
             (self.num_bad, "are bad and left out (data.bad_rows=skip)"),
             (self.num_truncated, f"lost prompt tokens from the left to fit {self.max_length}"),
+            (self.num_cut_responses, "lost tokens of an earlier response in that cut"),
             (self.num_double_bos, "began with more than one BOS; one was kept"),
             (self.num_empty_prompts, "have an empty prompt"),
+            (
+                self.num_split_borders,
+                "have a token across the border of prompt and response; their parts were encoded "
+                "apart",
+            ),
+            (
+                self.num_special_text,
+                "hold the text of a special token (such as an end token), which becomes that token",
+            ),
+            (self.num_repeated_ids, "have the 'id' of an earlier row"),
+            (self.num_not_sampled, "are left out by num_samples of dataset_info.json"),
         )
         lines = [
             f"{self.path}: {number:,} of {self.num_rows:,} rows {what}"
@@ -109,133 +122,66 @@ class DataReport:
         return {name: value for name, value in asdict(self).items() if name != "problems"}
 
 
-class BadRow(ValueError):
-    """Why one row cannot be used."""
+# --- records -----------------------------------------------------------------------------------
 
 
-# --- lines -------------------------------------------------------------------------------------
+def _records(
+    files: Sequence[SourceFile], limits: Limits
+) -> Iterator[tuple[SourceFile, Reader, int, Record]]:
+    """(file, its reader, index in the whole source, record) over all files."""
+    before = 0
+    for file in files:
+        reader = make_reader(file, limits)
+        empty = True
+        for record in reader:
+            empty = False
+            yield file, reader, before + record.index, record
+        if empty:
+            raise DataError(f"{file.path}: there is no row in the file; remove it, or fill it")
+        before += reader.count
 
 
-def check_path(path: Path) -> None:
-    """Refuse a path that is no file of a kind that can be read."""
-    if not path.name.lower().endswith(SUFFIXES):
-        raise ConfigError(
-            f"data.path: {path} is not a kind of file that can be read; supported now: "
-            "*.jsonl, *.jsonl.gz and *.json.gz, one JSON object a line"
-        )
-    if not path.is_file():
-        what = "does not exist" if not path.exists() else "is not an ordinary file"
-        raise ConfigError(f"data.path: {path} {what}; give the path of the corpus")
+def _fields(record: Record, limits: Limits) -> dict[str, Any]:
+    """The fields of a record."""
+    if record.problem:
+        raise BadRow(record.problem)
+    if record.values is not None:
+        return record.values
+    assert record.text is not None
+    return _parse(record.text, limits)
 
 
-def _read_lines(path: Path, limits: Limits) -> Iterator[tuple[int, bytes | None]]:
-    """(1-based line, bytes without newline) of every non-blank line; None where one is too long."""
-    check_path(path)
-    line = 1
-    try:
-        with path.open("rb", buffering=_BUFFER_BYTES) as file:
-            for raw in _split_lines(file, path, limits):
-                if line == 1 and raw is not None:
-                    raw = _without_mark(path, raw)
-                if raw is None or raw.strip():
-                    yield line, raw
-                line += 1
-    except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
-        raise DataError(
-            f"{path}, line {line}: the gzip file is damaged or cut off here ({problem}); "
-            "copy or download it again (gzip -t tests it)"
-        ) from problem
-    except _TooLarge as problem:
-        raise DataError(
-            f"{path}, line {line}: the gzip file expands to more than {problem} bytes, which looks "
-            "like a decompression bomb; unpack it and give the *.jsonl file if you mean it"
-        ) from problem
-    except OSError as problem:
-        raise DataError(f"{path}, line {line}: cannot be read ({problem})") from problem
+def _raw(reader: Reader, record: Record, values: dict[str, Any]) -> bytes:
+    """What selected.jsonl holds of a row."""
+    as_it_came = isinstance(reader, LinesReader) and record.text is not None
+    return record.text if as_it_came and record.text is not None else to_json(values)
 
 
-class _TooLarge(Exception):
-    """A gzip file gave more bytes than its limit."""
-
-
-def _split_lines(file: BinaryIO, path: Path, limits: Limits) -> Iterator[bytes | None]:
-    """Every line without its newline, None for one over the limit (of which no more is held)."""
-    zipped = path.name.lower().endswith(".gz")
-    stream = gzip.GzipFile(fileobj=file) if zipped else file
-    by_ratio = limits.max_ratio * path.stat().st_size
-    most = min(limits.max_expanded_bytes, max(limits.max_line_bytes, by_ratio))
-    num_bytes, too_long = 0, False
-    while piece := stream.readline(_BUFFER_BYTES if too_long else limits.max_line_bytes + 1):
-        num_bytes += len(piece)
-        if zipped and num_bytes > most:
-            raise _TooLarge(f"{most:,}")
-        line = piece.removesuffix(b"\n")
-        too_long = too_long or len(line) > limits.max_line_bytes
-        if not too_long or piece.endswith(b"\n"):
-            yield None if too_long else line
-            too_long = False
-    if too_long:
-        yield None
-
-
-def _without_mark(path: Path, raw: bytes) -> bytes:
-    """The first line without its UTF-8 mark; a file that is visibly something else is refused."""
-    if raw.startswith(b"\x1f\x8b"):
-        raise DataError(f"{path}, line 1: the file is gzip; rename it to end in .jsonl.gz")
-    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise DataError(
-            f"{path}, line 1: the file is UTF-16; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
-        )
-    return raw.removeprefix(b"\xef\xbb\xbf")
-
-
-def source_lines(
-    path: str | Path, rows: Iterable[int] | Mapping[int, str], limits: Limits | None = None
-) -> dict[int, bytes]:
-    """The lines of these rows by index, in source order, byte for byte as they came (no newline).
-
-    `rows` are indices, or a mapping of index to row id; then the content hash in the id is compared
-    and a file that has changed since it was read is refused.
-    """
-    ids = dict(rows) if isinstance(rows, Mapping) else dict.fromkeys(rows, "")
-    lines: dict[int, bytes] = {}
-    for line, raw in _read_lines(Path(path), limits or Limits()):
-        index = line - 1
-        if raw is not None and index in ids:
-            if ids[index] and _id_of(raw, index) != ids[index]:
-                break
-            lines[index] = raw
-            if len(lines) == len(ids):
-                return lines
-    if gone := ids.keys() - lines.keys():
-        raise DataError(
-            f"{path}, line {min(gone) + 1}: not the row that was read before; the file has "
-            "changed. Restore it, or run the split again"
-        )
-    return lines
-
-
-def _id_of(raw: bytes, index: int) -> str | None:
-    try:
-        return _row_id(_parse(raw), index)
-    except BadRow:
-        return None
-
-
-# --- rows --------------------------------------------------------------------------------------
-
-
-def _parse(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a line, strictly: UTF-8, no NaN, no repeated key."""
+def _parse(raw: bytes, limits: Limits) -> dict[str, Any]:
+    """The JSON object of a row, strictly: UTF-8, no NaN, no repeated key."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as problem:
         raise BadRow(
-            f"byte {problem.start + 1} of the line (0x{raw[problem.start]:02x}) is not UTF-8; "
+            f"byte {problem.start + 1} of the row (0x{raw[problem.start]:02x}) is not UTF-8; "
             "save the file as UTF-8"
         ) from None
+
+    def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(pairs) > limits.max_columns:
+            raise BadRow(
+                f"an object with {len(pairs):,} fields; {limits.max_columns:,} are allowed: keep "
+                "those with the texts"
+            )
+        row = dict(pairs)
+        if len(row) < len(pairs):
+            seen: set[str] = set()
+            name = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise BadRow(f"field {ascii_safe(name)} is given twice in one object; keep one of them")
+        return row
+
     try:
-        row = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique_keys)
+        row = json.loads(text, parse_constant=_no_constant, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as problem:
         raise BadRow(
             f"not valid JSON at column {problem.colno}: {problem.msg}; "
@@ -246,11 +192,11 @@ def _parse(raw: bytes) -> dict[str, Any]:
     except BadRow:
         raise
     except ValueError as problem:  # an integer of thousands of digits
-        raise BadRow(f"not valid JSON: {problem}; repair the number") from None
+        raise BadRow(f"not valid JSON: {problem}; write a shorter number") from None
     if not isinstance(row, dict):
         raise BadRow(
-            f"{_kind(row)} where a JSON object is needed; write one object a line "
-            "(jq -c '.[]' does it for a file that is one list)"
+            f"{kind(row)} where a JSON object is needed; write one object a row "
+            "(jq -c '.[]' makes JSON Lines of a file that is one list)"
         )
     return row
 
@@ -259,177 +205,140 @@ def _no_constant(name: str) -> None:
     raise BadRow(f"{name} is not valid JSON; remove it or write null")
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        seen: set[str] = set()
-        name = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise BadRow(f"field {name[:60]!r} is given twice in one object; keep one of them")
-    return row
+def _row_id(values: dict[str, Any], raw: bytes, index: int) -> str:
+    """A hash of the content, whatever its spelling, and the position."""
+    try:
+        canonical = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+    except (TypeError, ValueError):  # a table's own types: its JSON form is already canonical
+        canonical = raw
+    return f"{hashlib.sha256(canonical).hexdigest()[:16]}-{index}"
 
 
-def _kind(value: object) -> str:
-    """What JSON calls a value."""
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
-    return "null" if value is None else names.get(type(value), "an object")
+# --- rows --------------------------------------------------------------------------------------
 
 
-def _row_id(row: dict[str, Any], index: int) -> str:
-    canonical = json.dumps(row, sort_keys=True, separators=(",", ":"))
-    return f"{hashlib.sha256(canonical.encode()).hexdigest()[:16]}-{index}"
+class _Collector:
+    """Rows and problems of the files as they are read."""
 
+    def __init__(self, config: DataConfig, report: DataReport, limits: Limits) -> None:
+        self.config, self.report, self.limits = config, report, limits
+        self.rows: list[Row] = []
+        self._recognisers: dict[Path, Recogniser] = {}
+        self._ids: set[int] = set()
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """The names under which a format keeps its texts."""
+    def add(self, file: SourceFile, reader: Reader, index: int, record: Record) -> None:
+        """One record: a row, a problem, or one that waits for its file's format to show."""
+        place = f"{file.path}, {reader.unit} {record.line}"
+        self.report.num_rows += 1
+        recogniser = self.recogniser(file)
+        try:
+            values = _fields(record, self.limits)
+            said = recogniser.read(index, place, values)
+            if said is not None:
+                self.rows.append(self._row(reader, record, index, place, values, said))
+                self.report.num_repeated_ids += self._is_repeated(values.get("id"))
+        except BadRow as problem:
+            self.report.add(index, place, str(problem))
+        if recogniser.layout is not None and recogniser.waiting:
+            self.settle(recogniser)
 
-    format: str
-    prompt: str
-    response: str
-    extra: str = ""
+    def recogniser(self, file: SourceFile) -> Recogniser:
+        """Every file is recognised by itself: a list may mix formats."""
+        if file.path not in self._recognisers:
+            layouts = [file.layout] if file.layout else layouts_of(self.config)
+            self._recognisers[file.path] = Recogniser(layouts)
+        return self._recognisers[file.path]
 
-    def missing(self, names: Iterable[str]) -> list[str]:
-        return [name for name in (self.prompt, self.response) if name not in names]
-
-    def __str__(self) -> str:
-        extra = f", optional {self.extra}" if self.extra else ""
-        return f"{self.format} ({self.prompt}, {self.response}{extra})"
-
-
-_FORMATS = (
-    _Fields("prompt_response", "prompt", "response"),
-    _Fields("prompt_response", "prompt", "completion"),
-    _Fields("alpaca", "instruction", "output", "input"),
-)
-_OWN_NAMES = "name your fields with data.prompt_field=... and data.response_field=..."
-
-
-class _Recogniser:
-    """Finds the format by the first row that has all the fields of one, then reads rows with it."""
-
-    def __init__(self, config: DataConfig, report: DataReport) -> None:
-        self.report = report
-        own_prompt, own_response = config.prompt_field, config.response_field
-        formats = [f for f in _FORMATS if config.format in ("auto", f.format)]
-        if not formats:
-            raise ConfigError(
-                f"data.format: {config.format!r} is not known; use auto, prompt_response or alpaca"
-            )
-        if (own_prompt or own_response) and config.format == "alpaca":
-            raise ConfigError(
-                "data.prompt_field and data.response_field do not go with data.format=alpaca; "
-                "use data.format=prompt_response, or leave them out"
-            )
-        if own_prompt or own_response:
-            names = [own_response] if own_response else ["response", "completion"]
-            formats = [_Fields("prompt_response", own_prompt or "prompt", n) for n in names]
-        self.accepted = formats
-        self.fields: _Fields | None = formats[0] if len(formats) == 1 else None
-        self.known = {name for f in formats for name in (f.prompt, f.response)}
-        self.waiting: list[tuple[int, list[str]]] = []
-
-    def row(self, line: int, raw: bytes) -> Row | None:
-        """The row of a line; None while no row has shown the format (the line waits, as bad)."""
-        values = _parse(raw)
-        if self.fields is None:
-            self._recognise(line, values)
-        if self.fields is None:
-            names = sorted(values, key=lambda name: name not in self.known)  # known ones first
-            self.waiting.append((line, names[: SHOWN_PROBLEMS + 1]))
-            if len(self.waiting) >= _UNRECOGNISED_ROWS:
-                self.finish()
-            return None
-        if missing := self.fields.missing(values):
-            raise BadRow(self._missing(missing, list(values)))
-        prompt = _text(values, self.fields.prompt)
-        if self.fields.extra and values.get(self.fields.extra) is not None:
-            extra = _text(values, self.fields.extra)
-            prompt = f"{prompt}\n{extra}" if extra else prompt
-        response = _text(values, self.fields.response)
-        if not response.strip():
-            raise BadRow(f"field {self.fields.response!r} is empty; write the response")
-        return Row(line - 1, _row_id(values, line - 1), raw, prompt, response)
+    def settle(self, recogniser: Recogniser) -> None:
+        for index, place, problem in recogniser.settle():
+            self.report.add(index, place, problem)
 
     def finish(self) -> None:
-        """Settle the rows that waited; an error when no format was recognised."""
-        if self.fields is None and self.waiting:
-            line, names = self.waiting[0]
-            accepted = "; ".join(str(fields) for fields in self.accepted)
-            raise DataError(
-                f"{self.report.path}, line {line}: the fields {_listed(names)} are of no known "
-                f"format, nor are those of any later row; accepted: {accepted}; or {_OWN_NAMES}"
-            )
-        for line, names in self.waiting:
-            assert self.fields is not None
-            self.report.add(line, self._missing(self.fields.missing(names), names))
-        self.waiting = []
+        for recogniser in self._recognisers.values():
+            self.settle(recogniser)
+        found = {r.layout.format: None for r in self._recognisers.values() if r.layout}
+        self.report.format = ", ".join(found) or self.config.format
 
-    def _recognise(self, line: int, values: dict[str, Any]) -> None:
-        fitting = [fields for fields in self.accepted if not fields.missing(values)]
-        if len(fitting) > 1:
-            raise DataError(
-                f"{self.report.path}, line {line}: the fields fit more than one format: "
-                f"{'; '.join(str(fields) for fields in fitting)}; set data.format, or {_OWN_NAMES}"
-            )
-        if fitting:
-            self.fields = fitting[0]
-            self.finish()
+    def _row(
+        self,
+        reader: Reader,
+        record: Record,
+        index: int,
+        place: str,
+        values: dict[str, Any],
+        said: Conversation,
+    ) -> Row:
+        raw = _raw(reader, record, values)
+        return Row(
+            index,
+            _row_id(values, raw, index),
+            raw,
+            said.prompt,
+            said.response,
+            place,
+            said.turns,
+            said.tools,
+            said.trained_from,
+            said.whole,
+        )
 
-    def _missing(self, missing: list[str], names: list[str]) -> str:
-        plural = "field" if len(missing) == 1 else "fields"
-        return f"{plural} {_listed(missing)} missing (the row has {_listed(names)}); {_OWN_NAMES}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name[:60]) for name in names[:SHOWN_PROBLEMS]) or "no fields"
-    return shown + (", ..." if len(names) > SHOWN_PROBLEMS else "")
-
-
-def _text(values: dict[str, Any], name: str) -> str:
-    value = values[name]
-    if not isinstance(value, str):
-        raise BadRow(f"field {name!r} is {_kind(value)}, must be a string; write it as text")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as problem:
-        raise BadRow(
-            f"field {name!r} has half a surrogate pair at character {problem.start + 1}, which is "
-            "no text; write the whole character"
-        ) from None
-    return value
+    def _is_repeated(self, name: object) -> bool:
+        """Whether an earlier row has this `id`; only its hash is kept."""
+        if not isinstance(name, str | int):
+            return False
+        number = hash(repr(name))
+        known = number in self._ids
+        self._ids.add(number)
+        return known
 
 
 def read_rows(
-    path: str | Path, config: DataConfig, limits: Limits | None = None
+    path: str | Path,
+    config: DataConfig,
+    limits: Limits | None = None,
+    key: str = "data.path",
+    progress: Callable[[float, int], None] | None = None,
 ) -> tuple[list[Row], DataReport]:
-    """The usable rows of a file, and what was wrong with the others (policy: data.bad_rows)."""
+    """The usable rows that a path names, and what was wrong with the others (data.bad_rows).
+
+    `key` is the setting that an error about the path names; `progress` is told the share of the
+    bytes that has been read, and the rows.
+    """
     limits = limits or Limits()
-    report = DataReport(path=str(path))
-    recogniser = _Recogniser(config, report)
-    rows: list[Row] = []
+    files = find_files(str(path), config, key)
+    report = DataReport(path=str(path), files=[str(file.path) for file in files])
+    collector = _Collector(config, report, limits)
+    sizes = {file.path: file.path.stat().st_size for file in files}
+    total, finished, current = max(1, sum(sizes.values())), 0, files[0].path
     try:
-        for line, raw in _read_lines(Path(path), limits):
-            report.num_rows += 1
-            try:
-                if raw is None:
-                    raise BadRow(
-                        f"longer than {limits.max_line_bytes:,} bytes; "
-                        "split the row, or check that the file has one object a line"
-                    )
-                row = recogniser.row(line, raw)
-            except BadRow as problem:
-                report.add(line, str(problem))
-            else:
-                rows += [row] if row else []
-        recogniser.finish()
+        for file, reader, index, record in _records(files, limits):
+            if file.path != current:
+                finished, current = finished + sizes[current], file.path
+            collector.add(file, reader, index, record)
+            if progress is not None and report.num_rows % _PROGRESS_ROWS == 0:
+                done = finished + reader.share() * sizes[current]
+                progress(min(1.0, done / total), report.num_rows)
+        collector.finish()
     except DataError as problem:
         raise DataError([*report.bad[:SHOWN_PROBLEMS], *problem.problems]) from problem
-    if not report.num_rows:
-        raise DataError(f"{path}: there is no row in the file; give a corpus with data.path")
-    report.format = recogniser.fields.format if recogniser.fields else config.format
+    rows = _sample(collector.rows, files, report)
     report.num_good = len(rows)
     settle(report, config.bad_rows, known=0)
     return rows, report
+
+
+def _sample(rows: list[Row], files: Sequence[SourceFile], report: DataReport) -> list[Row]:
+    """num_samples of a dataset_info.json entry: as many rows, those of the smallest hashes."""
+    kept = rows
+    for file in files:
+        if file.num_samples is None:
+            continue
+        mine = [row for row in kept if row.place.startswith(f"{file.path}, ")]
+        chosen = {row.id for row in sorted(mine, key=lambda row: row.id)[: file.num_samples]}
+        left_out = {row.id for row in mine} - chosen
+        report.num_not_sampled += len(left_out)
+        kept = [row for row in kept if row.id not in left_out]
+    return kept
 
 
 def settle(report: DataReport, policy: str, known: int) -> None:
@@ -444,3 +353,46 @@ def settle(report: DataReport, policy: str, known: int) -> None:
         raise DataError([*shown, f"{total} ({len(shown)} shown); {cure}"])
     if not report.num_good:
         raise DataError([*shown, f"{total} ({len(shown)} shown): nothing is left; repair them"])
+
+
+def source_lines(
+    path: str | Path,
+    rows: Iterable[int] | Mapping[int, str],
+    config: DataConfig | None = None,
+    limits: Limits | None = None,
+) -> dict[int, bytes]:
+    """These rows by index, in source order: JSON lines byte for byte, others as compact JSON.
+
+    `rows` are indices, or a mapping of index to row id; then the content hash in the id is compared
+    and a file that has changed since it was read is refused.
+    """
+    limits = limits or Limits()
+    ids = dict(rows) if isinstance(rows, Mapping) else dict.fromkeys(rows, "")
+    lines: dict[int, bytes] = {}
+    place = str(path)
+    for file, reader, index, record in _records(find_files(str(path), config), limits):
+        if index in ids:
+            raw = _same(reader, record, index, ids[index], limits)
+            if raw is None:
+                place = f"{file.path}, {reader.unit} {record.line}"
+                break
+            lines[index] = raw
+            if len(lines) == len(ids):
+                return lines
+        place = f"{file.path}, {reader.unit} {record.line + 1}"  # where a lost row would stand
+    if ids.keys() - lines.keys():
+        raise DataError(
+            f"{place}: not the row that was read before; the file has changed. Restore it, or run "
+            "the split again"
+        )
+    return lines
+
+
+def _same(reader: Reader, record: Record, index: int, row_id: str, limits: Limits) -> bytes | None:
+    """The row of a record; None when it is not the one of this id (an empty id is any)."""
+    try:
+        values = _fields(record, limits)
+    except BadRow:
+        return None
+    raw = _raw(reader, record, values)
+    return raw if not row_id or _row_id(values, raw, index) == row_id else None

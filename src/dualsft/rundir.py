@@ -3,7 +3,8 @@
 The layout is that of ARCHITECTURE.md: one numbered folder for each step of Algorithm 1. A stage is
 written as `<folder>.part`, sealed by a manifest (`manifest.py`), and swapped into place by rename;
 a finished stage is not removed before its successor is complete, and a reader finishes or undoes a
-swap that a crash cut short. One process at a time writes.
+swap that a crash cut short. What a stage has so far lies in `<folder>.work` (`pieces.py`). One
+process at a time writes.
 Writes `config.yaml`, `manifest.json`, `metrics.jsonl` and the stage folders; reads them back.
 """
 
@@ -26,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from dualsft.disk import check_room, folder_bytes, storage_failure
 from dualsft.errors import ConfigError, RunError
 from dualsft.manifest import (
     FORMAT_VERSION,
@@ -41,6 +43,7 @@ from dualsft.manifest import (
     read_stage_manifest,
     render_manifest,
     seal,
+    sealed_text,
     sha256_file,
     versions,
 )
@@ -65,6 +68,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 STAGE_FOLDER = re.compile(r"[0-9]+_[a-z_]+")
+RUN_FILES = frozenset({"config.yaml", MANIFEST, "metrics.jsonl", "report.md"})
 
 
 class PeakMemory:
@@ -184,6 +188,14 @@ def _exists(path: Path) -> bool:
     return os.path.lexists(path)
 
 
+def _is_run(names: list[str]) -> bool:
+    """Whether a folder without manifest.json is a run's all the same: it only holds a run's files,
+    stages among them."""
+    visible = [name for name in names if not name.startswith(".")]
+    stages = [name for name in visible if STAGE_FOLDER.fullmatch(name.partition(".")[0])]
+    return bool(stages) and set(visible) - set(stages) <= RUN_FILES
+
+
 def _remove(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()
@@ -206,7 +218,7 @@ class RunDir:
         names = os.listdir(self.path) if self.path.is_dir() else []
         if MANIFEST in names:
             read_manifest(self.path / MANIFEST)
-        elif any(not name.startswith(".") for name in names):
+        elif not _is_run(names) and any(not name.startswith(".") for name in names):
             raise ConfigError(
                 f"--out: {str(self.path)!r} is neither empty nor a run folder; give a new folder"
             )
@@ -215,8 +227,8 @@ class RunDir:
         return self
 
     def write_config(self, text: str) -> None:
-        """Write `config.yaml`."""
-        atomic_write_text(self.path / "config.yaml", text)
+        """Write `config.yaml`, with a seal by which damage to it is found."""
+        atomic_write_text(self.path / "config.yaml", sealed_text(text))
 
     def _write_manifest(self) -> None:
         """Write the run's `manifest.json`: a summary of the stages that are there."""
@@ -280,16 +292,20 @@ class RunDir:
         return StageState(status, tuple(reasons), manifest, tuple(extra))
 
     @contextlib.contextmanager
-    def write_stage(self, folder: str, fingerprint: Fingerprint) -> Iterator[StageWriter]:
+    def write_stage(
+        self, folder: str, fingerprint: Fingerprint, need: int = 0
+    ) -> Iterator[StageWriter]:
         """Give an empty folder to write a stage into; on a clean exit it replaces the old stage.
 
-        On an exception the new folder is removed and the old stage stays as it was.
+        `need` is what it will take on disk, in bytes, as far as that is known. On an exception the
+        new folder is removed and the old stage stays as it was.
         """
         final = self.stage_path(folder)
         part = _beside(final, ".part")
         with self.lock():
             self._recover(folder)
             _remove(part)
+            check_room(self.path, need, f"the stage {folder}")
             part.mkdir()
             writer = StageWriter(part)
             start = time.perf_counter()
@@ -298,11 +314,23 @@ class RunDir:
                     yield writer
                 writer.seconds = time.perf_counter() - start
                 seal(part, self._stage_body(folder, fingerprint, writer))
-            except BaseException:
+            except BaseException as problem:
+                failure = storage_failure(problem, part, folder_bytes(part))
                 shutil.rmtree(part, ignore_errors=True)
+                if failure is not None:
+                    raise failure from problem
                 raise
             self._swap(part, final)
+            self.discard_work(folder)
             self._write_manifest()
+
+    def work_path(self, folder: str) -> Path:
+        """Where a stage keeps its progress while it runs."""
+        return _beside(self.stage_path(folder), ".work")
+
+    def discard_work(self, folder: str) -> None:
+        """Remove the progress of a stage that is finished."""
+        _remove(self.work_path(folder))
 
     @staticmethod
     def _stage_body(folder: str, fingerprint: Fingerprint, writer: StageWriter) -> dict[str, Any]:

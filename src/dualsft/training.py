@@ -3,24 +3,28 @@
 ALGORITHM.md §2 "Training": each step minimises the mean over the batch's examples of the example
 loss, with AdamW, cosine decay to zero and a linear warmup whose step s uses (s + 1) /
 warmup_steps. A batch is cut into micro-batches whose gradients add up, so their size changes
-memory, not the mathematics. The order of the examples and the dropout noise depend only on (seed,
-epoch, step), never on a global random stream.
+memory, not the mathematics; a micro-batch that does not fit is halved. The order of the examples
+and the dropout noise depend only on (seed, epoch, step), never on a global random stream, so a
+piece (`pieces.py`) of masters, moments and the step count is all that a later start needs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
-from dualsft.data import Example, collate, make_batches, training_order
+from dualsft.data import Example, collate, make_batches, named, training_order
 from dualsft.errors import RunError
 from dualsft.losses import example_objective
+from dualsft.memory import Smaller, give_back, is_out_of_memory
 from dualsft.optim import SparseAdamW
-from dualsft.progress import Progress
+from dualsft.pieces import Piece, Pieces, State
+from dualsft.progress import Reporter
 
 FEW_STEPS = 20  # fewer optimizer steps than this are worth a warning
 
@@ -63,31 +67,95 @@ def train(
     examples: Sequence[Example],
     optimizer: SparseAdamW,
     plan: TrainingPlan,
-    progress: Progress,
-    log_step: Callable[..., None],
+    reporter: Reporter,
+    label: str,
+    log_step: Callable[..., None] = lambda **_: None,
+    pieces: Pieces | None = None,
 ) -> int:
     """Run the loop in place; returns the number of optimizer steps taken."""
+    pieces = pieces or Pieces()
     num_steps = plan.num_steps(len(examples))
     per_epoch = math.ceil(len(examples) / plan.batch_size)
+    first = restore(optimizer, pieces.load(label))
+    if first:
+        log_step(resumed_at=first)
     order: list[int] = []
     model.train()
     try:
-        for step in range(num_steps):
-            epoch, within = divmod(step, per_epoch)
-            if within == 0:
-                order = training_order(examples, plan.seed, epoch)
-            start = within * plan.batch_size
-            rows = [examples[i] for i in order[start : start + plan.batch_size]]
-            lr = learning_rate(step, num_steps, plan.lr, plan.warmup_ratio)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            loss, norm = _step(model, rows, optimizer, plan, step)
-            tokens = sum(e.num_tokens for e in rows)
-            progress.advance(1, tokens=tokens, loss=loss)
-            log_step(step=step + 1, loss=loss, grad_norm=norm, lr=lr, epoch=step / per_epoch)
+        with (
+            reporter.track(label, num_steps, "steps", first) as progress,
+            pieces.loop(),
+        ):
+            for step in range(first, num_steps):
+                epoch, within = divmod(step, per_epoch)
+                if within == 0 or not order:
+                    order = training_order(examples, plan.seed, epoch)
+                start = within * plan.batch_size
+                rows = [examples[i] for i in order[start : start + plan.batch_size]]
+                lr = learning_rate(step, num_steps, plan.lr, plan.warmup_ratio)
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                loss, norm, plan = _fitting_step(model, rows, optimizer, plan, step, reporter)
+                tokens = sum(e.num_tokens for e in rows)
+                progress.advance(1, tokens=tokens, loss=loss)
+                log_step(step=step + 1, loss=loss, grad_norm=norm, lr=lr, epoch=step / per_epoch)
+                where = f"{label}: step {step + 1:,} of {num_steps:,}"
+                pieces.tick(label, partial(snapshot, optimizer, step + 1), where)
     finally:
         model.eval()
     return num_steps
+
+
+def snapshot(optimizer: SparseAdamW, num_steps: int) -> State:
+    """Masters and moments after `num_steps` steps: with θ_old, all there is to know."""
+    tensors: dict[str, torch.Tensor] = {}
+    counts: dict[str, float] = {}
+    for name, master in optimizer.masters.items():
+        tensors[f"master.{name}"] = master
+        if state := optimizer.state.get(master):
+            tensors[f"exp_avg.{name}"] = state["exp_avg"]
+            tensors[f"exp_avg_sq.{name}"] = state["exp_avg_sq"]
+            counts[name] = float(state["step"])
+    return tensors, {"steps": num_steps, "counts": counts}
+
+
+def restore(optimizer: SparseAdamW, piece: Piece | None) -> int:
+    """Take a piece up; returns how many steps are done."""
+    if piece is None:
+        return 0
+    current = optimizer.state_dict()
+    masters, state = {}, {}
+    for i, (name, master) in enumerate(optimizer.masters.items()):
+        masters[name] = piece.tensors[f"master.{name}"].to(master.device)
+        if name in piece.facts["counts"]:
+            state[i] = {
+                "step": torch.tensor(piece.facts["counts"][name], dtype=torch.float32),
+                "exp_avg": piece.tensors[f"exp_avg.{name}"],
+                "exp_avg_sq": piece.tensors[f"exp_avg_sq.{name}"],
+            }
+    optimizer.load_state_dict({**current, "state": state, "masters": masters})
+    return piece.facts["steps"]
+
+
+def _fitting_step(
+    model: PreTrainedModel,
+    rows: Sequence[Example],
+    optimizer: SparseAdamW,
+    plan: TrainingPlan,
+    step: int,
+    reporter: Reporter,
+) -> tuple[float, float, TrainingPlan]:
+    """`_step`, in smaller micro-batches when it does not fit: (loss, gradient norm, the plan)."""
+    while True:
+        try:
+            return *_step(model, rows, optimizer, plan, step), plan
+        except Smaller as smaller:  # nothing was updated yet
+            reporter.warn(f"step {step + 1}: {smaller}")
+            plan = replace(plan, batch_tokens=smaller.batch_tokens, micro_batch_size=None)
+        optimizer.zero_grad()
+        for parameter in model.parameters():
+            parameter.grad = None
+        give_back(next(model.parameters()).device)
 
 
 def _step(
@@ -101,29 +169,40 @@ def _step(
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(_noise_seed(plan.seed, step))
-        total = 0.0
-        for piece in micro_batches(rows, plan):
-            batch = collate(piece, plan.pad_id, plan.padding_side, device)
-            objective, losses = example_objective(model, batch, scale=1.0 / len(rows))
-            bad = [e.id for e, ok in zip(piece, losses.isfinite().tolist(), strict=True) if not ok]
-            if bad:
-                raise RunError(
-                    f"step {step + 1}: the loss of {', '.join(bad[:5])} is not finite; nothing was "
-                    "updated (lower the learning rate, or look at these rows)"
-                )
-            objective.backward()
-            total += float(losses.sum())
+        total = sum(
+            _backward(model, piece, plan, step, len(rows)) for piece in micro_batches(rows, plan)
+        )
     limit = plan.max_grad_norm if plan.max_grad_norm > 0 else math.inf
     norm = float(optimizer.clip_grad_norm(limit))
     if not math.isfinite(norm):
-        ids = ", ".join(e.id for e in rows[:5])
         raise RunError(
-            f"step {step + 1}: the gradient is not finite; nothing was updated (rows {ids} …; "
-            "lower the learning rate)"
+            f"step {step + 1}: the gradient over {named(rows)} is not finite; nothing was updated "
+            "(lower the learning rate, or look at these rows)"
         )
     optimizer.step()
     optimizer.zero_grad()
     return total / len(rows), norm
+
+
+def _backward(
+    model: PreTrainedModel, rows: Sequence[Example], plan: TrainingPlan, step: int, count: int
+) -> float:
+    """Gradients of one micro-batch of a batch of `count`; returns the sum of its losses."""
+    batch = collate(rows, plan.pad_id, plan.padding_side, next(model.parameters()).device)
+    try:
+        objective, losses = example_objective(model, batch, scale=1.0 / count)
+        bad = [e for e, ok in zip(rows, losses.isfinite().tolist(), strict=True) if not ok]
+        if bad:
+            raise RunError(
+                f"step {step + 1}: the loss of {named(bad)} is not finite; nothing was "
+                "updated (lower the learning rate, or look at these rows)"
+            )
+        objective.backward()
+        return float(losses.sum())
+    except Exception as problem:
+        if not is_out_of_memory(problem):
+            raise
+        raise Smaller.than(batch.input_ids.shape, problem) from None
 
 
 def micro_batches(rows: Sequence[Example], plan: TrainingPlan) -> list[list[Example]]:

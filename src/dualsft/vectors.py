@@ -27,6 +27,16 @@ def accumulation_dtype(model_dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if model_dtype == torch.float64 else torch.float32
 
 
+def reduction_dtype(device: torch.device) -> torch.dtype:
+    """What sums over layers, tokens and examples are kept in on a device: `mps` has no fp64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def host_double(x: Tensor) -> Tensor:
+    """In fp64, on the tensor's own device when that has it, otherwise in the host's memory."""
+    return (x if reduction_dtype(x.device) == torch.float64 else x.cpu()).double()
+
+
 class ParamVector(Mapping[str, Tensor]):
     """An ordered mapping parameter name → tensor, with the algebra of one long vector."""
 
@@ -137,6 +147,6 @@ def _dot64(a: Tensor, b: Tensor) -> float:
     total = 0.0
     a, b = a.reshape(-1), b.reshape(-1)
     for start in range(0, a.numel(), CHUNK):
-        x, y = a[start : start + CHUNK], b[start : start + CHUNK]
-        total += float(torch.dot(x.double(), y.double().to(x.device)))
+        x = host_double(a[start : start + CHUNK])
+        total += float(torch.dot(x, host_double(b[start : start + CHUNK]).to(x.device)))
     return total

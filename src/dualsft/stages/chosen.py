@@ -70,9 +70,11 @@ def write_mask(ctx: RunContext, folder: Path, mask: TopK) -> dict[str, Any]:
 
 
 def write_selected(ctx: RunContext, folder: Path, chosen: list[Example]) -> None:
-    """selected.jsonl: the chosen rows byte for byte as they came, in source order; ids.json."""
+    """selected.jsonl: the chosen rows in source order, JSON lines byte for byte as they came, rows
+    of another kind as compact JSON; ids.json."""
     rows = sorted(chosen, key=lambda e: e.index)
-    lines = source_lines(ctx.data_path(ctx.config.data.path), {e.index: e.id for e in rows})
+    data = ctx.config.data
+    lines = source_lines(ctx.data_path(data.path), {e.index: e.id for e in rows}, data)
     with (folder / "selected.jsonl").open("wb") as out:
         for row in rows:
             out.write(lines[row.index] + b"\n")

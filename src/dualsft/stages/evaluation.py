@@ -18,10 +18,22 @@ import torch
 from transformers import PreTrainedModel
 
 from dualsft.context import RunContext
-from dualsft.data import Example, collate, make_batches
-from dualsft.losses import comparison
+from dualsft.data import Example, collate, digest, named
+from dualsft.errors import RunError
+from dualsft.losses import Comparison, comparison
+from dualsft.memory import Smaller, is_out_of_memory
+from dualsft.passes import remaining_batches
 from dualsft.stages.split import load_examples
 from dualsft.templates import Template
+
+_TOTALS: tuple[str, ...] = (
+    "before_examples",
+    "before_tokens",
+    "after_examples",
+    "after_tokens",
+    "divergence",
+    "tokens",
+)
 
 
 def run(ctx: RunContext, part: Path) -> dict[str, Any]:
@@ -46,7 +58,10 @@ def evaluation_sets(ctx: RunContext) -> dict[str, list[Example]]:
     limit = ctx.config.evaluation.limit
     sets: dict[str, list[Example]] = {}
     for name, path in ctx.config.evaluation.files.items():
-        sets[name] = load_examples(ctx, path)[0][:limit]
+        examples, report = load_examples(ctx, path, f"evaluation.files: {name}")
+        for note in report.notes():
+            ctx.reporter.warn(note)
+        sets[name] = examples[:limit]
     sets["validation"] = ctx.roles()["val"][:limit]
     return sets
 
@@ -59,38 +74,72 @@ def compare(
     examples: list[Example],
     name: str,
 ) -> dict[str, Any]:
-    """Both models on the same examples."""
+    """Both models on the same examples; resumable, and in smaller batches when memory is short."""
     budget = ctx.config.evaluation.batch_tokens or ctx.batch_tokens
-    totals = {"before": [0.0, 0.0], "after": [0.0, 0.0]}
-    divergence, tokens = 0.0, 0
-    with ctx.reporter.track(f"evaluation ({name})", len(examples), "examples") as progress:
-        for rows in make_batches(examples, budget):
+    piece_name = f"evaluation-{digest(name).hex()[:12]}"
+    piece = ctx.pieces.load(piece_name)
+    totals: dict[str, float] = piece.facts["totals"] if piece else dict.fromkeys(_TOTALS, 0.0)
+    done = piece.facts["done"] if piece else 0
+    label = f"evaluation ({name})"
+    waiting = remaining_batches(examples, budget, done)
+    with (
+        ctx.reporter.track(label, len(examples), "examples", done) as progress,
+        ctx.pieces.loop(),
+    ):
+        while waiting:
+            rows = waiting[0]
             chosen = [examples[i] for i in rows]
-            pad = ctx.pad_id
-            batch = collate(chosen, pad, ctx.config.data.padding_side, ctx.device)
+            batch = collate(chosen, ctx.pad_id, ctx.config.data.padding_side, ctx.device)
+            try:
+                both = comparison(before, after, batch)
+            except Exception as problem:
+                if not is_out_of_memory(problem):
+                    raise
+                smaller = Smaller.than(batch.input_ids.shape, problem)
+                ctx.reporter.warn(f"{label}: {smaller}")
+                waiting = remaining_batches(examples, smaller.batch_tokens, done)
+                continue
+            waiting.pop(0)
+            _refuse_nonfinite(label, chosen, both)
             counts = torch.tensor([e.num_response_tokens for e in chosen], dtype=torch.float64)
-            both = comparison(before, after, batch)
             for key, losses in (("before", both.loss_before), ("after", both.loss_after)):
-                totals[key][0] += float(losses.sum())
-                totals[key][1] += float((losses.cpu() * counts).sum())
-            divergence += float(both.divergence.sum())
-            tokens += int(counts.sum())
+                totals[f"{key}_examples"] += float(losses.sum())
+                totals[f"{key}_tokens"] += float((losses.cpu() * counts).sum())
+            totals["divergence"] += float(both.divergence.sum())
+            totals["tokens"] += int(counts.sum())
+            done += len(rows)
             progress.advance(len(rows), tokens=2 * sum(e.num_tokens for e in chosen))
+            where = f"{label}: {done:,} of {len(examples):,} examples"
+            state = ({}, {"done": done, "totals": totals})
+            ctx.pieces.tick(piece_name, lambda state=state: state, where)
+    tokens = int(totals["tokens"])
     return {
         "examples": len(examples),
         "response_tokens": tokens,
-        "before": _measures(totals["before"], len(examples), tokens),
+        "before": _measures(totals, "before", len(examples), tokens),
         "after": {
-            **_measures(totals["after"], len(examples), tokens),
-            "kl_to_base": divergence / len(examples),
+            **_measures(totals, "after", len(examples), tokens),
+            "kl_to_base": totals["divergence"] / len(examples),
         },
     }
 
 
-def _measures(total: list[float], num_examples: int, num_tokens: int) -> dict[str, float | None]:
-    mean = total[1] / num_tokens
+def _refuse_nonfinite(label: str, rows: list[Example], both: Comparison) -> None:
+    finite = both.loss_before.isfinite() & both.loss_after.isfinite() & both.divergence.isfinite()
+    bad = [e for e, ok in zip(rows, finite.tolist(), strict=True) if not ok]
+    if bad:
+        raise RunError(
+            f"{label}: the loss of {named(bad)} is not finite; nothing was written (look "
+            "at these rows, lower finetune.lr, or use model.dtype=float32)"
+        )
+
+
+def _measures(
+    totals: dict[str, float], key: str, num_examples: int, num_tokens: int
+) -> dict[str, float | None]:
+    mean = totals[f"{key}_tokens"] / num_tokens
     return {
-        "loss": total[0] / num_examples,
+        "loss": totals[f"{key}_examples"] / num_examples,
         "perplexity": math.exp(mean) if mean < 700 else None,
     }
 
@@ -99,8 +148,10 @@ def _measures(total: list[float], num_examples: int, num_tokens: int) -> dict[st
 def answer(ctx: RunContext, model: PreTrainedModel, prompt: str) -> str:
     """A greedy answer to one prompt, rendered with the corpus's own template."""
     data = ctx.config.data
-    template = Template(data.template, ctx.tokenizer, data.add_bos, ctx.model_type)
-    (ids,), _ = template.encode_prompts([template.render(prompt, "x")[0]])
+    template = Template(
+        data.template, ctx.tokenizer, data.add_bos, ctx.model_type, data.template_file
+    )
+    ids = template.prompt_ids(prompt)
     inputs = torch.tensor([ids], device=ctx.device)
     output = model.generate(  # pyright: ignore[reportCallIssue]
         inputs,

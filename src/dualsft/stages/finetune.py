@@ -16,6 +16,7 @@ from typing import Any
 from dualsft.context import RunContext
 from dualsft.data import Example
 from dualsft.delta import take_delta
+from dualsft.model import save_model, text_parameters
 from dualsft.optim import SparseAdamW
 from dualsft.pretrained import weights_hash
 from dualsft.rundir import sha256_file
@@ -40,19 +41,19 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
             "or select.data_budget)"
         )
     with SparseAdamW(
-        model.named_parameters(),
+        text_parameters(model),
         indices,
         lr=plan.lr,
         weight_decay=ctx.config.finetune.weight_decay,
     ) as optimizer:
         trained = optimizer.num_selected
-        with ctx.reporter.track("fine-tuning", num_steps, "steps") as progress:
-            train(model, examples, optimizer, plan, progress, _logger(ctx))
+        train(
+            model, examples, optimizer, plan, ctx.reporter, "fine-tuning", _logger(ctx), ctx.pieces
+        )
     if indices is not None:
         origin = (Path(ctx.config.model.path).name, weights_hash(ctx.model_folder))
         take_delta(model, indices, *origin).save(part / "delta.safetensors")
-    model.save_pretrained(part / "model")
-    ctx.tokenizer.save_pretrained(part / "model")
+    save_model(model, ctx.tokenizer, ctx.model_folder, part / "model")
     summary = {
         "variant": variant,
         "selection": final.name if final != selection else ".",

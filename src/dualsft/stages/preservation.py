@@ -64,11 +64,20 @@ def _fisher(
         wide = gradient.to(total[name].dtype)
         total[name].addcmul_(wide, wide)
 
-    with ctx.reporter.track(
-        "v_prior (Fisher on the anchors)", len(anchors), "examples"
-    ) as progress:
-        for example in anchors:
+    piece, done = settings.pieces.load("fisher"), 0
+    if piece is not None:
+        done = piece.facts["done"]
+        for name, block in total.items():
+            block.copy_(piece.tensors[name])
+    label = "v_prior (Fisher on the anchors)"
+    with (
+        ctx.reporter.track(label, len(anchors), "examples", done) as progress,
+        settings.pieces.loop(),
+    ):
+        for number, example in enumerate(anchors[done:], done + 1):
             batch = collate([example], settings.pad_id, settings.padding_side, ctx.device)
             alone(theta_old, candidates, batch, add_square)
             progress.advance(1, tokens=example.num_tokens)
+            where = f"{label}: {number:,} of {len(anchors):,} examples"
+            settings.pieces.tick("fisher", lambda n=number: (total, {"done": n}), where)
     return total.scaled(1.0 / len(anchors))

@@ -243,14 +243,20 @@ def _write_examples(
     pq.write_table(pa.table(table), part / "examples.parquet")
 
 
+def kept_vectors(ctx: RunContext) -> set[str]:
+    """What `score.keep` asks for beyond the gradients: param_scores, projection."""
+    asked = {word.strip() for word in ctx.config.score.keep.split(",")}
+    vectors = {"param_scores", "projection"}
+    return vectors if "all" in asked else asked & vectors
+
+
 def _keep(ctx: RunContext, part: Path, scored: Scored) -> None:
-    """What `score.keep` asks for beyond the gradients."""
-    kept = {word.strip() for word in ctx.config.score.keep.split(",")}
+    kept = kept_vectors(ctx)
     eta_sc = scored.terms.eta_sc
-    if kept & {"all", "param_scores"}:
+    if "param_scores" in kept:
         scores = scored.projection.combine(
             lambda u, g: param_score_chunk(eta_sc, u, g), scored.grad_sum
         )
         scores.save(part / "params.safetensors", eta_sc=eta_sc)
-    if kept & {"all", "projection"}:
+    if "projection" in kept:
         scored.projection.scaled(eta_sc).save(part / "projection.safetensors", eta_sc=eta_sc)

@@ -35,6 +35,9 @@ TRUSTED = "val-"
 
 ROLES = ("val", "anchor", "warm", "pool")
 
+LONG_ROWS = 20_000
+"""Reading and tokenising fewer rows takes moments and shows no progress."""
+
 _PAPER = {"val": (1024, Decimal("0.1")), "anchor": (2048, Decimal("0.2"))}
 """The paper's sizes, and the largest share of a small corpus that we let them take."""
 
@@ -54,7 +57,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     examples, report = load_examples(ctx, config.data.path)
     trusted: list[Example] = []
     if config.data.val_path is not None:
-        trusted, other = load_examples(ctx, config.data.val_path)
+        trusted, other = load_examples(ctx, config.data.val_path, "data.val_path")
         trusted = [replace(example, id=f"{TRUSTED}{example.id}") for example in trusted]
         for note in other.notes():
             ctx.reporter.warn(note)
@@ -80,17 +83,32 @@ def _check_vocabulary(ctx: RunContext, examples: Sequence[Example]) -> None:
             )
 
 
-def load_examples(ctx: RunContext, path: str) -> tuple[list[Example], DataReport]:
-    """A corpus file as tokenised examples, under the run's template and limits."""
-    rows, report = read_rows(ctx.data_path(path), ctx.config.data)
-    return tokenize(
-        rows,
-        ctx.tokenizer,
-        ctx.config.data,
-        report,
-        max_positions=ctx.max_positions,
-        model_type=ctx.model_type,
-    )
+def load_examples(
+    ctx: RunContext, path: str, key: str = "data.path"
+) -> tuple[list[Example], DataReport]:
+    """A source of rows as tokenised examples, under the run's template and limits.
+
+    `key` is the setting that named it.
+    """
+    with ctx.reporter.track(f"reading {key}", 100, "% of the bytes") as reading:
+
+        def read(share: float, num_rows: int) -> None:
+            if num_rows >= LONG_ROWS:
+                reading.advance(int(100 * share) - reading.done)
+
+        rows, report = read_rows(ctx.data_path(path), ctx.config.data, key=key, progress=read)
+    if len(report.files) > 1:
+        ctx.reporter.say(f"{key}: {len(report.files)} files: {', '.join(report.files)}")
+    with ctx.reporter.track(f"tokenising {key}", len(rows), "rows") as tokenising:
+        return tokenize(
+            rows,
+            ctx.tokenizer,
+            ctx.config.data,
+            report,
+            max_positions=ctx.max_positions,
+            model_type=ctx.model_type,
+            progress=tokenising.advance if len(rows) >= LONG_ROWS else None,
+        )
 
 
 def resolve_budget(budget: int | float, total: int, name: str = "budget") -> int:

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from dualsft.config import Config
 from dualsft.context import RunContext, pass_settings
-from dualsft.model import Candidates
+from dualsft.ghost import GhostEngine
+from dualsft.model import Candidates, save_model, text_parameters
 from dualsft.optim import SparseAdamW
 from dualsft.passes import TOLERANCE, check_fused_loss
 from dualsft.training import FEW_STEPS, TrainingPlan, train
@@ -42,10 +43,10 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
         )
     model = ctx.theta_old()
     candidates = ctx.candidates(model)
+    GhostEngine(model, candidates)  # what no rule covers is said now, not after the warmup
     check_fused_loss(model, examples[0], pass_settings(ctx), TOLERANCE[ctx.dtype])
-    with SparseAdamW(model.named_parameters(), None, lr=plan.lr) as optimizer:
-        with ctx.reporter.track("warmup", num_steps, "steps") as progress:
-            train(model, examples, optimizer, plan, progress, _logger(ctx))
+    with SparseAdamW(text_parameters(model), None, lr=plan.lr) as optimizer:
+        train(model, examples, optimizer, plan, ctx.reporter, "warmup", _logger(ctx), ctx.pieces)
         curvature = adam_rms(optimizer, candidates)
     curvature.save(part / "curvature.safetensors")
     _save(ctx, model, part)
@@ -53,8 +54,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
 
 
 def _save(ctx: RunContext, model: PreTrainedModel, part: Path) -> None:
-    model.save_pretrained(part / "theta_bar")
-    ctx.tokenizer.save_pretrained(part / "theta_bar")
+    save_model(model, ctx.tokenizer, ctx.model_folder, part / "theta_bar")
 
 
 def adam_rms(optimizer: SparseAdamW, candidates: Candidates) -> ParamVector:

@@ -1,0 +1,246 @@
+"""What a model folder may hold: read with the standard library, before transformers sees it.
+
+A model folder comes from a stranger. Nothing in it is unpickled, no configuration key may name code
+to run or weights to fetch from elsewhere, and no file may lead out of the folder by link or by
+name. Each refusal names the file and the key, and says the cure. Reads the configuration files
+(size and depth capped), the index of the weights and the first bytes of each weight file; imports
+nothing heavy, so that a run is refused within a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path, PureWindowsPath
+from stat import S_ISDIR, S_ISREG
+from typing import Any
+
+from dualsft.errors import ConfigError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npz", ".npy", ".h5", ".joblib"}
+
+CONFIG_BYTES = 16 << 20
+INDEX_BYTES = 64 << 20
+TEMPLATE_BYTES = 1 << 20
+HEADER_BYTES = 100_000_000  # the format's own limit
+DEPTH = 64
+MAX_FILES = 20_000
+
+_CODE = (
+    "names Python code to run; when transformers has this model itself, remove the key or the "
+    "folder's .py files; set model.trust_remote_code=true only when you trust its authors"
+)
+_KERNELS = "fetches and runs compiled code; remove the key and choose model.attention instead"
+_QUANTISED = "quantised weights cannot be scored or trained exactly; give the unquantised model"
+_REMOTE_KEYS = {"auto_map": _CODE, "custom_pipelines": _CODE}
+_REFUSED_KEYS = {
+    "trust_remote_code": "a model cannot allow itself to run code; remove the key",
+    "_attn_implementation_internal": _KERNELS,
+    "_experts_implementation_internal": _KERNELS,
+    "use_kernels": _KERNELS,
+    "allow_all_kernels": _KERNELS,
+    "kernel_config": _KERNELS,
+    "quantization_config": _QUANTISED,
+    "compression_config": _QUANTISED,
+}
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+_FILE_KEYS = ("_file", "_files", "_path", "_dir")
+_UNREAD = {"special_tokens_map_file", "name_or_path", "_name_or_path"}
+"""Traces of the author's machine that many published configurations carry and nothing opens."""
+
+
+def check_folder(folder: Path, trust_remote_code: bool = False) -> None:
+    """Refuse a folder whose links or configuration files reach outside it or for code."""
+    problems = list(_bad_entries(folder))
+    if not problems:  # then every file below is a plain file of this folder
+        problems += _bad_configs(folder, trust_remote_code)
+    if problems:
+        raise ConfigError([f"model.path: {problem}" for problem in problems])
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse weights that are missing, pickled, cut short, or named outside the folder."""
+    weight_files(folder)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the model, each there and with a sound header."""
+    if (folder / WEIGHTS).is_file():
+        files = [folder / WEIGHTS]
+    elif (folder / INDEX).is_file():
+        files = _shards(folder)
+    else:
+        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
+        reason = f" ({pickled[0]} is pickled: it can run code, and is not read)" if pickled else ""
+        raise ConfigError(
+            f"model.path: {str(folder)!r} holds no {WEIGHTS} and no {INDEX}{reason}; save the "
+            "model again with `model.save_pretrained(folder)`, or take a revision with safetensors"
+        )
+    problems = [f"model.path: {problem}" for file in files if (problem := _bad_header(file))]
+    if problems:
+        raise ConfigError(problems)
+    return files
+
+
+def _bad_entries(folder: Path) -> Iterator[str]:
+    """Links that lead out of the folder, and entries that are neither files nor folders."""
+    root = folder.resolve()
+    roots = [root]
+    if root.parent.name == "snapshots":  # the cache of the Hugging Face hub: links into its blobs
+        roots.append(root.parent.parent / "blobs")
+    seen = 0
+    for place, folders, files in os.walk(root, followlinks=False):
+        for name in (*folders, *files):
+            path = Path(place, name)
+            shown = path.relative_to(root)
+            seen += 1
+            if seen > MAX_FILES:
+                yield f"{str(folder)!r} holds more than {MAX_FILES:,} files; give the model's own"
+                return
+            try:
+                target, mode = path.resolve(strict=True), path.stat().st_mode
+            except (OSError, RuntimeError) as problem:
+                yield f"{shown}: cannot be read ({problem}); remove it"
+                continue
+            if path.is_symlink() and not any(target.is_relative_to(r) for r in roots):
+                yield f"{shown}: a link to {str(target)!r}, outside the folder; copy the file"
+            elif not (S_ISREG(mode) or S_ISDIR(mode)):
+                yield f"{shown}: neither a file nor a folder; remove it"
+
+
+def _bad_configs(folder: Path, trust_remote_code: bool) -> Iterator[str]:
+    if (folder / "adapter_config.json").exists():
+        yield (
+            "adapter_config.json: the folder is a PEFT adapter, which loads another model; merge "
+            "it (`merge_and_unload`) and give the merged folder"
+        )
+    has_code = any(folder.rglob("*.py"))
+    for path in sorted(folder.glob("*config*.json")):
+        try:
+            content = _read_json(path, CONFIG_BYTES)
+        except ConfigError as problem:
+            yield str(problem)
+            continue
+        if not isinstance(content, dict):
+            yield f"{path.name}: holds a {type(content).__name__}, not an object"
+            continue
+        for where, key, value in _entries(content):
+            if key == "auto_map" and not has_code and not _names_a_repository(value):
+                continue  # a trace of code that is not here; transformers has the model, or says so
+            if (reason := _refusal(key, value, trust_remote_code)) is not None:
+                yield f"{path.name}: {where} = {_short(value)}: {reason}"
+    for path in sorted([*folder.glob("*.jinja"), *folder.glob("*/*.jinja")]):
+        if path.stat().st_size > TEMPLATE_BYTES:
+            yield f"{path.name}: {path.stat().st_size:,} bytes, more than {TEMPLATE_BYTES:,}"
+
+
+def _refusal(key: str, value: Any, trust_remote_code: bool) -> str | None:
+    """Why this entry of a configuration cannot be allowed; None when it can."""
+    if not value:
+        return None
+    if key in _REMOTE_KEYS:
+        return None if trust_remote_code else _REMOTE_KEYS[key]
+    if key in _REFUSED_KEYS:
+        return _REFUSED_KEYS[key]
+    values = value if isinstance(value, list) else [value]
+    words = [word for word in values if isinstance(word, str)]
+    if key.endswith(_IMPLEMENTATIONS) and any("/" in word for word in words):
+        return _KERNELS
+    if key.endswith(_FILE_KEYS) and key not in _UNREAD and any(map(_leads_out, words)):
+        return "leads out of the folder; give a file name inside it, or remove the key"
+    return None
+
+
+def _names_a_repository(value: Any) -> bool:
+    """Whether an auto_map leads to the code of another repository ("org/name--module.Class")."""
+    return "--" in json.dumps(value, default=str)
+
+
+def _entries(content: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(dotted place, key, value) of every entry, however deep; values of an attention key's own
+    object count under that key."""
+    stack: list[tuple[str, str, Any]] = [(key, key, value) for key, value in content.items()]
+    while stack:
+        where, key, value = stack.pop()
+        yield where, key, value
+        if isinstance(value, dict):
+            inherit = key.endswith(_IMPLEMENTATIONS)
+            stack += [(f"{where}.{k}", key if inherit else k, v) for k, v in value.items()]
+        elif isinstance(value, list):
+            nested = (dict, list)
+            stack += [
+                (f"{where}[{i}]", key, v) for i, v in enumerate(value) if isinstance(v, nested)
+            ]
+
+
+def _read_json(path: Path, limit: int) -> Any:
+    """A JSON file whose size and nesting are bounded."""
+    size = path.stat().st_size
+    if size > limit:
+        raise ConfigError(f"{path.name}: {size:,} bytes, more than the {limit:,} allowed")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ConfigError(f"{path.name}: nested deeper than {DEPTH} levels") from None
+    except ValueError as problem:
+        raise ConfigError(f"{path.name}: is no JSON: {problem}") from problem
+    level, depth = [content] if isinstance(content, dict | list) else [], 0
+    while level:
+        depth += 1
+        if depth > DEPTH:
+            raise ConfigError(f"{path.name}: nested deeper than {DEPTH} levels")
+        parts = [v.values() if isinstance(v, dict) else v for v in level]
+        level = [v for part in parts for v in part if isinstance(v, dict | list)]
+    return content
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files that the index names; each must be a safetensors file of this very folder."""
+    try:
+        index = _read_json(folder / INDEX, INDEX_BYTES)
+    except ConfigError as problem:
+        raise ConfigError(f"model.path: {problem}") from problem
+    table = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(table, dict) or not table:
+        raise ConfigError(
+            f"model.path: {INDEX}: has no weight_map; save the model again with `save_pretrained`"
+        )
+    problems: list[str] = []
+    names = sorted({name if isinstance(name, str) else repr(name) for name in table.values()})
+    for name in names:
+        if _leads_out(name) or Path(name).name != name:
+            problems.append(
+                f"{INDEX}: weight_map names {name!r}, which is not in the folder itself"
+            )
+        elif not name.endswith(".safetensors"):
+            problems.append(f"{INDEX}: weight_map names {name!r}, which is no .safetensors file")
+        elif not (folder / name).is_file():
+            problems.append(f"{INDEX}: the shard {name} is missing; download or copy it again")
+    if problems:
+        raise ConfigError([f"model.path: {problem}" for problem in problems])
+    return [folder / name for name in names]
+
+
+def _bad_header(path: Path) -> str | None:
+    """A safetensors file begins with the length of its JSON header, and the header with `{`."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(9)
+    length = int.from_bytes(start[:8], "little")
+    if len(start) < 9 or start[8:] != b"{" or length > min(size - 8, HEADER_BYTES):
+        return f"{path.name}: is no safetensors file, or cut short; download or save it again"
+    return None
+
+
+def _leads_out(name: str) -> bool:
+    """Whether a name is absolute or climbs out, by the rules of any operating system."""
+    path = PureWindowsPath(name)
+    return name.startswith(("/", "\\", "~")) or bool(path.drive) or ".." in path.parts
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=True, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}…"

@@ -1,0 +1,307 @@
+"""The command line in forked children of a warm parent: killed, cut short, or on a failing disk.
+
+A cold start costs seconds, so `Launcher` starts one process that has imported everything and forks
+a child for each run: a real process, which a test may SIGKILL at any moment. A child can be told to
+`break` at the k-th call that changes a run folder (open, write, fsync, rename, unlink, mkdir,
+rmdir, truncate, and the files that safetensors and pyarrow write): either it dies there without
+cleaning up, the write half done, or the call fails with an error of the disk.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DIED = 77
+"""Exit status of a child that broke off at an I/O call."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens at the k-th change of a folder: `error` 0 ends the process there."""
+
+    folder: Path
+    at: int
+    error: int = 0
+    keeps_failing: bool = False
+    """A full disk stays full; otherwise the next call works again."""
+
+
+class _Breaker:
+    """Counts the calls that change files under a folder and breaks off at one of them."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+        self.root = os.path.realpath(fault.folder)
+        self.count = 0
+        self.log = ""
+
+    def ours(self, path: Any) -> bool:
+        if isinstance(path, int):
+            try:
+                path = os.readlink(f"/proc/self/fd/{path}")
+            except OSError:
+                return False
+        try:
+            return os.path.realpath(os.fspath(path)).startswith(self.root)
+        except (TypeError, ValueError):
+            return False
+
+    def hit(self) -> bool:
+        """One more call; whether it is the one (or a later one of a disk that stays broken)."""
+        self.count += 1
+        at = self.fault.at
+        return self.count == at or (self.fault.keeps_failing and self.count > at)
+
+    def act(self, path: Any) -> None:
+        if not self.fault.error:
+            os._exit(DIED)
+        raise OSError(self.fault.error, os.strerror(self.fault.error), str(path))
+
+    def guard(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        """`real`, which gets its path or descriptor first."""
+
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.ours(path) and self.hit():
+                self.act(path)
+            return real(path, *args, **kwargs)
+
+        call.__name__ = name
+        return call
+
+    def open(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            changes = any(letter in mode for letter in "wax+") and self.ours(file)
+            if changes and self.hit():
+                self.act(file)
+            stream = real(file, mode, *args, **kwargs)
+            return _Stream(stream, self, file) if changes else stream
+
+        return call
+
+    def whole(self, real: Callable[..., Any], where: Callable[..., Any]) -> Callable[..., Any]:
+        """A library that writes a whole file by itself: break with half of it there."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            path = where(*args, **kwargs)
+            if not (self.ours(path) and self.hit()):
+                return real(*args, **kwargs)
+            real(*args, **kwargs)
+            os.truncate(path, os.path.getsize(path) // 2)
+            if self.fault.error and "safetensors" in str(path):
+                from safetensors import SafetensorError
+
+                text = os.strerror(self.fault.error)
+                raise SafetensorError(f"I/O error: {text} (os error {self.fault.error})")
+            self.act(path)
+            raise AssertionError
+
+        return call
+
+    def install(self) -> None:
+        import pyarrow.parquet as parquet
+        import safetensors.torch as safe
+
+        for name in ("open", "fsync", "rename", "replace", "unlink", "remove", "mkdir", "rmdir"):
+            setattr(os, name, self.guard(name, getattr(os, name)))
+        for name in ("write", "ftruncate", "chmod"):
+            setattr(os, name, self.guard(name, getattr(os, name)))
+        builtins.open = io.open = self.open(builtins.open)  # type: ignore[assignment]
+        write_table = self.whole(parquet.write_table, lambda table, where, **_: where)
+        parquet.write_table = write_table  # type: ignore[assignment]
+        inner: Any = safe.__dict__
+        real = inner["serialize_file"]
+        inner["serialize_file"] = self.whole(real, lambda tensors, path, *_, **__: path)
+
+
+class _Stream:
+    """A file opened for writing, whose writes count; a broken one leaves half of its bytes."""
+
+    def __init__(self, stream: Any, breaker: _Breaker, path: Any) -> None:
+        self._stream, self._breaker, self._path = stream, breaker, path
+
+    def write(self, data: Any) -> int:
+        if self._breaker.hit():
+            self._stream.write(data[: len(data) // 2])
+            self._stream.flush()
+            self._breaker.act(self._path)
+        return self._stream.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __enter__(self) -> _Stream:
+        self._stream.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> Any:
+        return self._stream.__exit__(*exc_info)
+
+    def __iter__(self) -> Any:
+        return iter(self._stream)
+
+
+# --- the parent ---------------------------------------------------------------------------------
+
+
+class Launcher:
+    """A warm process that forks one child at a time."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        source = Path(__file__).resolve().parents[1] / "src"
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(source), "COLUMNS": "300"}
+        self._server = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        assert self._ask({"do": "hello"})["ready"]
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.write(json.dumps(message) + "\n")
+        self._server.stdin.flush()
+        answer = self._server.stdout.readline()
+        assert answer, "the warm process died"
+        return json.loads(answer)
+
+    def start(
+        self, words: Sequence[str], fault: Fault | None = None, unforeseen: bool = False
+    ) -> int:
+        """Begin `dualsft …` in a child; returns its process id.
+
+        `unforeseen` leaves out the look at the free space, so that a small disk really fills up.
+        """
+        message: dict[str, Any] = {"do": "start", "words": list(words), "log": str(self.log)}
+        message["unforeseen"] = unforeseen
+        self.log.write_text("")
+        if fault is not None:
+            message["fault"] = {
+                "folder": str(fault.folder),
+                "at": fault.at,
+                "error": fault.error,
+                "keeps_failing": fault.keeps_failing,
+            }
+        return self._ask(message)["pid"]
+
+    def wait(self) -> int:
+        """Exit code of the child; negative for a signal."""
+        return self._ask({"do": "wait"})["code"]
+
+    def run(
+        self, words: Sequence[str], fault: Fault | None = None, unforeseen: bool = False
+    ) -> int:
+        """`start`, then `wait`."""
+        self.start(words, fault, unforeseen)
+        return self.wait()
+
+    def signal(self, pid: int, signum: int) -> None:
+        """Signal the child; one that has ended is not reaped yet, so its id is still its own."""
+        self._ask({"do": "kill", "pid": pid, "signal": signum})
+
+    @property
+    def said(self) -> str:
+        """What the last child printed."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def close(self) -> None:
+        if self._server.stdin is not None:
+            self._server.stdin.close()
+        self._server.wait(timeout=30)
+
+
+def count_changes(launcher: Launcher, words: Sequence[str], folder: Path) -> int:
+    """How many calls of a run change its folder."""
+    never = Fault(folder, at=1 << 60, error=errno.EIO)
+    assert launcher.run([*words], never) == 0, launcher.said
+    counts = [line for line in launcher.said.splitlines() if line.startswith("changes: ")]
+    return int(counts[-1].removeprefix("changes: "))
+
+
+def content(run: Path) -> dict[str, str]:
+    """SHA-256 of every file of every finished stage, as the manifests state them."""
+    found: dict[str, str] = {}
+    for manifest in sorted(run.glob("[0-9]_*/manifest.json")):
+        if STAGE_ENDS.isdisjoint({manifest.parent.suffix}):
+            files = json.loads(manifest.read_text())["files"]
+            found |= {f"{manifest.parent.name}/{n}": e["sha256"] for n, e in files.items()}
+    return found
+
+
+STAGE_ENDS = {".part", ".old", ".work"}
+
+
+# --- the warm process ---------------------------------------------------------------------------
+
+
+def _child(message: dict[str, Any]) -> None:
+    """Become `dualsft …`: its output goes to the log, its exit code is the child's."""
+    log = os.open(message["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    sys.argv = ["dualsft", *message["words"]]
+    breaker = None
+    if "fault" in message:
+        fault = message["fault"]
+        breaker = _Breaker(Fault(**{**fault, "folder": Path(fault["folder"])}))
+        breaker.install()
+    from dualsft import rundir
+    from dualsft.cli import main
+
+    if message["unforeseen"]:
+        rundir.check_room = lambda path, need, what: None
+    code: Any = 1
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    if breaker is not None:
+        print(f"changes: {breaker.count}", flush=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _serve() -> None:
+    import pyarrow.parquet  # noqa: F401
+    import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import dualsft.pipeline  # noqa: F401
+
+    torch.set_num_threads(1)
+    pid = 0
+    for line in sys.stdin:
+        message = json.loads(line)
+        answer: dict[str, Any] = {"ready": True}
+        if message["do"] == "start":
+            pid = os.fork()
+            if pid == 0:
+                _child(message)
+            answer = {"pid": pid}
+        elif message["do"] == "kill":
+            os.kill(message["pid"], message["signal"])
+        elif message["do"] == "wait":
+            answer = {"code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

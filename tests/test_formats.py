@@ -1,0 +1,299 @@
+"""Formats: every shape of row as a conversation, and what is wrong with those that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualsft.config import DataConfig
+from dualsft.errors import DataError
+from dualsft.rows import DataReport, Row, read_rows
+
+USER = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+SYSTEM = {"role": "system", "content": "s"}
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def read(tmp_path: Path, *rows: dict[str, Any], **config: Any) -> tuple[list[Row], DataReport]:
+    path = tmp_path / "c.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return read_rows(path, DataConfig(path=str(path), **config))
+
+
+def said(*pairs: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"from": speaker, "value": text} for speaker, text in pairs]
+
+
+def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in pairs]
+
+
+CONVERSATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str, list[dict[str, Any]]]] = {
+    "messages": ({"messages": [USER, ANSWER]}, {}, "messages", [USER, ANSWER]),
+    "openai": ({"messages": [USER, ANSWER]}, {"format": "openai"}, "messages", [USER, ANSWER]),
+    "rounds": (
+        {"messages": [SYSTEM, USER, ANSWER, USER, ANSWER], "prompt": "x"},
+        {},
+        "messages",
+        [SYSTEM, USER, ANSWER, USER, ANSWER],
+    ),
+    "own_field": ({"chat": [USER, ANSWER]}, {"messages_field": "chat"}, "messages", [USER, ANSWER]),
+    "own_field_sharegpt": (
+        {"chat": said(("human", "q"), ("gpt", "a"))},
+        {"messages_field": "chat"},
+        "sharegpt",
+        [USER, ANSWER],
+    ),
+    "own_system": (
+        {"messages": [USER, ANSWER], "persona": "s"},
+        {"system_field": "persona"},
+        "messages",
+        [SYSTEM, USER, ANSWER],
+    ),
+    "own_system_of_a_pair": (
+        {"prompt": "q", "response": "a", "persona": "s"},
+        {"system_field": "persona"},
+        "prompt_response",
+        [SYSTEM, USER, ANSWER],
+    ),
+    "null_keys": (
+        {"messages": [{**USER, "name": None, "tool_calls": None}, ANSWER]},
+        {},
+        "messages",
+        [USER, ANSWER],
+    ),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, ANSWER]},
+        {},
+        "messages",
+        [USER, ANSWER],
+    ),
+    "calls": (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": CALLS},
+                {"role": "tool", "content": "1"},
+                ANSWER,
+            ]
+        },
+        {},
+        "messages",
+        [
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": CALLS},
+            {"role": "tool", "content": "1"},
+            ANSWER,
+        ],
+    ),
+    "sharegpt": (
+        {"conversations": said(("human", "q"), ("gpt", "a"), ("human", "r"), ("gpt", "b"))},
+        {},
+        "sharegpt",
+        turns(("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")),
+    ),
+    "sharegpt_system": (
+        {"conversations": said(("system", "s"), ("human", "q"), ("gpt", "a"))},
+        {},
+        "sharegpt",
+        [SYSTEM, USER, ANSWER],
+    ),
+    "sharegpt_system_column": (
+        {"conversations": said(("human", "q"), ("gpt", "a")), "system": "s"},
+        {},
+        "sharegpt",
+        [SYSTEM, USER, ANSWER],
+    ),
+    "sharegpt_tools": (
+        {
+            "conversations": said(
+                ("human", "q"),
+                ("function_call", '{"name": "f", "arguments": {"x": 1}}'),
+                ("observation", "1"),
+                ("gpt", "a"),
+            ),
+            "tools": '[{"name": "f"}]',
+        },
+        {},
+        "sharegpt",
+        [
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": CALLS},
+            {"role": "tool", "content": "1"},
+            ANSWER,
+        ],
+    ),
+    "conversations_of_messages": (
+        {"conversations": [USER, ANSWER]},
+        {},
+        "messages",
+        [USER, ANSWER],
+    ),
+    "messages_of_sharegpt": (
+        {"messages": said(("human", "q"), ("gpt", "a"))},
+        {},
+        "sharegpt",
+        [USER, ANSWER],
+    ),
+    "alpaca_history": (
+        {
+            "instruction": "r",
+            "input": "x",
+            "output": "b",
+            "history": [["q", "a"]],
+            "system": "s",
+        },
+        {},
+        "alpaca",
+        [SYSTEM, USER, ANSWER, *turns(("user", "r\nx"), ("assistant", "b"))],
+    ),
+    "alpaca_empty_history": (
+        {"instruction": "q", "output": "a", "history": [], "system": ""},
+        {},
+        "alpaca",
+        [],
+    ),
+    "completion": (
+        {"prompt": [USER], "completion": [ANSWER]},
+        {},
+        "prompt_completion",
+        [USER, ANSWER],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_conversations(tmp_path: Path, name: str) -> None:
+    values, config, form, expected = CONVERSATIONS[name]
+    [row], report = read(tmp_path, values, **config)
+    assert list(row.turns) == expected
+    assert report.format == form
+    if expected:
+        assert row.response == expected[-1]["content"]
+        assert row.prompt == [turn for turn in expected if turn["role"] == "user"][-1]["content"]
+    else:
+        assert (row.prompt, row.response) == ("q", "a")
+
+
+def test_tools_come_as_schemas(tmp_path: Path) -> None:
+    for tools in ([TOOL], json.dumps([TOOL]), [{"name": "f"}]):
+        [row], _ = read(tmp_path, {"messages": [USER, ANSWER], "tools": tools})
+        assert row.tools == (TOOL,)
+
+
+def test_only_the_completion_is_trained_on(tmp_path: Path) -> None:
+    [row], _ = read(tmp_path, {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]})
+    assert row.trained_from == 3
+
+
+def test_a_text_beside_its_parts_is_no_second_format(tmp_path: Path) -> None:
+    _, report = read(tmp_path, {"instruction": "i", "output": "o", "text": "i o"})
+    assert report.format == "alpaca"
+    [row], report = read(tmp_path, {"text": "whole"})
+    assert (row.whole, row.response, report.format) == (True, "whole", "text")
+
+
+def test_each_file_of_a_list_has_its_own_format(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "p", "response": "r"}\n\n')
+    (tmp_path / "b.json").write_text(json.dumps([{"messages": [USER, ANSWER]}]))
+    path = f"{tmp_path}/a.jsonl,{tmp_path}/b.json"
+    rows, report = read_rows(path, DataConfig(path=path))
+    assert [row.index for row in rows] == [0, 2]
+    assert report.format == "prompt_response, messages"
+
+
+def test_repeated_ids_are_counted(tmp_path: Path) -> None:
+    rows = [{"id": name, "prompt": "p", "response": "r"} for name in (1, 2, 1, "x", "x", 1)]
+    found, report = read(tmp_path, *rows)
+    assert len({row.id for row in found}) == 6
+    assert report.num_repeated_ids == 3
+    assert "3 of 6 rows have the 'id' of an earlier row" in report.notes()[0]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no_turns": ({"messages": []}, "'messages' is an empty list"),
+    "no_list": ({"messages": "hello"}, "'messages' is a string, must be a list of turns"),
+    "turn_no_object": ({"messages": ["hello"]}, "turn 1 is a string, must be an object"),
+    "no_role": ({"messages": [{"content": "x"}]}, "turn 1 has no 'role' (it has 'content')"),
+    "role": (
+        {"messages": [{"role": "bot", "content": "x"}]},
+        "role 'bot' is not known; use system",
+    ),
+    "no_content": ({"messages": [{"role": "user"}]}, "turn 1 (user): 'content' is missing or null"),
+    "null_content": (
+        {"messages": [USER, {"role": "assistant", "content": None}]},
+        "turn 2 (assistant): 'content' is missing or null",
+    ),
+    "empty_answer": (
+        {"messages": [USER, {"role": "assistant", "content": " "}]},
+        "turn 2 (assistant): 'content' is empty",
+    ),
+    "no_answer": ({"messages": [USER]}, "has no assistant turn to train on; add the answer"),
+    "trailing": ({"messages": [USER, ANSWER, USER]}, "ends with a user turn that has no answer"),
+    "untrained": ({"messages": [USER, {**ANSWER, "weight": 0}]}, "has no assistant turn to train"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]},
+        "has a part that is no text ('image_url')",
+    ),
+    "call": (
+        {"messages": [USER, {**ANSWER, "tool_calls": ["f"]}]},
+        "'tool_calls' must name its function",
+    ),
+    "tools": ({"messages": [USER, ANSWER], "tools": "{"}, "'tools' is not valid JSON"),
+    "tools_kind": ({"messages": [USER, ANSWER], "tools": 3}, "'tools' must be a list of tool"),
+    "order": (
+        {"conversations": said(("human", "q"), ("human", "r"))},
+        "turn 2: 'human' stands where gpt or function_call must",
+    ),
+    "answer_first": ({"conversations": said(("gpt", "q"))}, "where human or observation must"),
+    "tag": ({"conversations": said(("bob", "q"))}, "from 'bob' is not known; use human, obs"),
+    "no_value": ({"conversations": [{"from": "human"}]}, "(human): 'value' is null, must be"),
+    "function": (
+        {"conversations": said(("human", "q"), ("function_call", "f(1)"))},
+        "turn 2 is not valid JSON",
+    ),
+    "function_name": (
+        {"conversations": said(("human", "q"), ("function_call", "{}"))},
+        "a function call must be an object with a 'name'",
+    ),
+    "unanswered": (
+        {"conversations": said(("human", "q"), ("gpt", "a"), ("human", "r"))},
+        "ends with a user turn that has no answer",
+    ),
+    "history": ({"instruction": "i", "output": "o", "history": "x"}, "'history' is a string"),
+    "pair": (
+        {"instruction": "i", "output": "o", "history": [["q"]]},
+        "pair 1 must be a list of two",
+    ),
+    "empty_history": (
+        {"instruction": "i", "output": "o", "history": [["q", ""]]},
+        "pair 1: the response is empty",
+    ),
+    "mixed": (
+        {"prompt": "p", "completion": [ANSWER]},
+        "'prompt' is a string and 'completion' a list",
+    ),
+    "mixed_other": (
+        {"prompt": [USER], "completion": "c"},
+        "'prompt' is a list and 'completion' a str",
+    ),
+    "empty_prompt_list": ({"prompt": [], "completion": [ANSWER]}, "'prompt' is an empty list"),
+    "text_kind": ({"text": ["x"]}, "field 'text' is a list, must be a string"),
+    "empty_text": ({"text": " "}, "field 'text' is empty"),
+    "surrogate": ({"messages": [USER, {**ANSWER, "content": "\ud800"}]}, "half a surrogate pair"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_are_named(tmp_path: Path, name: str) -> None:
+    values, message = BAD[name]
+    with pytest.raises(DataError) as caught:
+        read(tmp_path, values)
+    problem = caught.value.problems[0]
+    assert problem.startswith(f"{tmp_path}/c.jsonl, line 1: ")
+    assert message in problem

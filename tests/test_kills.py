@@ -1,0 +1,227 @@
+"""Real processes, killed: the same command again gives the bits of a run that was left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import corpus_rows, small_run, write_jsonl
+from faults import DIED, Fault, Launcher, content, count_changes
+from models import save_tiny_folder
+
+from dualsft.preflight import FOLDERS
+from dualsft.rundir import Fingerprint, RunDir
+
+EVERY_STEP = "resume.every=0"
+LONG = ("finetune.epochs=12", "warmup.min_steps=8", "score.batch_tokens=48")
+
+
+class Bench:
+    """A model, a corpus, a warm process, and what an undisturbed run leaves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        rows = corpus_rows(60)
+        self.corpus = write_jsonl(folder / "rows.jsonl", rows)
+        texts = [f"{row['prompt']} {row['response']}" for row in rows]
+        self.model = save_tiny_folder(folder / "model", "llama", texts)
+        self.launcher = Launcher(folder / "log")
+        self._references: dict[tuple[str, ...], dict[str, str]] = {}
+
+    def words(self, out: str, *more: str) -> list[str]:
+        settings = small_run(self.model, self.corpus)
+        return ["run", "--out", str(self.folder / out), *settings, *more]
+
+    def reference(self, *more: str) -> dict[str, str]:
+        """The content of an undisturbed run that saves no progress on the way."""
+        if more not in self._references:
+            out = f"reference{len(self._references)}"
+            assert self.launcher.run(self.words(out, *more)) == 0, self.launcher.said
+            self._references[more] = content(self.folder / out)
+            assert len(self._references[more]) > 25
+        return self._references[more]
+
+    def finish(self, out: str, *more: str) -> str:
+        """Run to the end and compare every file with the undisturbed run; returns what it said."""
+        assert self.launcher.run(self.words(out, *more)) == 0, self.launcher.said
+        said = self.launcher.said
+        settings = tuple(word for word in more if word != EVERY_STEP)
+        assert content(self.folder / out) == self.reference(*settings)
+        left = [name for name in os.listdir(self.folder / out) if "." in name and name[0].isdigit()]
+        assert not left, f"left behind: {left}"
+        return said
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    bench = Bench(tmp_path_factory.mktemp("kills"))
+    yield bench
+    bench.launcher.close()
+
+
+def kill_in_stage(bench: Bench, words: list[str], line: str, delay: float, signum: int) -> int:
+    """Wait until a line has come, then a while, then send the signal; the exit code."""
+    pid = bench.launcher.start(words)
+    deadline = time.monotonic() + 60
+    while line not in bench.launcher.said:
+        assert time.monotonic() < deadline, bench.launcher.said
+        time.sleep(0.002)
+    time.sleep(delay)
+    bench.launcher.signal(pid, signum)
+    return bench.launcher.wait()
+
+
+def sigkill_rounds(bench: Bench, stage: str, rounds: int, seed: int) -> int:
+    """Kill `rounds` runs at random moments of a stage, finish each; how many were still alive."""
+    rng, alive = random.Random(f"{stage}{seed}"), 0
+    for number in range(rounds):
+        out = f"{stage}-{seed}-{number}"
+        words = bench.words(out, *LONG, EVERY_STEP)
+        started = f"[{stage}] started"
+        code = kill_in_stage(bench, words, started, rng.uniform(0, 0.25), signal.SIGKILL)
+        assert code in (0, -signal.SIGKILL), bench.launcher.said
+        alive += code != 0
+        bench.finish(out, *LONG, EVERY_STEP)
+    return alive
+
+
+@pytest.mark.parametrize("stage", [name for name in FOLDERS if name != "scores"])
+def test_one_sigkill_in_a_stage(bench: Bench, stage: str) -> None:
+    sigkill_rounds(bench, stage, rounds=1, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", FOLDERS)
+def test_many_sigkills_in_a_stage(bench: Bench, stage: str) -> None:
+    """15 in each of the seven stages: 105 in all."""
+    assert sigkill_rounds(bench, stage, rounds=15, seed=2) >= 8, "most must hit a living run"
+
+
+@pytest.mark.parametrize(
+    "kills", [pytest.param(4, id="four"), pytest.param(20, id="twenty", marks=pytest.mark.slow)]
+)
+def test_many_kills_of_one_run(bench: Bench, kills: int) -> None:
+    rng = random.Random(kills)
+    out, settings = f"again-and-again-{kills}", ("finetune.epochs=60", "warmup.min_steps=40")
+    bench.reference(*settings)
+    words = bench.words(out, *settings, EVERY_STEP)
+    survived = 0
+    for _ in range(kills):
+        pid = bench.launcher.start(words)
+        time.sleep(rng.uniform(0.15, 0.5))
+        bench.launcher.signal(pid, signal.SIGKILL)
+        survived += bench.launcher.wait() == 0
+    assert survived < kills // 2, "the run was over too soon to be killed so often"
+    bench.finish(out, *settings, EVERY_STEP)
+
+
+def test_a_killed_stage_goes_on_and_does_not_start_again(bench: Bench) -> None:
+    settings = ("warmup.min_steps=200",)
+    words = bench.words("goes-on", *settings, EVERY_STEP)
+    assert kill_in_stage(bench, words, "warmup: 1/", 0.2, signal.SIGKILL) == -signal.SIGKILL
+    work = bench.folder / "goes-on" / f"{FOLDERS['warmup']}.work"
+    saved = max(
+        json.loads(path.read_text())["facts"]["steps"] for path in work.glob("*/manifest.json")
+    )
+    assert 0 < saved < 200
+    said = bench.finish("goes-on", *settings, EVERY_STEP)
+    assert f"warmup: going on behind {saved:,} of 200 steps" in said
+    assert "[split] reused" in said
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("work", ["warmup", "pool (G and f)", "fine-tuning"])
+def test_asked_to_stop(bench: Bench, work: str, signum: int, code: int) -> None:
+    """Without saves on the way: the signal itself saves, says so, and gives the exit code."""
+    out = f"stop-{work[:4]}-{code}"
+    settings = ("finetune.epochs=80", "warmup.min_steps=80", "score.batch_tokens=16")
+    bench.reference(*settings)
+    words = bench.words(out, *settings, "resume.every=null")
+    ended = kill_in_stage(bench, words, f"{work}: 1/", 0.0, signum)
+    said = bench.launcher.said
+    assert ended == code, said
+    assert f"stopped by {signal.Signals(signum).name}" in said and "Traceback" not in said
+    assert "the same command goes on from there" in said
+    assert f"saved {work}: " in said, said
+    again = bench.finish(out, *settings, EVERY_STEP)
+    assert f"{work}: going on behind" in again
+
+
+def test_signal_before_the_work_begins(bench: Bench) -> None:
+    words = bench.words("early", *LONG)
+    pid = bench.launcher.start(words)
+    bench.launcher.signal(pid, signal.SIGTERM)
+    assert bench.launcher.wait() in (143, -signal.SIGTERM)
+    bench.finish("early", *LONG)
+
+
+# --- crash points -------------------------------------------------------------------------------
+
+
+def crash_at(bench: Bench, point: int, *settings: str) -> None:
+    out = f"point-{len(settings)}-{point}"
+    fault = Fault(bench.folder / out, at=point)
+    assert bench.launcher.run(bench.words(out, *settings), fault) == DIED, bench.launcher.said
+    bench.finish(out, *settings)
+
+
+def test_some_crash_points_of_a_run(bench: Bench) -> None:
+    """Die at an open, write, fsync, rename, unlink …: the next start needs nobody's help."""
+    total = count_changes(bench.launcher, bench.words("counted", EVERY_STEP), bench.folder)
+    assert total > 300
+    for point in random.Random(5).sample(range(1, total + 1), 16):
+        crash_at(bench, point, EVERY_STEP)
+
+
+@pytest.mark.slow
+def test_every_crash_point_of_a_run(bench: Bench) -> None:
+    total = count_changes(bench.launcher, bench.words("counted-all", EVERY_STEP), bench.folder)
+    for point in range(1, total + 1):
+        crash_at(bench, point, EVERY_STEP)
+
+
+def test_crash_while_a_stage_is_replaced(bench: Bench) -> None:
+    """Crash points of a second selection: the old one or the new one is there, never neither."""
+    base = bench.words("replaced", "--until", "selection")
+    other = [*base, "select.data_budget=9"]
+    assert bench.launcher.run(base) == 0
+    before = content(bench.folder / "replaced")
+    total = count_changes(bench.launcher, other, bench.folder / "replaced")
+    after = content(bench.folder / "replaced")
+    assert before != after and total > 30
+    for point in random.Random(6).sample(range(1, total + 1), 12):
+        assert bench.launcher.run(base) == 0 and content(bench.folder / "replaced") == before
+        fault = Fault(bench.folder / "replaced", at=point)
+        assert bench.launcher.run(other, fault) == DIED
+        RunDir(bench.folder / "replaced").stage_state(FOLDERS["selection"], Fingerprint({}, {}))
+        assert content(bench.folder / "replaced") in (before, after)
+        assert bench.launcher.run(other) == 0 and content(bench.folder / "replaced") == after
+
+
+# --- one lock -----------------------------------------------------------------------------------
+
+
+def test_two_runs_on_one_folder(bench: Bench) -> None:
+    """The second is refused at once and told who holds the folder; the first is not disturbed."""
+    words = bench.words("shared", *LONG)
+    second = Launcher(bench.folder / "second.log")
+    try:
+        pid = bench.launcher.start(words)
+        deadline = time.monotonic() + 60
+        while "[warmup] " not in bench.launcher.said:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        code, said = second.run(words), second.said
+        first = bench.launcher.wait()
+    finally:
+        second.close()
+    assert first == 0, bench.launcher.said
+    if code != 0:
+        assert code == 1 and f"in use by process {pid} on " in said and "another --out" in said
+    bench.finish("shared", *LONG)

@@ -1,0 +1,163 @@
+"""NaN and infinity: the work stops before an update or a write, and names step and rows."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Runner
+from models import tiny_examples, tiny_model
+from safetensors.torch import load_file, save_file
+
+from dualsft import losses, passes, training
+from dualsft.data import Batch, Example
+from dualsft.errors import ConfigError, RunError
+from dualsft.ghost import GhostEngine
+from dualsft.model import find_candidates
+from dualsft.passes import PassSettings, loss_objective, walk
+from dualsft.preflight import FOLDERS
+from dualsft.progress import Reporter
+from dualsft.stages import evaluation
+from dualsft.vectors import ParamVector
+
+QUIET = Reporter(lambda _: None)
+BAD = [float("nan"), float("inf"), float("-inf")]
+
+
+def examples(count: int) -> list[Example]:
+    rows = tiny_examples(count, 97, 3)
+    return [Example(e.id, e.index, list(e.input_ids), list(e.labels)) for e in rows]
+
+
+def spoiled(objective: Any, row: int, value: float, gradient: bool) -> Any:
+    """The objective with one example's loss, or only its gradient, made non-finite."""
+    poison = examples(11)[row].input_ids
+
+    def call(batch: Batch, observer: Any) -> Any:
+        total, values = objective(batch, observer)
+        rows = batch.input_ids[:, : len(poison)].tolist()
+        if poison not in rows:
+            return total, values
+        if not gradient:
+            values = values.clone()
+            values[rows.index(poison)] = value
+            return total, values
+        return total * value, values
+
+    return call
+
+
+def walked(**spoil: Any) -> ParamVector:
+    model = tiny_model("llama")
+    engine = GhostEngine(model, find_candidates(model, "block_linear"))
+    sums = ParamVector.zeros(engine.candidates)
+    chosen = spoiled(loss_objective(model), **spoil) if spoil else loss_objective(model)
+    settings = PassSettings(batch_tokens=40, pad_id=0, padding_side="right")
+    walk(engine, examples(11), chosen, settings, QUIET, "v_new", sums=sums)
+    return sums
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("row", [0, 7])
+def test_a_loss_names_its_row(row: int, value: float) -> None:
+    with pytest.raises(RunError) as stopped:
+        walked(row=row, value=value, gradient=False)
+    name = f"row {row + 1} ({examples(11)[row].id})"
+    assert f"v_new: the loss or gradient of {name} is not finite" in str(stopped.value)
+    assert "nothing was written" in str(stopped.value)
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_a_gradient_behind_a_finite_loss_is_traced_to_its_row(value: float) -> None:
+    """Only the sum shows it; the walk is repeated example by example to find whose it is."""
+    with pytest.raises(RunError) as stopped:
+        walked(row=4, value=value, gradient=True)
+    assert f"is not finite for row 5 ({examples(11)[4].id}); nothing was written" in str(
+        stopped.value
+    )
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
+def test_weights_are_refused_at_load(
+    make_run: Runner, model_folder: Callable[[str], Path], name: str, value: float, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder("llama"), folder)
+    weights = load_file(folder / "model.safetensors")
+    weights[name].view(-1)[3] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"not finite in {name}"):
+        make_run(f"model.path={folder}")
+
+
+def poison_objective(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int, value: float
+) -> None:
+    """From its n-th call on, the function returns one non-finite value per example."""
+    real, calls = getattr(module, name), [0]
+
+    def spoil(*args: Any, **kwargs: Any) -> Any:
+        result = list(real(*args, **kwargs))
+        calls[0] += 1
+        if calls[0] >= call:
+            result[1] = torch.full_like(result[1], value)
+        return tuple(result)
+
+    monkeypatch.setattr(module, name, spoil)
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize(
+    ("module", "name", "call", "stage"),
+    [
+        (training, "example_objective", 1, "warmup"),
+        (training, "example_objective", 3, "warmup"),
+        (passes, "example_objective", 4, "gradients"),
+        (passes, "distillation_objective", 1, "gradients"),
+    ],
+)
+def test_a_stage_stops_and_leaves_nothing(
+    make_run: Runner,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    module: Any,
+    name: str,
+    call: int,
+    stage: str,
+    value: float,
+) -> None:
+    with monkeypatch.context() as patch:
+        poison_objective(patch, module, name, call, value)
+        with pytest.raises(RunError) as stopped:
+            make_run("resume.every=0")
+    message = str(stopped.value)
+    assert "not finite" in message and "nothing was" in message
+    assert ("step" in message) == (stage == "warmup")
+    folders = sorted(p.name for p in (tmp_path / "run").glob("[0-9]_*") if "." not in p.name)
+    names = list(FOLDERS.values())
+    assert folders == names[: names.index(FOLDERS[stage])], "only the stages before it"
+    clean, again = make_run(out="clean"), make_run("resume.every=0")
+    for file in ("5_selection/selected.jsonl", "6_finetune/delta.safetensors"):
+        assert (again / file).read_bytes() == (clean / file).read_bytes()
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_evaluation_refuses_to_write_what_is_no_number(
+    make_run: Runner, monkeypatch: pytest.MonkeyPatch, value: float, tmp_path: Path
+) -> None:
+    real = evaluation.comparison
+
+    def spoil(*args: Any) -> losses.Comparison:
+        both = real(*args)
+        both.loss_after[0] = value
+        return both
+
+    monkeypatch.setattr(evaluation, "comparison", spoil)
+    with pytest.raises(RunError, match=r"evaluation \(validation\): the loss of .* is not finite"):
+        make_run()
+    assert not (tmp_path / "run/7_evaluation").exists()

@@ -1,0 +1,295 @@
+"""Pieces: saved progress that verifies, and loops that go on behind it to the same bits."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import tiny_examples, tiny_model
+
+from dualsft import interrupt
+from dualsft.data import Example
+from dualsft.ghost import GhostEngine
+from dualsft.manifest import Fingerprint
+from dualsft.model import find_candidates
+from dualsft.optim import SparseAdamW
+from dualsft.passes import PassSettings, loss_objective, remaining_batches, walk
+from dualsft.pieces import KEPT, Pieces
+from dualsft.progress import Reporter
+from dualsft.rundir import RunDir
+from dualsft.training import TrainingPlan, train
+from dualsft.vectors import ParamVector
+
+QUIET = Reporter(lambda _: None)
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing handles it."""
+
+
+def examples(count: int) -> list[Example]:
+    rows = tiny_examples(count, 97, 3)
+    return [Example(e.id, e.index, list(e.input_ids), list(e.labels)) for e in rows]
+
+
+def state(number: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    return {"x": torch.full((3,), float(number))}, {"number": number, "exact": 0.1 + 0.2}
+
+
+# --- pieces -------------------------------------------------------------------------------------
+
+
+def test_newest_piece_is_taken_and_two_are_kept(tmp_path: Path) -> None:
+    pieces = Pieces(tmp_path / "s.work", "abc", every=0)
+    assert pieces.load("walk") is None
+    for number in range(1, 6):
+        assert pieces.save("walk", *state(number))
+    piece = Pieces(tmp_path / "s.work", "abc").load("walk")
+    assert piece is not None and piece.facts == {"number": 5, "exact": 0.1 + 0.2}
+    assert piece.tensors["x"].tolist() == [5.0] * 3
+    assert len(list((tmp_path / "s.work").iterdir())) == KEPT == 2
+
+
+@pytest.mark.parametrize("kind", ["flip", "cut", "gone", "manifest", "no manifest"])
+def test_a_damaged_piece_is_passed_over_for_the_one_before(tmp_path: Path, kind: str) -> None:
+    said: list[str] = []
+    pieces = Pieces(tmp_path / "s.work", "abc", every=0, say=said.append)
+    pieces.save("walk", *state(1))
+    pieces.save("walk", *state(2))
+    newest = tmp_path / "s.work/walk.000002"
+    file = newest / ("manifest.json" if "manifest" in kind else "tensors.safetensors")
+    data = bytearray(file.read_bytes())
+    if kind in ("flip", "manifest"):
+        data[-5] ^= 4
+        file.write_bytes(data)
+    elif kind == "cut":
+        file.write_bytes(data[:-1])
+    else:
+        file.unlink()
+    piece = pieces.load("walk")
+    assert piece is not None and piece.facts["number"] == 1
+    assert len(said) == 1 and "walk.000002" in said[0] and "passed over" in said[0]
+
+
+def test_pieces_of_other_settings_or_versions_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Pieces(tmp_path / "s.work", "abc", every=0).save("walk", *state(1))
+    assert Pieces(tmp_path / "s.work", "abcd").load("walk") is None
+    Pieces(tmp_path / "s.work", "abc", every=0).save("walk", *state(1))
+    monkeypatch.setattr("dualsft.pieces.versions", lambda: {"torch": "another"})
+    assert Pieces(tmp_path / "s.work", "abc").load("walk") is None
+
+
+def test_half_written_pieces_do_not_exist(tmp_path: Path) -> None:
+    pieces = Pieces(tmp_path / "s.work", "abc", every=0)
+    pieces.save("walk", *state(1))
+    (tmp_path / "s.work/walk.000002.part").mkdir()
+    (tmp_path / "s.work/walk.000002.part/tensors.safetensors").write_bytes(b"half")
+    piece = pieces.load("walk")
+    assert piece is not None and piece.facts["number"] == 1
+    assert pieces.save("walk", *state(2))
+    assert not list((tmp_path / "s.work").glob("*.part"))
+
+
+def test_saving_takes_no_more_than_its_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("dualsft.pieces.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dualsft.pieces.save_tensors", lambda *_: now.__setitem__(0, now[0] + 30.0))
+    saves = []
+    pieces = Pieces(tmp_path / "s.work", "abc", every=60)
+    for second in range(2000):
+        before = now[0]
+        pieces.tick("walk", lambda: state(1), "")
+        if now[0] > before:
+            saves.append(second)
+        now[0] += 1.0
+    gaps = np.diff(saves)
+    assert saves[0] == 60 and (gaps >= 600 - 30).all(), "30 s a save: at most every 600 s"
+
+
+def test_a_stage_discards_its_pieces_when_it_is_whole(tmp_path: Path) -> None:
+    run, fingerprint = RunDir(tmp_path / "run").create(), Fingerprint({"a": 1}, {})
+    pieces = Pieces(run.work_path("2_warmup"), fingerprint.hash, every=0)
+    with pytest.raises(Killed), run.write_stage("2_warmup", fingerprint) as writer:
+        pieces.save("walk", *state(1))
+        raise Killed
+    assert pieces.load("walk") is not None, "an exception keeps what was saved"
+    with run.write_stage("2_warmup", fingerprint) as writer:
+        (writer / "x").write_text("done")
+    assert not (run.path / "2_warmup.work").exists()
+
+
+# --- loops --------------------------------------------------------------------------------------
+
+
+class Interrupting(Pieces):
+    """Dies after some ticks, behind the save."""
+
+    ticks_left = 10**9
+
+    def tick(self, name: str, snapshot: Any, where: str) -> None:
+        super().tick(name, snapshot, where)
+        self.ticks_left -= 1
+        if self.ticks_left <= 0:
+            raise Killed
+
+
+def scored(pieces: Pieces, arch: str = "gemma3") -> dict[str, Any]:
+    model = tiny_model(arch, torch.float32)
+    engine = GhostEngine(model, find_candidates(model, "all"))
+    direction = ParamVector({n: torch.randn(p.shape) for n, p in engine.candidates.items()})
+    generator = torch.Generator().manual_seed(0)
+    for block in direction.values():
+        block.copy_(torch.randn(block.shape, generator=generator))
+    sums = ParamVector.zeros(engine.candidates)
+    settings = PassSettings(batch_tokens=40, pad_id=0, padding_side="right", pieces=pieces)
+    result = walk(
+        engine,
+        examples(17),
+        loss_objective(model),
+        settings,
+        QUIET,
+        "pool (G and f)",
+        sums=sums,
+        direction=direction,
+        bounds=True,
+    )
+    bits = {name: block.clone() for name, block in sums.items()}
+    arrays = {n: getattr(result, n) for n in ("values", "dots", "inner_sums")}
+    return bits | {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def same_bits(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_walk_killed_after_every_batch_gives_the_same_bits(tmp_path: Path) -> None:
+    expected = scored(Pieces())
+    count = len(remaining_batches(examples(17), 40, 0))
+    assert count >= 4
+    for kill_at in range(1, count + 1):
+        folder = tmp_path / f"{kill_at}.work"
+        first = Interrupting(folder, "abc", every=0)
+        first.ticks_left = kill_at
+        with pytest.raises(Killed):
+            scored(first)
+        second = Interrupting(folder, "abc", every=0)
+        assert same_bits(scored(second), expected)
+        assert 10**9 - second.ticks_left == count - kill_at, "only the rest is computed"
+
+
+def trained(pieces: Pieces, dtype: torch.dtype = torch.float32, sparse: bool = False) -> Any:
+    model = tiny_model("gpt2", dtype, dropout=0.2)
+    indices = None
+    if sparse:
+        indices = {n: torch.arange(0, p.numel(), 7) for n, p in model.named_parameters()}
+    plan = TrainingPlan(
+        lr=1e-2,
+        epochs=3,
+        batch_size=4,
+        warmup_ratio=0.1,
+        max_grad_norm=1.0,
+        micro_batch_size=None,
+        batch_tokens=40,
+        seed=5,
+        pad_id=0,
+        padding_side="right",
+    )
+    logged: list[int] = []
+    with SparseAdamW(model.named_parameters(), indices, lr=1e-2, weight_decay=0.1) as optimizer:
+        train(
+            model,
+            examples(10),
+            optimizer,
+            plan,
+            QUIET,
+            "warmup",
+            lambda **facts: logged.append(facts.get("step", 0)),
+            pieces,
+        )
+        moments = [
+            optimizer.state[m][k]
+            for m in optimizer.masters.values()
+            for k in ("exp_avg", "exp_avg_sq", "step")
+            if m in optimizer.state
+        ]
+        bits = {f"state{i}": t.clone() for i, t in enumerate(moments)}
+    return bits | {n: p.detach().clone() for n, p in model.named_parameters()}, logged
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_training_killed_after_any_step_gives_the_same_bits(
+    tmp_path: Path, dtype: torch.dtype, sparse: bool
+) -> None:
+    """Weights, moments and step counts, with dropout, decay and clipping on."""
+    expected, steps = trained(Pieces(), dtype, sparse)
+    for kill_at in (1, 3, 4, 8):
+        folder = tmp_path / f"{kill_at}.work"
+        first = Interrupting(folder, "abc", every=0)
+        first.ticks_left = kill_at
+        with pytest.raises(Killed):
+            trained(first, dtype, sparse)
+        got, logged = trained(Pieces(folder, "abc", every=0), dtype, sparse)
+        assert same_bits(got, expected)
+        assert logged == [0, *steps[kill_at:]], "the log says where it went on"
+
+
+# --- signals ------------------------------------------------------------------------------------
+
+
+def test_a_signal_in_a_loop_waits_for_the_step_and_saves(tmp_path: Path) -> None:
+    pieces = Pieces(tmp_path / "s.work", "abc", every=None)
+    done = []
+    with interrupt.handled(), pytest.raises(interrupt.Interrupted) as stopped, pieces.loop():
+        for step in range(5):
+            if step == 2:
+                signal.raise_signal(signal.SIGTERM)
+            done.append(step)
+            pieces.tick("walk", lambda step=step: state(step), f"step {step}")
+    assert done == [0, 1, 2] and stopped.value.exit_code == 143
+    assert stopped.value.saved == "step 2"
+    piece = pieces.load("walk")
+    assert piece is not None and piece.facts["number"] == 2
+
+
+def test_a_signal_outside_of_a_loop_stops_at_once_and_a_second_does_not_wait() -> None:
+    with interrupt.handled(), pytest.raises(interrupt.Interrupted) as stopped:
+        signal.raise_signal(signal.SIGINT)
+    assert stopped.value.exit_code == 130 and not stopped.value.saved
+    with interrupt.handled(), pytest.raises(interrupt.Interrupted), interrupt.deferred():
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupt.pending()
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("the second signal did not stop the loop")
+    assert not interrupt.pending()
+
+
+def test_handlers_are_given_back_and_ignored_signals_stay_ignored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupt.handled():
+            assert signal.getsignal(signal.SIGTERM) is not before
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_manifest_of_a_piece_is_json_that_keeps_every_bit(tmp_path: Path) -> None:
+    pieces = Pieces(tmp_path / "s.work", "abc", every=0)
+    facts = {"totals": {"a": 1e-310, "b": 0.1 + 0.2, "c": 123456789.123456789}}
+    pieces.save("evaluation", {}, facts)
+    piece = pieces.load("evaluation")
+    assert piece is not None and piece.facts == facts and piece.tensors == {}
+    stored = json.loads((tmp_path / "s.work/evaluation.000001/manifest.json").read_text())
+    assert stored["facts"] == facts

@@ -1,0 +1,451 @@
+"""Sources: every kind of file, several files, folders, dataset_info.json and the hub."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dualsft import config as settings
+from dualsft.config import DataConfig
+from dualsft.errors import ConfigError, DataError
+from dualsft.preflight import check_paths
+from dualsft.readers import Limits
+from dualsft.rows import read_rows, source_lines
+from dualsft.sources import find_files, source_hash, split_paths
+
+ROWS = [{"prompt": f"p{i} é", "response": f'r,"{i}"\nsecond line', "n": str(i)} for i in range(5)]
+TABLE = pa.Table.from_pylist(ROWS)
+
+
+def as_csv(delimiter: str) -> bytes:
+    def quoted(text: str) -> str:
+        return '"' + text.replace('"', '""') + '"'
+
+    lines = [delimiter.join(ROWS[0])]
+    lines += [delimiter.join(quoted(text) for text in row.values()) for row in ROWS]
+    return "\r\n".join(lines).encode()
+
+
+def as_arrow(stream: bool) -> bytes:
+    sink = io.BytesIO()
+    make = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with make(sink, TABLE.schema) as writer:
+        writer.write_table(TABLE, max_chunksize=2)
+    return sink.getvalue()
+
+
+def as_parquet() -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(TABLE, sink, row_group_size=2)
+    return sink.getvalue()
+
+
+JSONL = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()
+FILES: dict[str, bytes] = {
+    "c.jsonl": JSONL,
+    "c.ndjson": JSONL,
+    "c.json": json.dumps(ROWS, indent=1).encode(),
+    "lines.json": JSONL,
+    "c.csv": as_csv(","),
+    "c.tsv": as_csv("\t"),
+    "c.parquet": as_parquet(),
+    "c.arrow": as_arrow(stream=True),
+    "c.feather": as_arrow(stream=False),
+}
+
+
+def write(folder: Path, name: str) -> Path:
+    path = folder / name
+    content = FILES[name.removesuffix(".gz")]
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    return path
+
+
+@pytest.mark.parametrize("name", [*FILES, *(f"{name}.gz" for name in FILES)])
+def test_every_kind_of_file(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, name)
+    rows, report = read_rows(path, DataConfig(path=str(path)))
+    assert [(r.prompt, r.response) for r in rows] == [(r["prompt"], r["response"]) for r in ROWS]
+    assert [row.index for row in rows] == [0, 1, 2, 3, 4]
+    assert report.files == [str(path)]
+    compact = [json.dumps(r, ensure_ascii=False, separators=(",", ":")).encode() for r in ROWS]
+    expected = JSONL.split(b"\n") if name.startswith(("c.jsonl", "c.ndjson", "lines")) else compact
+    assert [row.raw for row in rows] == expected
+    chosen = {row.index: row.id for row in (rows[3], rows[1])}
+    assert source_lines(path, chosen) == {1: expected[1], 3: expected[3]}
+
+
+def test_ids_do_not_depend_on_the_kind(tmp_path: Path) -> None:
+    paths = [write(tmp_path, name) for name in FILES]
+    found = [[r.id for r in read_rows(path, DataConfig(path=str(path)))[0]] for path in paths]
+    assert all(ids == found[0] for ids in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("c.json", b'[\n{"prompt": "p", "response": "r"},\n\n\n {"prompt": "p"}\n]', "line 5"),
+        ("c.csv", b'prompt,response\n"a\nb",c\n\nd,""\n', "line 5"),
+        ("c.tsv", b"prompt\tresponse\nx\n", "line 2"),
+        ("c.parquet", None, "row 2"),
+    ],
+)
+def test_places_of_bad_rows(tmp_path: Path, name: str, content: bytes | None, place: str) -> None:
+    path = tmp_path / name
+    if content is None:
+        pq.write_table(pa.table({"prompt": ["a", "b"], "response": ["c", None]}), path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_rows(path, DataConfig(path=str(path)))
+    assert caught.value.problems[0].startswith(f"{path}, {place}: ")
+
+
+# --- several files -------------------------------------------------------------------------------
+
+
+def test_lists_and_globs_count_on(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(JSONL + b"\n\n")
+    write(tmp_path, "c.csv")
+    for text in (
+        f"{tmp_path}/a.jsonl, {tmp_path}/c.csv",
+        f"{tmp_path}/[ac].*",
+    ):
+        rows, report = read_rows(text, DataConfig(path=text))
+        assert [row.index for row in rows] == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10]
+        assert [Path(file).name for file in report.files] == ["a.jsonl", "c.csv"]
+        assert rows[5].place == f"{tmp_path}/c.csv, line 2"
+        lines = source_lines(text, {rows[5].index: rows[5].id})
+        assert json.loads(lines[6]) == ROWS[0]
+
+
+def test_a_changed_second_file_is_found(tmp_path: Path) -> None:
+    a, b = write(tmp_path, "c.jsonl"), write(tmp_path, "c.csv")
+    rows, _ = read_rows(f"{a},{b}", DataConfig(path=f"{a},{b}"))
+    b.write_bytes(as_csv(",").replace(b"p0", b"x0"))
+    with pytest.raises(DataError, match="c.csv, line 2: not the row that was read before"):
+        source_lines(f"{a},{b}", {rows[5].index: rows[5].id})
+
+
+def test_a_path_with_a_comma_is_itself(tmp_path: Path) -> None:
+    odd = tmp_path / "a,b.jsonl"
+    odd.write_bytes(JSONL)
+    assert split_paths(f"{odd},x.jsonl") == [str(odd), "x.jsonl"]
+    assert split_paths("a.jsonl, b.jsonl,") == ["a.jsonl", "b.jsonl"]
+    assert len(read_rows(odd, DataConfig(path=str(odd)))[0]) == 5
+
+
+def test_a_yaml_list_is_a_list_of_paths(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: m}\nfinetune: {lr: 1}\ndata: {path: [a.jsonl, b.json]}\n")
+    assert settings.load(file, []).data.path == "a.jsonl,b.json"
+
+
+def test_all_wrong_paths_are_named_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, "c.jsonl")
+    with pytest.raises(ConfigError) as caught:
+        find_files(f"{path},no.jsonl,{tmp_path}/*.csv", DataConfig(path="x"), "data.val_path")
+    assert [problem.partition(": ")[0] for problem in caught.value.problems] == [
+        "data.val_path"
+    ] * 2
+    assert "'no.jsonl' does not exist" in caught.value.problems[0]
+    assert "matches no file" in caught.value.problems[1]
+
+
+def test_a_file_is_named_once(tmp_path: Path) -> None:
+    path = write(tmp_path, "c.jsonl")
+    with pytest.raises(ConfigError, match="c.jsonl' is named twice; name it once"):
+        find_files(f"{path},{tmp_path}/*.jsonl", DataConfig(path="x"))
+
+
+def test_the_hash_is_of_the_content(tmp_path: Path) -> None:
+    def hashed(path: Path | str, **config: Any) -> str:
+        return source_hash(str(path), DataConfig(path=str(path), **config))
+
+    a, b = write(tmp_path, "c.jsonl"), write(tmp_path, "c.csv")
+    (tmp_path / "other.jsonl").write_bytes(JSONL)
+    assert hashed(a) == hashed(tmp_path / "other.jsonl")
+    assert len({hashed(a), hashed(b), hashed(f"{a},{b}"), hashed(f"{b},{a}")}) == 4
+    before = hashed(f"{a},{b}")
+    b.write_bytes(as_csv(",") + b"\r\n")
+    assert hashed(f"{a},{b}") != before
+
+
+# --- folders -------------------------------------------------------------------------------------
+
+
+def names(path: Path, **config: Any) -> list[str]:
+    files = find_files(str(path), DataConfig(path=str(path), **config))
+    return [str(file.path.relative_to(path)) for file in files]
+
+
+def test_a_plain_folder_gives_its_train_files(tmp_path: Path) -> None:
+    for name in (
+        "data/train-00001.jsonl",
+        "data/train-00000.jsonl",
+        "data/test.jsonl",
+        "README.md",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(JSONL)
+    assert names(tmp_path) == ["data/train-00000.jsonl", "data/train-00001.jsonl"]
+    assert names(tmp_path, split="test") == ["data/test.jsonl"]
+    with pytest.raises(ConfigError, match=r"no file of the split 'validation'; set .*test, train"):
+        names(tmp_path, split="validation")
+
+
+def test_a_plain_folder_without_splits_gives_all(tmp_path: Path) -> None:
+    for name in ("b.csv", "a.csv", ".hidden.csv"):
+        (tmp_path / name).write_bytes(as_csv(","))
+    assert names(tmp_path) == ["a.csv", "b.csv"]
+    (tmp_path / "c.jsonl").write_bytes(JSONL)
+    with pytest.raises(ConfigError, match=r"several kinds \(.csv, .jsonl\); give a glob"):
+        names(tmp_path)
+
+
+def saved(folder: Path, order: list[str]) -> Path:
+    folder.mkdir(parents=True)
+    for name in order:
+        (folder / name).write_bytes(as_arrow(stream=True))
+    files = [{"filename": name} for name in order]
+    (folder / "state.json").write_text(json.dumps({"_data_files": files}))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "ds", ["data-00001.arrow", "data-00000.arrow"])
+    assert names(folder) == ["data-00001.arrow", "data-00000.arrow"]
+    rows, _ = read_rows(folder, DataConfig(path=str(folder)))
+    assert len(rows) == 10
+    saved(tmp_path / "dict" / "train", ["x.arrow"])
+    saved(tmp_path / "dict" / "test", ["y.arrow"])
+    (tmp_path / "dict/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert names(tmp_path / "dict") == ["train/x.arrow"]
+    assert names(tmp_path / "dict", split="test") == ["test/y.arrow"]
+    with pytest.raises(ConfigError, match="no split 'dev'; set data.split to one of train, test"):
+        names(tmp_path / "dict", split="dev")
+
+
+@pytest.mark.parametrize("name", ["../x.arrow", "/etc/passwd", "", None])
+def test_a_saved_folder_may_not_lead_out(tmp_path: Path, name: str | None) -> None:
+    folder = saved(tmp_path / "ds", ["x.arrow"])
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(ConfigError, match="state.json' names .* leads out of its folder"):
+        names(folder)
+
+
+# --- dataset_info.json ---------------------------------------------------------------------------
+
+
+def info(folder: Path, **entries: Any) -> Path:
+    (folder / "dataset_info.json").write_text(json.dumps(entries))
+    return folder
+
+
+def test_entries_are_chosen_by_name(tmp_path: Path) -> None:
+    write(tmp_path, "c.jsonl")
+    write(tmp_path, "c.csv")
+    columns = {"columns": {"prompt": "prompt", "response": "response"}}
+    info(tmp_path, one={"file_name": "c.jsonl", **columns}, two={"file_name": "c.csv", **columns})
+    for path in (tmp_path, tmp_path / "dataset_info.json"):
+        config = DataConfig(path=str(path), dataset="two,one")
+        rows, report = read_rows(path, config)
+        assert [Path(file).name for file in report.files] == ["c.csv", "c.jsonl"]
+        assert (len(rows), report.format) == (10, "alpaca")
+
+
+def test_num_samples_keeps_as_many_rows(tmp_path: Path) -> None:
+    write(tmp_path, "c.jsonl")
+    columns = {"prompt": "prompt", "response": "response"}
+    info(tmp_path, one={"file_name": "c.jsonl", "columns": columns, "num_samples": 2})
+    config = DataConfig(path=str(tmp_path), dataset="one")
+    rows, report = read_rows(tmp_path, config)
+    assert (len(rows), report.num_good, report.num_not_sampled) == (2, 2, 3)
+    assert "3 of 5 rows are left out by num_samples" in report.notes()[0]
+    assert rows == sorted(rows, key=lambda row: row.index)
+    assert rows == read_rows(tmp_path, config)[0]
+    assert len(source_lines(tmp_path, {row.index: row.id for row in rows}, config)) == 2
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"script_url": "me/code"}, "script_url 'me/code' is a loading script, which would run"),
+        ({"hf_hub_url": "a/b", "script_url": "x"}, "script_url is a loading script"),
+        ({"cloud_file_name": "s3://x"}, "cloud_file_name 's3://x' lies in a cloud bucket"),
+        ({"ms_hub_url": "a/b"}, "ms_hub_url 'a/b' is on another hub"),
+        ({"file_name": "c.jsonl", "ranking": True}, "ranking: true is preference data"),
+        ({"file_name": "../c.jsonl"}, "leads out of its folder"),
+        ({"file_name": "/etc/passwd"}, "leads out of its folder"),
+        ({"file_name": "none.jsonl"}, "names 'none.jsonl', which is not there"),
+        ({}, "needs file_name or hf_hub_url"),
+        ({"file_name": "c.jsonl", "formatting": "vicuna"}, "formatting 'vicuna' is not known"),
+        ({"file_name": "c.jsonl", "columns": {"images": "x"}}, "columns: 'images' cannot be used"),
+        ({"file_name": "c.jsonl", "columns": 3}, "columns must be an object of texts"),
+        ({"file_name": "c.jsonl", "tags": {"x": "y"}}, "tags: 'x' cannot be used"),
+        ({"file_name": "c.jsonl", "num_samples": 0}, "num_samples 0 must be an integer of 1"),
+        ({"file_name": "c.jsonl", "split": "test"}, "split 'test' needs a hub dataset"),
+        ({"file_name": "c.jsonl", "extra": 1}, "the key 'extra' is not known"),
+        ("c.jsonl", "the entry must be a JSON object"),
+    ],
+)
+def test_entries_that_cannot_be_used(tmp_path: Path, entry: Any, message: str) -> None:
+    write(tmp_path, "c.jsonl")
+    info(tmp_path, mine=entry)
+    with pytest.raises(ConfigError) as caught:
+        names(tmp_path, dataset="mine")
+    assert message in str(caught.value)
+
+
+def test_a_dataset_must_be_named(tmp_path: Path) -> None:
+    info(tmp_path, mine={"file_name": "x"}, other={"file_name": "y"})
+    with pytest.raises(ConfigError, match=r"set data.dataset \(mine, other\)"):
+        names(tmp_path)
+    with pytest.raises(ConfigError, match="has no dataset 'mime'; did you mean 'mine'?"):
+        names(tmp_path, dataset="mime")
+
+
+# --- the hub -------------------------------------------------------------------------------------
+
+STAND_IN = """
+calls = []
+def load_dataset(path, **settings):
+    calls.append((path, settings))
+    if path == "org/none":
+        raise FileNotFoundError("no such dataset")
+    return [{"prompt": "p", "response": "r", "when": None}, {"prompt": "é", "response": "s"}]
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Any]]:
+    """A module `datasets` that only plays `load_dataset`, and a cache of its own."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/datasets.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    monkeypatch.setenv("DUALSFT_CACHE", str(tmp_path / "cache"))
+    return lambda: sys.modules["datasets"].calls
+
+
+def test_a_hub_dataset_is_loaded_once(tmp_path: Path, hub: Callable[[], list[Any]]) -> None:
+    config = DataConfig(path="org/name", subset="main", revision="v1")
+    for _ in range(2):
+        rows, report = read_rows("org/name", config)
+        assert [row.prompt for row in rows] == ["p", "é"]
+    wanted = {"name": "main", "data_dir": None, "split": "train", "revision": "v1"}
+    assert hub() == [("org/name", wanted)]
+    [file] = (tmp_path / "cache/datasets").iterdir()
+    assert report.files == [str(file)]
+    assert file.read_bytes().splitlines()[0] == rows[0].raw
+    read_rows("org/name", DataConfig(path="org/name", split="test"))
+    assert hub()[-1][1]["split"] == "test" and len(hub()) == 2
+
+
+def test_a_hub_entry_of_dataset_info(tmp_path: Path, hub: Callable[[], list[Any]]) -> None:
+    columns = {"prompt": "prompt", "response": "response"}
+    folder = tmp_path / "lf"
+    folder.mkdir()
+    info(folder, mine={"hf_hub_url": "org/name", "subset": "s", "columns": columns})
+    rows, _ = read_rows(folder, DataConfig(path=str(folder), dataset="mine"))
+    assert len(rows) == 2 and hub()[0][1]["name"] == "s"
+
+
+def test_a_hub_dataset_that_is_not_there(hub: Callable[[], list[Any]]) -> None:
+    with pytest.raises(ConfigError, match="'org/none' .* cannot be loaded .*no such dataset"):
+        read_rows("org/none", DataConfig(path="org/none"))
+
+
+def test_without_datasets_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setenv("DUALSFT_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"'org/name' is no file .*install dualsft\[data\]"):
+        read_rows("org/name", DataConfig(path="org/name"))
+
+
+def test_preflight_loads_nothing(tmp_path: Path, hub: Callable[[], list[Any]]) -> None:
+    words = ["model.path=smollm2-135m", "finetune.lr=1", "data.path=org/name"]
+    check_paths(settings.load(None, words))
+    assert not (tmp_path / "cache/datasets").exists()
+    wrong = [*words[:2], f"data.path={tmp_path}/no.csv", "data.val_path=notes.txt"]
+    with pytest.raises(ConfigError) as caught:
+        check_paths(settings.load(None, [*wrong, "data.template_file=no.jinja"]))
+    said = "\n".join(caught.value.problems)
+    for part in ("data.path: ", "data.val_path: ", "data.template_file: 'no.jinja' is not a file"):
+        assert part in said
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+def test_limits_hold_for_every_kind(tmp_path: Path) -> None:
+    small = Limits(max_line_bytes=2000, max_columns=3)
+    long = [{"prompt": "p" * 5000, "response": "r"}]
+    wide = [{f"c{i}": "x" for i in range(4)}]
+    for name, content, message in (
+        ("l.json", json.dumps(long).encode(), "longer than 2,000 bytes"),
+        ("w.json", json.dumps(wide).encode(), "an object with 4 fields; 3 are allowed"),
+        ("l.csv", b"prompt,response\n" + b"p" * 5000 + b",r\n", "longer than 2,000 bytes"),
+        ("w.csv", b"a,b,c,d\n1,2,3,4\n", "the header has 4 columns; 3 are allowed"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            read_rows(tmp_path / name, DataConfig(path=name), small)
+    for name, rows, message in (("l", long, "bomb|longer than 2,000"), ("w", wide, "4 columns")):
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), path)
+        with pytest.raises(DataError, match=message):
+            read_rows(path, DataConfig(path=str(path)), small)
+
+
+def test_a_run_on_conversations_in_parquet_and_csv(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The whole pipeline: several kinds, several turns, chosen rows as compact JSON."""
+    first = [
+        {"messages": [m for i in range(1 + n % 2) for m in _round(n, i)], "n": n} for n in range(40)
+    ]
+    pq.write_table(pa.Table.from_pylist(first), tmp_path / "a.parquet")
+    lines = ["prompt,response"] + [f"say {n},the word {n}" for n in range(40)]
+    (tmp_path / "b.csv").write_text("\n".join(lines))
+    said: list[str] = []
+    folder = make_run(
+        f"data.path={tmp_path}/a.parquet,{tmp_path}/b.csv",
+        "data.template=chat",
+        "select.data_budget=20",
+        said=said,
+    )
+    chosen = (folder / "5_selection/selected.jsonl").read_text().splitlines()
+    assert len(chosen) == 20
+    rows = [json.loads(line) for line in chosen]
+    compact = {json.dumps(row, separators=(",", ":")) for row in first}
+    assert all(line in compact or '"response":"the word ' in line for line in chosen)
+    assert {"messages" in row for row in rows} == {True, False}
+    assert any("2 files: " in line for line in said)
+    again: list[str] = []
+    make_run(
+        f"data.path={tmp_path}/[ab].*",
+        "data.template=chat",
+        "select.data_budget=20",
+        said=again,
+    )
+    assert "[split] reused: nothing it depends on has changed" in again
+
+
+def _round(n: int, i: int) -> list[dict[str, str]]:
+    return [
+        {"role": "user", "content": f"question {n} {i}"},
+        {"role": "assistant", "content": f"answer {n} {i}"},
+    ]

@@ -1,0 +1,484 @@
+"""Wrong configurations through the command line: each is answered by field, value and cure.
+
+Every case runs `dualsft` in this process, as the entry point does: exit code 2, one `error:` line a
+problem, no traceback, and nothing is written. The last tests are about several mistakes at once,
+and about answering before torch is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import dualsft
+from dualsft import cli
+
+Folders = Callable[[str], Path]
+NAMED = ("run", "model.path=m", "data.path=d.jsonl")
+
+
+class Shell:
+    """The command line in a folder of its own."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.capsys = folder, capsys
+
+    def refused(self, *words: str) -> list[str]:
+        """The problems, one a line; fails unless they are the user's and leave no trace."""
+        before = self.tree()
+        code, stderr = self.call(*words)
+        assert code == 2, f"exit {code}\n{stderr}"
+        assert "Traceback" not in stderr
+        assert self.tree() == before, "something was written"
+        lines = stderr.splitlines()
+        assert lines and all(line.startswith("error: ") for line in lines), stderr
+        return [line.removeprefix("error: ") for line in lines]
+
+    def call(self, *words: str) -> tuple[int, str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["dualsft", *words])
+            patch.setenv("COLUMNS", "200")
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+        code = ended.value.code
+        assert isinstance(code, int)
+        return code, self.capsys.readouterr().err
+
+    def tree(self) -> dict[str, bytes]:
+        files = (path for path in self.folder.rglob("*") if path.is_file())
+        found = {str(path): path.read_bytes() for path in files}
+        return found | {str(path): b"" for path in self.folder.rglob("*") if path.is_dir()}
+
+    def write(self, name: str, content: str | bytes) -> None:
+        data = content.encode() if isinstance(content, str) else content
+        (self.folder / name).write_bytes(data)
+
+
+@pytest.fixture
+def shell(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    model_folder: Folders,
+    corpus: Path,
+) -> Iterator[Shell]:
+    """With a model `m` and data `d.jsonl` that are fine, so that one thing at a time is wrong."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").symlink_to(model_folder("llama"))
+    for name in ("d.jsonl", "v.jsonl"):
+        (tmp_path / name).write_bytes(corpus.read_bytes())
+    capsys.readouterr()
+    library = logging.getLogger("dualsft")
+    handlers = list(library.handlers)
+    yield Shell(tmp_path, capsys)
+    library.handlers[:] = handlers
+
+
+def has(text: str, *parts: str) -> None:
+    for part in parts:
+        assert part in text, f"{part!r} is not in: {text}"
+
+
+# --- values ------------------------------------------------------------------------------------
+
+VALUES: list[tuple[str, str, str, str]] = [
+    # setting, the value as shown, what is allowed, the cure
+    ("model.trust_remote_code=sure", "'sure'", "true or false", "default false"),
+    ("resume.every=-1", "-1", "a number >= 0", "default 60.0"),
+    ("seed=-1", "-1", "an integer >= 0", "default 42"),
+    ("seed=1.5", "1.5", "an integer", "default 42"),
+    ("seed=lucky", "'lucky'", "an integer", "default 42"),
+    ("seed=", "null", "an integer", "default 42"),
+    ("model.dtype=bfloat", "'bfloat'", "bfloat16, float16", "did you mean 'bfloat16'?"),
+    ("model.dtype=fp16", "'fp16'", "one of auto, float32, bfloat16", "did you mean 'float16'?"),
+    ("model.device=gpu", "'gpu'", "one of auto, cpu, cuda", "did you mean 'cuda'?"),
+    ("model.device=tpu:0", "'tpu:0'", "one of auto, cpu, cuda", "default 'auto'"),
+    ("model.attention=flash", "'flash'", "one of auto, sdpa, eager", "default 'auto'"),
+    ("data.path=", "null", "a path, or a list of paths", "give"),
+    ("data.format=jsonl", "'jsonl'", "one of auto, prompt_response", "default 'auto'"),
+    ("data.format=Alpaca", "'Alpaca'", "one of auto", "did you mean 'alpaca'?"),
+    ("data.template=chatml", "'chatml'", "one of chat, magicoder", "did you mean 'chat'?"),
+    ("data.max_length=1e3", "1e3", "an integer >= 8", "default 2048"),
+    ("data.max_length=-1", "-1", "an integer >= 8", "default 2048"),
+    ("data.bad_rows=ignore", "'ignore'", "one of error, skip", "default 'error'"),
+    ("data.padding_side=top", "'top'", "one of right, left", "default 'right'"),
+    ("data.add_bos=true", "'true'", "one of auto, always, never", "default 'auto'"),
+    ("split.val=-5", "-5", "a count (integer >= 1) or a fraction", "write 100 for"),
+    ("split.val=2.0", "2.0", "(0, 1]", "for a count write 2"),
+    ("split.anchor=lots", "'lots'", "(0, 1]", "default null"),
+    ("split.warm=0", "0", "a count (integer >= 1)", "write 100 for"),
+    ("warmup.lr=0", "0", "a number > 0", "default null"),
+    ("warmup.lr=1e-4x", "'1e-4x'", "a number > 0", "default null"),
+    ("warmup.epochs=0.5", "0.5", "an integer >= 0", "default 1"),
+    ("warmup.min_steps=-3", "-3", "an integer >= 0", "default 0"),
+    ("warmup.trainable=none", "'none'", "one of all", "default 'all'"),
+    ("score.lam=-0.1", "-0.1", "a number >= 0", "default 0.8"),
+    ("score.lam=1e31", "1e31", "<= 1e+30", "default 0.8"),
+    ("score.lam=0,8", "'0,8'", "a number >= 0", "default 0.8"),
+    ("score.lam_relative=maybe", "'maybe'", "true or false", "default false"),
+    ("score.tau=0", "0", "a number > 0", "default 1.0"),
+    ("score.preservation=ewc", "'ewc'", "one of cwsd, l2, fisher, none", "default 'cwsd'"),
+    ("score.preservation=CWSD", "'CWSD'", "one of cwsd", "did you mean 'cwsd'?"),
+    ("score.curvature=adam", "'adam'", "one of adam_rms, none", "did you mean 'adam_rms'?"),
+    ("score.curvature_scale=-inf", "-inf", "a number >= 0", "default 1.0"),
+    ("score.mode=onepass", "'onepass'", "one of one_pass, two_pass", "did you mean 'one_pass'?"),
+    ("score.keep=all,scores", "'all,scores'", "projection, all", "did you mean 'param_scores'?"),
+    ("score.candidates=,", "','", "comma-separated", "remove the empty item"),
+    ("score.batch_tokens=0", "0", "an integer >= 1, or null", "default null"),
+    ("select.variant=both", "'both'", "one of dual, data, param", "default 'dual'"),
+    ("select.data_budget=-0.1", "-0.1", "(0, 1]", "default 0.1"),
+    ("select.param_budget=5%", "'5%'", "(0, 1]", "write 0.05"),
+    ("select.param_budget=1.01", "1.01", "(0, 1]", "default 0.05"),
+    ("select.rounds=-1", "-1", "an integer >= 0", "default 0"),
+    ("select.order=data", "'data'", "one of data_to_param, param_to_data", "default"),
+    ("finetune.lr=-1e-5", "-1e-5", "a number > 0", "default 2e-05"),
+    ("finetune.epochs=three", "'three'", "an integer >= 1", "default 3"),
+    ("finetune.batch_size=64.0", "64.0", "an integer >= 1", "default 64"),
+    ("finetune.micro_batch_size=-2", "-2", "an integer >= 1, or null", "default null"),
+    ("finetune.max_grad_norm=-1", "-1", "a number >= 0", "default 1.0"),
+    ("finetune.weight_decay=nan", "nan", "a number >= 0", "default 0.0"),
+    ("finetune.warmup_ratio=1.5", "1.5", "a number >= 0 and < 1", "default 0.03"),
+    ("evaluation.limit=0", "0", "an integer >= 1, or null", "default null"),
+    ("evaluation.max_new_tokens=many", "'many'", "an integer >= 1", "default 48"),
+    ("evaluation.batch_tokens=0.5", "0.5", "an integer >= 1, or null", "default null"),
+]
+
+
+@pytest.mark.parametrize(("setting", "shown", "allowed", "cure"), VALUES, ids=lambda v: v[:40])
+def test_a_wrong_value(setting: str, shown: str, allowed: str, cure: str, shell: Shell) -> None:
+    [text] = shell.refused(*NAMED, setting)
+    assert text.startswith(f"{setting.partition('=')[0]}: "), text
+    has(text, f"{shown} is not allowed; give ", allowed, cure)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("scores.lam=1",), ("scores.lam: no such key; did you mean 'score.lam'?",)),
+        (("--score.lamb", "0.5"), ("score.lamb: no such key; did you mean 'score.lam'?",)),
+        (("--modle.path=x",), ("modle.path: no such key; did you mean 'model.path'",)),
+        (("data.max_len=10",), ("data.max_len: no such key", "'data.max_length'")),
+        (("select.budget=0.1",), ("select.budget: no such key", "'select.data_budget'")),
+        (("finetune.learning_rate=1",), ("finetune.learning_rate: no such key", "finetune.lr")),
+        (("zzz=1",), ("zzz: no such key", "sections: data, evaluation, finetune")),
+        (("data.qqq=1",), ("data.qqq: no such key", "data.* has data.path")),
+        (("score.lam.x=1",), ("score.lam.x: no such key", "score.lam")),
+        (("score=1",), ("score: 1 is not allowed; it is a section", "such as score.lam")),
+        (("score.=1",), ("score.: no such key",)),
+        (("=1",), ("'=1': not a setting; write key=value, as in score.lam=0.5",)),
+        (("method.data=less",), ("method.data", "reserved", "select.variant")),
+    ],
+    ids=lambda value: value[0][:30],
+)
+def test_a_key_that_does_not_exist(
+    words: tuple[str, ...], told: tuple[str, ...], shell: Shell
+) -> None:
+    [text] = shell.refused(*NAMED, *words)
+    has(text, *told)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            ("score.step=adam", "warmup.epochs=0"),
+            ("score.step: 'adam' is not allowed with warmup.epochs=0", "give score.step=sgd"),
+        ),
+        (
+            ("select.variant=param", "select.rounds=1"),
+            ("select.rounds: 1 is not allowed with select.variant=param", "select.rounds=0"),
+        ),
+        (
+            ("data.val_path=v.jsonl", "split.val=10"),
+            ("split.val: 10 is not allowed with data.val_path", "leave one of the two out"),
+        ),
+        (
+            ("split.val=0.4", "split.anchor=0.4", "split.warm=0.2"),
+            ("split.val=0.4, split.anchor=0.4, split.warm=0.2: leaves no pool", "below 1"),
+        ),
+        (
+            ("data.messages_field=talk", "data.format=alpaca"),
+            ("data.messages_field: 'talk' is not allowed with data.format=alpaca", "sharegpt"),
+        ),
+        (
+            ("data.template_file=v.jsonl", "data.template=plain"),
+            ("data.template_file: 'v.jsonl' is not allowed with data.template=plain", "chat"),
+        ),
+        (
+            ("data.prompt_field=q", "data.response_field=a", "data.format=text"),
+            ("data.prompt_field: 'q' is not allowed with data.format=text", "prompt_response"),
+        ),
+        (("data.response_field=a",), ("data.response_field: 'a' is not allowed alone",)),
+        (
+            ("evaluation.files=validation:v.jsonl",),
+            ("evaluation.files: the name 'validation' is taken", "another_name:PATH"),
+        ),
+        (
+            ("evaluation.files=d.jsonl,./d.jsonl",),
+            ("evaluation.files", "'d'"),
+        ),
+    ],
+    ids=lambda value: value[0][:40],
+)
+def test_settings_that_contradict(
+    settings: tuple[str, ...], told: tuple[str, ...], shell: Shell
+) -> None:
+    has(shell.refused(*NAMED, *settings)[0], *told)
+
+
+# --- files -------------------------------------------------------------------------------------
+
+YAMLS: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
+    "unclosed": ("score: {lam: 0.5\nseed: 1\n", ("c.yaml", "not valid YAML", "line")),
+    "tab": ("score:\n\tlam: 0.5\n", ("c.yaml", "not valid YAML", "line 2", "indent by spaces")),
+    "indentation": ("score:\n  lam: 0.5\n tau: 1\n", ("c.yaml", "not valid YAML", "line 3")),
+    "no_colon": ("seed 5\n", ("c.yaml", "mapping")),
+    "twice": (
+        "seed: 1\nmodel.path: m\nseed: 2\n",
+        ("c.yaml:3: 'seed' is already given on line 1",),
+    ),
+    "section_twice": (
+        "score: {lam: 1}\nscore: {tau: 1}\n",
+        ("c.yaml:2: 'score' is already given",),
+    ),
+    "python_tag": ("seed: !!python/name:os.system\n", ("c.yaml", "tag", "python/name")),
+    "own_tag": ("data:\n  path: !env HOME\n", ("c.yaml", "tag !env is not allowed")),
+    "alias": ("split: &a {val: 1}\nwarmup: *a\n", ("c.yaml", "aliases")),
+    "merge_key": ("split: &a {val: 1}\nwarmup:\n  <<: *a\n", ("c.yaml", "aliases")),
+    "laughs": (
+        "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nd: [*c, *c]\n",
+        ("c.yaml", "aliases"),
+    ),
+    "list": ("- model.path: m\n", ("c.yaml", "mapping of sections")),
+    "scalar": ("just some text\n", ("c.yaml", "mapping of sections")),
+    "documents": ("seed: 1\n---\nseed: 2\n", ("c.yaml", "not valid YAML")),
+    "latin1": ("evaluation: {prompt: é}\n".encode("latin-1"), ("c.yaml: cannot be read", "UTF-8")),
+    "utf16": ("seed: 1\n".encode("utf-16"), ("c.yaml: cannot be read", "UTF-8")),
+    "nul": (b"seed: 1\x00\n", ("c.yaml", "not valid YAML")),
+    "binary": (b"\x1f\x8b\x08\x00" + bytes(range(256)), ("c.yaml", "cannot be read")),
+    "too_big": (b"# " + b"x" * 1_100_000, ("c.yaml: over 1000000 bytes",)),
+    "deep": ("score: " + "{a: " * 3000 + "1" + "}" * 3000, ("c.yaml", "nested too deeply")),
+    "section_value": ("select: dual\n", ("select: 'dual' is not allowed; it is a section",)),
+    "section_list": ("select: [dual]\n", ("select: ", "it is a section")),
+    "quoted_number": ("score: {lam: '0.5'}\n", ("score.lam", "write 0.5 without quotes")),
+    "boolean_number": ("seed: yes\n", ("seed: ", "an integer")),
+    "date": ("seed: 2024-01-01\n", ("seed: ", "an integer")),
+    "list_value": ("data: {max_length: [1, 2]}\n", ("data.max_length: ", "an integer >= 8")),
+    "unknown_key": (
+        "scoring: {lam: 1}\n",
+        ("scoring.lam: no such key", "did you mean 'score.lam'"),
+    ),
+    "odd_key": ("? {a: b}\n: 1\n", ("c.yaml", "a key must be a plain word")),
+    "number_key": ("1: 2\n", ("1: no such key",)),
+}
+
+
+@pytest.mark.parametrize("name", YAMLS)
+def test_a_wrong_file(name: str, shell: Shell) -> None:
+    content, told = YAMLS[name]
+    shell.write("c.yaml", content)
+    found = shell.refused("run", "c.yaml", "model.path=m", "data.path=d.jsonl")
+    has(found[0], *told)
+    assert all(line[0].strip() and ": " in line for line in found), "each line is a problem"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("run", "quickstar"), ("quickstar: no such file or recipe", "did you mean 'quickstart'?")),
+        (
+            ("run", "none.yaml"),
+            ("none.yaml: no such file or recipe; recipes: ", "give a YAML file"),
+        ),
+        (("run", "lam"), ("lam: no such file or recipe",)),
+        (("run", "a.yaml", "b.yaml"), ("'b.yaml': a second recipe or file after 'a.yaml'",)),
+        (("run", "."), (".: cannot be read", "give a UTF-8 YAML file")),
+        (("run", "--seed"), ("--seed: no value given; write seed=VALUE",)),
+        (
+            ("run", "--until", "everything"),
+            ("--until: 'everything' is not a stage", "split, warmup"),
+        ),
+        (("run", "--until", "score"), ("--until: 'score' is not a stage", "scores")),
+        (("run", "--until", ""), ("--until: '' is not a stage", "split, warmup")),
+        (("run",), ("model.path: missing; it is required",)),
+        (("check",), ("model.path: missing",)),
+        (("score", "nowhere"), ("nowhere: not a run folder", "dualsft run")),
+        (("finetune", "d.jsonl"), ("d.jsonl: not a run folder",)),
+        (("report", "nowhere"), ("nowhere: no finished stage", "dualsft run --out nowhere")),
+        (("quickstart", "c.yaml"), ("'c.yaml': the quickstart has its own recipe",)),
+        (("quickstart", "seed=x"), ("seed: 'x' is not allowed",)),
+        (("export", "merge", "no_base", "no_delta", "out"), ("no_",)),
+        (("export", "extract", "no_base", "no_tuned", "out"), ("no_",)),
+    ],
+    ids=lambda value: " ".join(value)[:30],
+)
+def test_wrong_words(words: tuple[str, ...], told: tuple[str, ...], shell: Shell) -> None:
+    has(shell.refused(*words)[0], *told)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("runn",), ("export",), ("export", "merge"), ("select",), ("--bogus",), ("report", "a", "b")],
+    ids=lambda words: " ".join(words),
+)
+def test_words_that_the_parser_refuses(words: tuple[str, ...], shell: Shell) -> None:
+    """The usage, not a traceback."""
+    before = shell.tree()
+    code, stderr = shell.call(*words)
+    assert code == 2 and "Traceback" not in stderr and shell.tree() == before
+
+
+# --- paths -------------------------------------------------------------------------------------
+
+
+def test_everything_that_is_missing_is_named_at_once(shell: Shell) -> None:
+    found = shell.refused(
+        "run",
+        "model.path=no/such/model",
+        "data.path=no/data.jsonl",
+        "data.val_path=no/val.jsonl",
+        "evaluation.files=old:no/old.jsonl,new:builtin:zeno/nothing",
+    )
+    assert len(found) == 5
+    for line, key in zip(
+        found,
+        (
+            "model.path: 'no/such/model'",
+            "data.path",
+            "data.val_path",
+            "evaluation.files: old",
+            "new",
+        ),
+        strict=True,
+    ):
+        has(line, key)
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("model.path=d.jsonl", ("model.path: 'd.jsonl'",)),
+        ("model.path=empty", ("model.path: 'empty'", "config.json")),
+        ("model.path=smollm2-13m", ("model.path: 'smollm2-13m'", "smollm2-135m")),
+        ("data.path=empty", ("data.path", "empty")),
+        ("data.path=none.jsonl", ("data.path: 'none.jsonl'",)),
+        ("data.path=notes.txt", ("data.path", "notes.txt", ".jsonl")),
+        ("data.path=builtin:zeno", ("data.path: 'builtin:zeno'", "builtin:zeno/corpus")),
+        ("data.path=d.jsonl,none.csv", ("data.path: 'none.csv'",)),
+        ("data.path=none/*.jsonl", ("data.path: 'none/*.jsonl' matches no file",)),
+        ("data.template_file=none.jinja", ("data.template_file: 'none.jinja'", "Jinja")),
+        ("data.path=~nobody_here/d.jsonl", ("data.path", "nobody_here")),
+        ("data.val_path=none.jsonl", ("data.val_path: 'none.jsonl'",)),
+        ("evaluation.files=x:none.jsonl", ("evaluation.files: x: 'none.jsonl'",)),
+        ("data.path=" + "x" * 5000, ("data.path",)),
+        ("data.path=a\x00b", ("data.path",)),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_a_wrong_path(setting: str, told: tuple[str, ...], shell: Shell) -> None:
+    (shell.folder / "empty").mkdir()
+    shell.write("notes.txt", "hello")
+    [text] = shell.refused(*NAMED, setting)
+    has(text, *told)
+    assert len(text) < 6000
+
+
+@pytest.mark.parametrize(
+    ("out", "told"),
+    [
+        ("d.jsonl", ("--out: 'd.jsonl' is not a folder", "give a new folder")),
+        ("full", ("--out: 'full' is neither empty nor a run folder", "give a new folder")),
+        ("d.jsonl/run", ("d.jsonl",)),
+    ],
+)
+def test_a_wrong_run_folder(out: str, told: tuple[str, ...], shell: Shell) -> None:
+    (shell.folder / "full").mkdir()
+    shell.write("full/mine.txt", "mine")
+    [text] = shell.refused(*NAMED, "--out", out)
+    has(text, *told)
+
+
+# --- together ----------------------------------------------------------------------------------
+
+
+def test_all_problems_are_named_at_once(shell: Shell) -> None:
+    """From the file and from the words, of every kind, each once and on a line of its own."""
+    shell.write("c.yaml", "seed: x\nscore: {lam: -1, tua: 2}\nselect: {variant: all}\n")
+    found = shell.refused(
+        "run",
+        "c.yaml",
+        "finetune.lr=0",
+        "warmup.epochs=0",
+        "score.step=adam",
+        "bogus",
+        "split.val=0.9",
+        "split.warm=0.1",
+    )
+    assert len(found) == 1 and "'bogus'" in found[0]  # the words must make sense first
+    found = shell.refused(
+        "run",
+        "c.yaml",
+        "finetune.lr=0",
+        "warmup.epochs=0",
+        "score.step=adam",
+        "split.val=0.9",
+        "split.warm=0.1",
+    )
+    starts = (
+        "score.tua: no such key; did you mean 'score.tau'?",
+        "seed: 'x' is not allowed",
+        "model.path: missing",
+        "data.path: missing",
+        "score.lam: -1 is not allowed",
+        "select.variant: 'all' is not allowed",
+        "finetune.lr: 0 is not allowed",
+        "score.step: 'adam' is not allowed",
+        "split.val=0.9, split.warm=0.1: leaves no pool",
+    )
+    assert len(found) == len(starts), found
+    for start in starts:
+        assert sum(line.startswith(start) for line in found) == 1, start
+
+
+def test_debug_shows_where(shell: Shell) -> None:
+    """`--debug` is the only way to a traceback."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["dualsft", "--debug", *NAMED, "seed=x"])
+        with pytest.raises(dualsft.ConfigError, match="seed"):
+            cli.main()
+
+
+def test_mistakes_are_answered_before_torch_is_imported(tmp_path: Path) -> None:
+    """Six kinds of mistake in one process, which has then still not imported torch."""
+    (tmp_path / "bad.yaml").write_text("score: {lam: [}\n")
+    (tmp_path / "d.jsonl").write_text('{"prompt": "p", "response": "r"}\n')
+    code = """
+import sys
+from dualsft.cli import main
+for words in (["run", "seed=x"], ["run", "bad.yaml"], ["run", "no_recipe"], ["score", "no_run"],
+              ["run", "model.path=no", "data.path=d.jsonl"], ["run", "--until", "never"]):
+    sys.argv = ["dualsft", *words]
+    try:
+        main()
+    except SystemExit as ended:
+        assert ended.code == 2, words
+print(sorted({"torch", "transformers", "pyarrow", "numpy"} & set(sys.modules)))
+"""
+    source = str(Path(dualsft.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": source},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]", "imported for nothing"
+    assert done.stderr.count("error: ") >= 6

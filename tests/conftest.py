@@ -82,6 +82,7 @@ def small_run(model: Path, corpus: Path) -> list[str]:
     """Settings for a run of about a second."""
     return [
         f"model.path={model}",
+        "model.device=cpu",
         f"data.path={corpus}",
         "data.template=plain",
         "finetune.lr=1e-3",

@@ -265,6 +265,8 @@ class _Wide(TorchFunctionMode):
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
         if wide and given.get("dtype") is torch.float32:
             given["dtype"] = torch.float64
+        if wide and getattr(func, "__name__", "") in ("matmul", "__matmul__"):
+            args = tuple(a.double() if isinstance(a, torch.Tensor) else a for a in args)
         return func(*args, **given)
 
 

@@ -26,6 +26,7 @@ from dualsft.ghost import GhostEngine
 from dualsft.losses import LogitMap
 from dualsft.model import (
     choose_device,
+    choose_dtype,
     decoder_blocks,
     empty_model,
     find_candidates,
@@ -231,6 +232,17 @@ def test_whole_run_on_a_multimodal_folder(name: str, corpus: Path, tmp_path: Pat
     assert {n.removesuffix(".idx") for n in delta if n.endswith(".idx")} <= {
         n for n, _ in ARCHITECTURES[name].build().named_parameters()
     }
+
+
+def test_dtype_on_a_gpu_is_the_checkpoint_s(tmp_path: Path) -> None:
+    """A multimodal configuration may state it at its top alone."""
+    folder = save_whole("gemma3", tmp_path / "base")
+    assert choose_dtype("auto", folder, torch.device("cuda")) == torch.float32
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"].pop("dtype", None)
+    for stored, expected in (("float32", torch.float32), ("float16", torch.bfloat16)):
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": stored}))
+        assert choose_dtype("auto", folder, torch.device("cuda")) == expected
 
 
 DOCS = (Path(__file__).parents[1] / "docs/models.md").read_text(encoding="utf-8")

@@ -124,7 +124,8 @@ def choose_dtype(
         return DTYPES[wanted]
     if device.type != "cuda":
         return torch.float32
-    stored = getattr(read_model_config(folder, remote), "dtype", None)
+    config = _load_config(folder, remote)
+    stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return stored if stored in (torch.float32, torch.float64) else torch.bfloat16
 
 

@@ -263,7 +263,7 @@ def check_fused_loss(
 ) -> None:
     """Our chunked head and loss against the model's own, on one example; refused by name.
 
-    A model that does more to its logits than a linear head (soft-capping, scaling) would be
+    A model that does more to its logits than its configuration tells (`losses.py`) would be
     trained, scored and evaluated on something else than what it computes.
     """
     device = next(model.parameters()).device
@@ -274,8 +274,8 @@ def check_fused_loss(
     if not abs(ours - own) <= tolerance * max(1.0, abs(own)):
         raise ConfigError(
             f"{type(model).__name__}: its own loss of example {example.id} is {own:.6g}, through "
-            f"the linear head alone it is {ours:.6g}; the model changes its logits (soft-capping "
-            "or scaling?) and cannot be scored yet"
+            f"our head it is {ours:.6g}; the model changes its logits in a way that its "
+            "configuration does not tell, and cannot be scored"
         )
 
 

@@ -14,6 +14,7 @@ import errno
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -287,6 +288,7 @@ def _serve() -> None:
     import dualsft.pipeline  # noqa: F401
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
     pid = 0
     for line in sys.stdin:
         message = json.loads(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ class Bench:
         self.model = save_tiny_folder(folder / "model", "llama", texts)
         self.launcher = Launcher(folder / "log")
         self._references: dict[tuple[str, ...], dict[str, str]] = {}
+        self.seconds: dict[tuple[tuple[str, ...], str], float] = {}
+        """What each stage took in an undisturbed run."""
 
     def words(self, out: str, *more: str) -> list[str]:
         settings = small_run(self.model, self.corpus)
@@ -45,6 +48,9 @@ class Bench:
             assert self.launcher.run(self.words(out, *more)) == 0, self.launcher.said
             self._references[more] = content(self.folder / out)
             assert len(self._references[more]) > 25
+            for stage, name in FOLDERS.items():
+                manifest = json.loads((self.folder / out / name / "manifest.json").read_text())
+                self.seconds[more, stage] = manifest["seconds"]
         return self._references[more]
 
     def finish(self, out: str, *more: str) -> str:
@@ -80,11 +86,13 @@ def kill_in_stage(bench: Bench, words: list[str], line: str, delay: float, signu
 def sigkill_rounds(bench: Bench, stage: str, rounds: int, seed: int) -> int:
     """Kill `rounds` runs at random moments of a stage, finish each; how many were still alive."""
     rng, alive = random.Random(f"{stage}{seed}"), 0
+    bench.reference(*LONG)
+    longest = bench.seconds[LONG, stage]
     for number in range(rounds):
         out = f"{stage}-{seed}-{number}"
         words = bench.words(out, *LONG, EVERY_STEP)
         started = f"[{stage}] started"
-        code = kill_in_stage(bench, words, started, rng.uniform(0, 0.25), signal.SIGKILL)
+        code = kill_in_stage(bench, words, started, rng.uniform(0, longest), signal.SIGKILL)
         assert code in (0, -signal.SIGKILL), bench.launcher.said
         alive += code != 0
         bench.finish(out, *LONG, EVERY_STEP)
@@ -164,8 +172,8 @@ def test_signal_before_the_work_begins(bench: Bench) -> None:
 # --- crash points -------------------------------------------------------------------------------
 
 
-def crash_at(bench: Bench, point: int, *settings: str) -> None:
-    out = f"point-{len(settings)}-{point}"
+def crash_at(bench: Bench, name: str, point: int, *settings: str) -> None:
+    out = f"{name}-{point}"
     fault = Fault(bench.folder / out, at=point)
     assert bench.launcher.run(bench.words(out, *settings), fault) == DIED, bench.launcher.said
     bench.finish(out, *settings)
@@ -176,14 +184,15 @@ def test_some_crash_points_of_a_run(bench: Bench) -> None:
     total = count_changes(bench.launcher, bench.words("counted", EVERY_STEP), bench.folder)
     assert total > 300
     for point in random.Random(5).sample(range(1, total + 1), 16):
-        crash_at(bench, point, EVERY_STEP)
+        crash_at(bench, "some", point, EVERY_STEP)
 
 
 @pytest.mark.slow
 def test_every_crash_point_of_a_run(bench: Bench) -> None:
     total = count_changes(bench.launcher, bench.words("counted-all", EVERY_STEP), bench.folder)
     for point in range(1, total + 1):
-        crash_at(bench, point, EVERY_STEP)
+        crash_at(bench, "every", point, EVERY_STEP)
+        shutil.rmtree(bench.folder / f"every-{point}")
 
 
 def test_crash_while_a_stage_is_replaced(bench: Bench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,17 @@ def test_training_killed_after_any_step_gives_the_same_bits(
 
 
 # --- signals ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def heard_signals() -> Iterator[None]:
+    """A shell may start the tests with signals ignored, as it does in the background."""
+    before = {number: signal.getsignal(number) for number in interrupt.SIGNALS}
+    for number in before:
+        signal.signal(number, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_a_signal_in_a_loop_waits_for_the_step_and_saves(tmp_path: Path) -> None:

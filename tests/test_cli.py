@@ -127,7 +127,7 @@ def test_recipe_file_flags_and_python_are_one_definition(
     """The run's own config.yaml replays it; Python gives the same bits."""
     cli("run", str(reference / "config.yaml"), "--out", str(tmp_path / "yaml"), "--until", "scores")
     config = dualsft.Config(
-        model=dualsft.ModelConfig(path=str(model_folder("llama"))),
+        model=dualsft.ModelConfig(path=str(model_folder("llama")), device="cpu"),
         data=dualsft.DataConfig(path=str(corpus), template="plain"),
         split=dualsft.SplitConfig(val=0.1, anchor=0.1, warm=0.1),
         finetune=dualsft.FinetuneConfig(lr=1e-3, batch_size=4, epochs=2),

@@ -10,6 +10,7 @@ lines 3 to 11 for callers who bring their own checkpoint, batches and training l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -57,6 +58,22 @@ class Scores:
     """Exact scores of the pool examples at these positions (one pass over them)."""
 
 
+def _check_examples(name: str, examples: Sequence[Example], vocabulary: int) -> None:
+    """What would fail later without a name, or quietly score nothing."""
+    for i, example in enumerate(examples):
+        if not isinstance(example, Example):
+            raise ConfigError(f"score: {name}[{i}] is {type(example).__name__}; give an Example")
+        reason = ""
+        if len(example.input_ids) != len(example.labels):
+            reason = f"{len(example.input_ids)} ids but {len(example.labels)} labels"
+        elif not example.num_response_tokens:
+            reason = "no label that is not -100, so there is no loss"
+        elif not all(0 <= token < vocabulary for token in example.input_ids):
+            reason = f"a token outside the model's vocabulary of {vocabulary}"
+        if reason:
+            raise ConfigError(f"score: {name}[{i}] ({example.id}) has {reason}; repair the example")
+
+
 @dataclass(frozen=True)
 class Selection:
     """The mask as sorted flat indices by parameter, the subset as positions in the pool."""
@@ -88,6 +105,11 @@ def score(
         raise ConfigError("score: give both theta_old and anchors for CWSD, or neither")
     if not pool or not val:
         raise ConfigError("score: pool and val must not be empty")
+    if not 0 < eta_ft < math.inf:
+        raise ConfigError(f"score: eta_ft={eta_ft} is not allowed; give a learning rate > 0")
+    vocabulary = len(model.get_input_embeddings().get_parameter("weight"))
+    for name, examples in (("pool", pool), ("val", val), ("anchors", anchors)):
+        _check_examples(name, examples, vocabulary)
     model.eval()
     engine = GhostEngine(model, find_candidates(model, candidates))
     settings = PassSettings(batch_tokens=batch_tokens, pad_id=0, padding_side="right")

@@ -11,6 +11,7 @@ time, 130 and 143 after Ctrl-C and SIGTERM, with the progress saved.
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import sys
@@ -57,10 +58,15 @@ STAGE_COMMANDS = {
 }
 
 
+def later(module: str) -> Any:
+    """Import what is heavy only when it is needed; a signal waits, since half an import is none."""
+    with interrupt.deferred():
+        return importlib.import_module(module)
+
+
 def make_reporter() -> Reporter:
     """Lines to the terminal; a progress line that rewrites itself when there is one."""
-    from transformers.utils import logging as transformers_logging
-
+    transformers_logging = later("transformers.utils.logging")
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
 
@@ -103,9 +109,11 @@ def parse_words(words: list[str] | None) -> tuple[str | None, list[str]]:
 def folder_config(folder: Path, words: list[str] | None) -> Config:
     """The settings of a run folder, with overrides; a new folder needs a recipe or settings."""
     source, overrides = parse_words(words)
-    if source is None and not any(word.startswith("model.path=") for word in overrides):
+    own = folder / "config.yaml"
+    new = any(word.startswith("model.path=") for word in overrides) and not own.is_file()
+    if source is None and not new:
         check_run_folder(folder)
-        source = str(folder / "config.yaml")
+        source = str(own)
     return load_checked(source, overrides)
 
 
@@ -120,8 +128,7 @@ def run(
     """Algorithm 1: from a model and a JSONL to a mask, a subset and a fine-tuned model."""
     check_stage(until)
     config = load_checked(*parse_words(words))
-    from dualsft import pipeline
-
+    pipeline = later("dualsft.pipeline")
     folder = pipeline.run(config, out, until, make_reporter())
     console.print(f"run folder: {folder}", markup=False)
 
@@ -129,8 +136,7 @@ def run(
 def _stage_command(name: str, stage: str, text: str) -> None:
     def command(folder: RunFolder, words: Words = None) -> None:
         config = folder_config(folder, words)
-        from dualsft import pipeline
-
+        pipeline = later("dualsft.pipeline")
         pipeline.run(config, folder, stage, make_reporter())
 
     app.command(name, help=text, context_settings=WORDS)(command)
@@ -143,22 +149,19 @@ for _name, (_stage, _text) in STAGE_COMMANDS.items():
 @app.command()
 def report(folder: RunFolder) -> None:
     """Write report.md from the stages that are there."""
-    from dualsft.report import load_summaries, write_report
-
-    if not load_summaries(folder)["manifests"]:
+    report = later("dualsft.report")
+    if not report.load_summaries(folder)["manifests"]:
         raise ConfigError(
             f"{folder}: no finished stage; make one with `dualsft run --out {folder}`"
         )
-    console.print(str(write_report(folder)), markup=False)
+    console.print(str(report.write_report(folder)), markup=False)
 
 
 @app.command(context_settings=WORDS)
 def check(words: Words = None) -> None:
     """What a run would do: candidates, counts, rendered examples, gradient alone vs in a batch."""
     config = load_checked(*parse_words(words))
-    from dualsft.checkup import check as run_check
-
-    problems = run_check(config, make_reporter())
+    problems = later("dualsft.checkup").check(config, make_reporter())
     if problems:
         raise typer.Exit(1)
 
@@ -166,9 +169,7 @@ def check(words: Words = None) -> None:
 @app.command()
 def methods() -> None:
     """The selection methods, their axes, their cost."""
-    from dualsft.methods import METHODS
-
-    for method in METHODS.values():
+    for method in later("dualsft.methods").METHODS.values():
         console.print(f"[bold]{method.name}[/bold]  ({method.setting})")
         console.print(f"  data: {method.data}; parameters: {method.params}")
         console.print(f"  cost: {method.cost}")
@@ -184,9 +185,7 @@ def merge(
     force: Annotated[bool, typer.Option(help="Merge although the base's hash differs.")] = False,
 ) -> None:
     """Base + delta → a Hugging Face folder."""
-    from dualsft.export import merge as run_merge
-
-    count = run_merge(base, delta, out, dtype, force)
+    count = later("dualsft.export").merge(base, delta, out, dtype, force)
     console.print(f"{count:,} entries merged into {out}", markup=False)
 
 
@@ -198,9 +197,7 @@ def extract(
     dtype: Annotated[str, typer.Option(help="dtype to compare in.")] = "auto",
 ) -> None:
     """The entries in which two models differ → a delta file."""
-    from dualsft.export import extract as run_extract
-
-    count = run_extract(base, tuned, out, dtype)
+    count = later("dualsft.export").extract(base, tuned, out, dtype)
     console.print(f"{count:,} changed entries written to {out}", markup=False)
 
 
@@ -216,9 +213,9 @@ def quickstart(
             f"{source!r}: the quickstart has its own recipe; use `dualsft run` for others"
         )
     config = load_checked("quickstart", overrides)
-    from dualsft.quickstart import run_quickstart
-
-    for line in run_quickstart(config, out, make_reporter()):
+    quickstart = later("dualsft.quickstart")
+    quickstart.check_own_task(config)
+    for line in quickstart.run_quickstart(config, out, make_reporter()):
         console.print(line, markup=False)
 
 
@@ -262,12 +259,33 @@ def _guarded(action: Callable[[], Any], debug: bool) -> int:
             f"error: {problem}; check the path, its permissions and the disk", markup=False
         )
         return 2 if isinstance(problem, PermissionError | NotADirectoryError) else 1
+    except Exception as problem:
+        if debug:
+            raise
+        errors.print(f"error: {_unforeseen(problem)}", markup=False)
+        return 1
     return 0
+
+
+def _unforeseen(problem: Exception) -> str:
+    """What nobody caught: no memory, or a defect of ours."""
+    text = " ".join(str(problem).split())[:300]
+    if later("dualsft.memory").is_out_of_memory(problem):
+        return (
+            f"out of memory ({text}); lower score.batch_tokens and data.max_length, use "
+            "model.dtype=bfloat16 on a GPU, or a machine with more memory, then run the same "
+            "command again (what was saved is kept)"
+        )
+    return (
+        f"unexpected {type(problem).__name__}: {text}; this is a defect of dualsft: please report "
+        "it with what `dualsft --debug …` shows"
+    )
 
 
 def main() -> None:
     """Entry point of `dualsft` and `python -m dualsft`."""
     debug = "--debug" in sys.argv
+    sys.argv[1:] = [word for word in sys.argv[1:] if word != "--debug"]  # wherever it stands
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without Unicode must not end a run
             stream.reconfigure(errors="replace")

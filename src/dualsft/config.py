@@ -50,7 +50,7 @@ from dualsft.config_parse import (
     unknown_key,
 )
 from dualsft.errors import ConfigError
-from dualsft.manifest import MANIFEST, broken_seal
+from dualsft.manifest import broken_seal
 
 RESERVED = "method.* is reserved for a later release; use select.variant"
 MAX_CONFIG_BYTES = 1_000_000
@@ -270,7 +270,7 @@ def _read(source: str | Path) -> tuple[dict[str, Any], list[str]]:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path}: over {MAX_CONFIG_BYTES} bytes; give a YAML config file")
         text = path.read_bytes().decode("utf-8-sig")
-        if broken_seal(text) and (path.parent / MANIFEST).exists():
+        if broken_seal(text) and path.name == "config.yaml":
             raise ConfigError(
                 f"{path}: changed or damaged since the run wrote it; give the settings as "
                 "key=value instead, or, if the change is yours, delete the file's first line"

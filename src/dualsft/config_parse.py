@@ -164,6 +164,8 @@ def convert(spec: FieldSpec, value: Any) -> Any:
             if not spec.optional and spec.kind != "files":
                 raise _Rejected
             return None if spec.optional else {}
+        if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+            raise _Rejected("it is not UTF-8; rename the file, or write the text as UTF-8")
         converted = _CONVERTERS[spec.kind](spec, value)
     except (_Rejected, ValueError, OverflowError) as error:
         cure = str(error) if isinstance(error, _Rejected) else ""

@@ -8,10 +8,15 @@ Hugging Face folder with the tokenizer beside it; a delta is the compact form of
 from __future__ import annotations
 
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dualsft.delta import Delta, apply_delta, extract_delta
+from dualsft.disk import explained
 from dualsft.errors import ConfigError
+from dualsft.manifest import share
 from dualsft.model import (
     DTYPES,
     choose_device,
@@ -30,8 +35,7 @@ def merge(base: str, delta_path: Path, out: Path, dtype: str = "auto", force: bo
     """
     folder = resolve_model(base)
     delta = Delta.load(delta_path)
-    if out.exists():
-        raise ConfigError(f"{out}: already exists; give a new folder")
+    check_target(out)
     found = weights_hash(folder)
     if delta.base_hash and delta.base_hash != found and not force:
         raise ConfigError(
@@ -42,20 +46,14 @@ def merge(base: str, delta_path: Path, out: Path, dtype: str = "auto", force: bo
     chosen = values[0].dtype if dtype == "auto" and values else _dtype(dtype, folder)
     model = load_model(folder, chosen, choose_device("cpu"))
     apply_delta(model, delta)
-    part = out.with_name(f"{out.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
+    with written_whole(out) as part:
         save_model(model, load_tokenizer(folder), folder, part)
-        part.rename(out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return delta.num_entries
 
 
 def extract(base: str, tuned: Path, out: Path, dtype: str = "auto") -> int:
     """Write the entries in which `tuned` differs from `base`; returns their number."""
-    if out.exists():
-        raise ConfigError(f"{out}: already exists; give a new file")
+    check_target(out)
     folder = resolve_model(base)
     chosen = _dtype(dtype, folder)
     cpu = choose_device("cpu")
@@ -65,11 +63,33 @@ def extract(base: str, tuned: Path, out: Path, dtype: str = "auto") -> int:
     )
     origin = {"base_model": Path(base).name, "base_hash": weights_hash(folder)}
     delta = extract_delta(before, after, **origin)
-    part = out.with_name(f"{out.name}.part")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    delta.save(part)
-    part.rename(out)
+    with written_whole(out) as part:
+        delta.save(part)
     return delta.num_entries
+
+
+def check_target(out: Path) -> None:
+    """A new name in a folder that can be written, before anything is loaded."""
+    if out.exists():
+        raise ConfigError(f"{out}: already exists; give a new name")
+    with explained(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def written_whole(out: Path) -> Iterator[Path]:
+    """A path to write a file or folder to, which takes its name when it is whole."""
+    with explained(out):
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            part = scratch / out.name
+            yield part
+            for file in [part] if part.is_file() else part.rglob("*"):
+                if file.is_file():
+                    share(file)
+            part.rename(out)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _dtype(name: str, folder: Path):  # noqa: ANN202

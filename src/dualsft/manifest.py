@@ -228,7 +228,7 @@ def _list_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
     return dict(sorted(files.items())), sorted(refused)
 
 
-def _share(path: Path) -> None:
+def share(path: Path) -> None:
     """Give a file the permissions of any new file; safetensors makes its own private."""
     mask = os.umask(0)
     os.umask(mask)
@@ -243,7 +243,7 @@ def seal(part: Path, body: Mapping[str, Any]) -> None:
     assert MANIFEST not in files, f"{part}: {MANIFEST} is written here, not by the stage"
     entries: dict[str, Any] = {}
     for name, path in files.items():
-        _share(path)
+        share(path)
         fsync(path)
         entries[name] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
     for root, _, _ in os.walk(part):

@@ -28,25 +28,30 @@ def is_out_of_memory(problem: BaseException) -> bool:
 class Smaller(Exception):
     """A batch did not fit; `batch_tokens` is what to try next."""
 
-    def __init__(self, batch_tokens: int, shape: Sequence[int]) -> None:
+    def __init__(self, batch_tokens: int, shape: Sequence[int], cure: str) -> None:
         self.batch_tokens = batch_tokens
         rows, tokens = shape
         super().__init__(
             f"out of memory with {rows} examples of {tokens:,} tokens in a batch; going on with "
-            f"at most {batch_tokens:,} tokens, the same sums in smaller pieces (set "
-            f"score.batch_tokens={batch_tokens} to start so)"
+            f"at most {batch_tokens:,} tokens, the same sums in smaller pieces (set {cure} to "
+            "start so)"
         )
 
     @classmethod
-    def than(cls, shape: Sequence[int], problem: BaseException) -> Smaller:
-        """Half of a batch of this shape (examples, tokens); one example alone is the end."""
+    def than(cls, shape: Sequence[int], problem: BaseException, key: str) -> Smaller:
+        """Half of a batch of this shape (examples, tokens); one example alone is the end.
+
+        `key` is the setting that governs it: tokens a batch, or examples a micro-batch.
+        """
         rows, tokens = shape
         if rows == 1:
             raise RunError(
                 f"out of memory with a single example of {tokens:,} tokens ({problem}); lower "
                 "data.max_length, use model.dtype=bfloat16 on a GPU, or a machine with more memory"
             ) from None
-        return cls(tokens * (rows // 2), shape)
+        half = rows // 2
+        count = half if key.endswith("micro_batch_size") else tokens * half
+        return cls(tokens * half, shape, f"{key}={count}")
 
 
 def give_back(device: torch.device) -> None:

@@ -31,11 +31,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.pytorch_utils import Conv1D
 
 from dualsft.errors import ConfigError
+from dualsft.memory import is_out_of_memory
 from dualsft.model_safety import check_folder, check_weights
 from dualsft.vectors import accumulation_dtype, reduction_dtype
 
@@ -107,8 +109,17 @@ def _auto_class(config: Any) -> Any:
 def empty_model(folder: Path, remote: bool = False) -> PreTrainedModel:
     """The model's shapes without its weights."""
     config = _load_config(folder, remote)
-    with torch.device("meta"):
-        return _auto_class(config).from_config(config, trust_remote_code=remote)
+    try:
+        with torch.device("meta"):
+            return _auto_class(config).from_config(config, trust_remote_code=remote)
+    except ConfigError:
+        raise
+    except Exception as problem:  # a model class may raise anything on a strange configuration
+        reason = f"{type(problem).__name__}: {problem}"
+        raise ConfigError(
+            f"model.path: the config.json of {str(folder)!r} makes no model ({reason}); repair it, "
+            "or download it again"
+        ) from problem
 
 
 def choose_dtype(
@@ -150,6 +161,8 @@ def load_model(
             output_loading_info=True,
         )
     except Exception as problem:  # config, safetensors and model classes each raise their own
+        if is_out_of_memory(problem):
+            raise
         raise ConfigError(f"model.path: {str(folder)!r} cannot be loaded: {problem}") from problem
     model, report = loaded
     _refuse_incomplete(folder, report)
@@ -160,10 +173,19 @@ def load_model(
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, base: Path, target: Path) -> None:
-    """Weights, tokenizer, and what else the base has for its processor, as one folder."""
-    model.save_pretrained(target)
+    """Weights, tokenizer, and what else the base has for its processor, as one folder.
+
+    The generation settings are the base's own file: transformers refuses to write some that it
+    reads (a temperature without sampling), and they are not ours to change.
+    """
+    settings, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        model.save_pretrained(target)
+    finally:
+        model.generation_config = settings
+    (target / "generation_config.json").unlink(missing_ok=True)
     tokenizer.save_pretrained(target)
-    for name in PROCESSOR_FILES:
+    for name in ("generation_config.json", *PROCESSOR_FILES):
         if (base / name).is_file() and not (target / name).exists():
             shutil.copyfile(base / name, target / name)
 

@@ -230,9 +230,17 @@ def _bad_header(path: Path) -> str | None:
     with path.open("rb") as file:
         start = file.read(9)
     length = int.from_bytes(start[:8], "little")
+    broken = f"{path.name}: is no safetensors file, or cut short; download or save it again"
     if len(start) < 9 or start[8:] != b"{" or length > min(size - 8, HEADER_BYTES):
-        return f"{path.name}: is no safetensors file, or cut short; download or save it again"
-    return None
+        return broken
+    with path.open("rb") as file:
+        file.seek(8)
+        try:
+            header = json.loads(file.read(length))
+            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return broken
+    return None if 8 + length + max(ends, default=0) == size else broken
 
 
 def _leads_out(name: str) -> bool:

@@ -195,7 +195,7 @@ def _walk_from(
             except Exception as problem:
                 if not is_out_of_memory(problem):
                     raise
-                raise Smaller.than(batch.input_ids.shape, problem) from None
+                raise Smaller.than(batch.input_ids.shape, problem, "score.batch_tokens") from None
             result.values[rows] = values.cpu().numpy()
             result.dots[rows] = taps.dots.cpu().numpy()
             result.inner_sums[rows] = taps.inner_sums.cpu().numpy()

@@ -63,6 +63,8 @@ class Pieces:
         self._saved_at = time.monotonic()
         self._cost = 0.0
         self._full = False
+        self._unsaved: tuple[str, Callable[[], State], str] | None = None
+        """The newest state of the newest loop: kept until it is saved or another comes."""
 
     def load(self, name: str) -> Piece | None:
         """The newest state of this work that verifies; says which were passed over, and why."""
@@ -87,12 +89,18 @@ class Pieces:
 
     def tick(self, name: str, snapshot: Callable[[], State], where: str) -> None:
         """After a step: save when it is time; when asked to stop, save and stop."""
+        self._unsaved = (name, snapshot, where)
         stopping = interrupt.pending()
-        saved = ""
-        if self.folder is not None and (stopping or self._due()) and self.save(name, *snapshot()):
-            saved = where
+        saved = self.rescue() if stopping or self._due() else ""
         if stopping:
             interrupt.stop(saved)
+
+    def rescue(self) -> str:
+        """Save the newest state that is not saved yet; returns what it is, in words."""
+        if self.folder is None or self._unsaved is None:
+            return ""
+        (name, snapshot, where), self._unsaved = self._unsaved, None
+        return where if self.save(name, *snapshot()) else ""
 
     def save(self, name: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bool:
         """Keep this state; False when the disk is full, which is said and ends no work."""

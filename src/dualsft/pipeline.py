@@ -20,6 +20,7 @@ from dualsft import config as settings
 from dualsft.config import Config
 from dualsft.context import RunContext, repeatable
 from dualsft.disk import explained
+from dualsft.interrupt import Interrupted
 from dualsft.pieces import Pieces
 from dualsft.preflight import FOLDERS, STAGE_NAMES, check_paths, check_stage
 from dualsft.pretrained import code_hash, tokenizer_hash, weights_hash
@@ -229,6 +230,8 @@ def run(
 def _run_stages(ctx: RunContext, last: str) -> None:
     """Every stage up to the last, then the report when all are wanted."""
     rundir = ctx.rundir
+    rundir.sweep()
+    assert ctx.device, "a device that is not there is said before any work"
     hashes: dict[str, str] = {}
     for stage in STAGES:
         hashes[stage.name] = _ensure(ctx, stage, hashes)
@@ -278,6 +281,7 @@ def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
     if state.status == "stale" and richer is not None:
         other = Fingerprint(richer, reads)
         if ctx.rundir.stage_state(folder, other).ready:
+            ctx.rundir.discard_work(folder)
             ctx.reporter.say(f"[{stage.name}] reused: it holds all that is needed, and more")
             return other.hash
     if state.ready:
@@ -291,9 +295,17 @@ def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
     ctx.reporter.metrics = lambda **values: ctx.rundir.log_metrics(stage.name, **values)
     work, every = ctx.rundir.work_path(folder), ctx.config.resume.every
     ctx.pieces = Pieces(work, fingerprint.hash, every, ctx.reporter.say)
-    with ctx.rundir.write_stage(folder, fingerprint, stage.need(ctx)) as writer:
-        facts = stage.run(ctx, writer.path)
-        writer.note(facts | {"warnings": list(ctx.reporter.warnings)})
+    writer = None
+    try:
+        with ctx.rundir.write_stage(folder, fingerprint, stage.need(ctx)) as writer:
+            facts = stage.run(ctx, writer.path)
+            writer.note(facts | {"warnings": list(ctx.reporter.warnings)})
+    except Interrupted as stopped:  # outside of a loop: what the last one had is not lost
+        if writer is not None and writer.kept:
+            stopped.saved = f"the stage {stage.name}"
+        stopped.saved = stopped.saved or ctx.pieces.rescue()
+        raise
+    ctx.pieces = Pieces()
     peak = writer.peak_memory / 2**30
     ctx.reporter.say(f"[{stage.name}] done in {clock(writer.seconds)}, peak memory {peak:.2f} GiB")
     return fingerprint.hash

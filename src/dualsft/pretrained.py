@@ -24,6 +24,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from dualsft.errors import ConfigError, RunError
+from dualsft.manifest import damage, read_stage_manifest
 from dualsft.model_safety import check_folder, check_weights, weight_files
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,21 @@ def resolve_model(path: str, revision: str | None = None, trust_remote_code: boo
         folder = local if local.is_dir() else _from_gguf(local)
     check_folder(folder, trust_remote_code)
     check_weights(folder)
+    _check_seal(folder)
     return folder
+
+
+def _check_seal(folder: Path) -> None:
+    """A model inside a run folder is under its stage's manifest: damage is found before use."""
+    manifest, wrong = read_stage_manifest(folder.parent)
+    if wrong:
+        return  # not a stage, or a stage that nothing vouches for
+    own = [name for name in manifest["files"] if name.startswith(f"{folder.name}/")]
+    if reasons := damage(folder.parent, manifest, only=own)[0]:
+        raise ConfigError(
+            f"model.path: {str(folder)!r} is not what its run wrote ({'; '.join(reasons)}); run "
+            "the same `dualsft run` again, which makes the stage anew"
+        )
 
 
 def is_hub_id(path: str) -> bool:

@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from dualsft import config as settings
 from dualsft import pipeline
 from dualsft.config import Config
 from dualsft.context import RunContext, pass_settings
 from dualsft.data import source_lines
+from dualsft.errors import ConfigError
 from dualsft.ghost import GhostEngine
 from dualsft.passes import loss_objective, walk
 from dualsft.progress import Reporter
@@ -28,6 +30,20 @@ from dualsft.report import load_summaries, peak_gib
 from dualsft.rundir import RunDir
 from dualsft.stages.projection import projection_terms
 from dualsft.topk import top_b
+
+
+def check_own_task(config: Config) -> None:
+    """The closing summary tells of this very task; another one is for `dualsft run`."""
+    own, given = (settings.to_flat(c) for c in (settings.load("quickstart"), config))
+    keys = ("data.path", "data.val_path", "evaluation.files", "evaluation.prompt", "select.variant")
+    problems = [
+        f"{key}: cannot be changed in the quickstart, whose summary is about its own task; use "
+        "`dualsft run recommended …`"
+        for key in keys
+        if given[key] != own[key]
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def run_quickstart(config: Config, out: Path, reporter: Reporter) -> Iterator[str]:

@@ -27,7 +27,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from dualsft.disk import check_room, folder_bytes, storage_failure
+from dualsft import interrupt
+from dualsft.disk import FULL, check_room, folder_bytes, storage_failure
 from dualsft.errors import ConfigError, RunError
 from dualsft.manifest import (
     FORMAT_VERSION,
@@ -162,6 +163,8 @@ class StageWriter(os.PathLike[str]):
         self.facts: dict[str, Any] = {}
         self.memory = PeakMemory()
         self.seconds = 0.0
+        self.kept = False
+        """Whether the stage is whole and in its place."""
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -175,9 +178,8 @@ class StageWriter(os.PathLike[str]):
 
     @property
     def peak_memory(self) -> int:
-        """Bytes: of the GPU when one is in use, otherwise of the process."""
-        cuda = self.memory.cuda_bytes
-        return self.memory.rss_bytes if cuda is None else cuda
+        """Bytes: of the GPU when the stage used one, otherwise of the process."""
+        return self.memory.cuda_bytes or self.memory.rss_bytes
 
 
 def _beside(path: Path, suffix: str) -> Path:
@@ -189,11 +191,10 @@ def _exists(path: Path) -> bool:
 
 
 def _is_run(names: list[str]) -> bool:
-    """Whether a folder without manifest.json is a run's all the same: it only holds a run's files,
-    stages among them."""
-    visible = [name for name in names if not name.startswith(".")]
-    stages = [name for name in visible if STAGE_FOLDER.fullmatch(name.partition(".")[0])]
-    return bool(stages) and set(visible) - set(stages) <= RUN_FILES
+    """Whether a folder without a sound manifest.json is a run's all the same: it holds nothing but
+    a run's files, and a stage or the settings among them."""
+    stages = {name for name in names if STAGE_FOLDER.fullmatch(name.partition(".")[0])}
+    return bool(stages or "config.yaml" in names) and set(names) - stages <= RUN_FILES
 
 
 def _remove(path: Path) -> None:
@@ -213,17 +214,25 @@ class RunDir:
 
     def create(self) -> RunDir:
         """Make the folder, or take up a run's; refuses a folder that holds something else."""
+        try:
+            str(self.path).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"--out: {str(self.path)!r} is not UTF-8, as the files inside must be; give "
+                "another name"
+            ) from None
         if _exists(self.path) and not self.path.is_dir():
             raise ConfigError(f"--out: {str(self.path)!r} is not a folder; give a new folder")
         names = os.listdir(self.path) if self.path.is_dir() else []
-        if MANIFEST in names:
-            read_manifest(self.path / MANIFEST)
-        elif not _is_run(names) and any(not name.startswith(".") for name in names):
+        visible = [name for name in names if not name.startswith(".")]
+        own = MANIFEST in names and "stages" in read_manifest(self.path / MANIFEST)[0]
+        if visible and not own and not _is_run(visible):
             raise ConfigError(
                 f"--out: {str(self.path)!r} is neither empty nor a run folder; give a new folder"
             )
         self.path.mkdir(parents=True, exist_ok=True)
-        self._write_manifest()
+        with self.lock():
+            self._write_manifest()
         return self
 
     def write_config(self, text: str) -> None:
@@ -252,11 +261,16 @@ class RunDir:
         assert "time" not in values
         record = {"time": round(time.time(), 3), "stage": stage, **values}
         line = json.dumps(jsonable(record), allow_nan=False) + "\n"
-        with open(self.path / "metrics.jsonl", "ab+") as file:
-            if file.seek(0, os.SEEK_END) > 0:  # a crash may have cut the last line
-                file.seek(-1, os.SEEK_END)
-                line = line if file.read(1) == b"\n" else "\n" + line
-            file.write(line.encode("ascii"))
+        try:
+            with open(self.path / "metrics.jsonl", "ab+") as file:
+                if file.seek(0, os.SEEK_END) > 0:  # a crash may have cut the last line
+                    file.seek(-1, os.SEEK_END)
+                    line = line if file.read(1) == b"\n" else "\n" + line
+                file.write(line.encode("ascii"))
+        except OSError as problem:
+            if problem.errno not in FULL:
+                raise
+            log.warning("%s: the disk is full, a line of metrics.jsonl is lost", self.path)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The records of `metrics.jsonl`; a line that a crash cut is left out."""
@@ -309,28 +323,38 @@ class RunDir:
             part.mkdir()
             writer = StageWriter(part)
             start = time.perf_counter()
-            try:
-                with writer.memory:
-                    yield writer
-                writer.seconds = time.perf_counter() - start
-                seal(part, self._stage_body(folder, fingerprint, writer))
-            except BaseException as problem:
-                failure = storage_failure(problem, part, folder_bytes(part))
-                shutil.rmtree(part, ignore_errors=True)
-                if failure is not None:
-                    raise failure from problem
-                raise
-            self._swap(part, final)
-            self.discard_work(folder)
-            self._write_manifest()
+            with contextlib.ExitStack() as waiting:
+                try:
+                    with writer.memory:
+                        yield writer
+                    writer.seconds = time.perf_counter() - start
+                    # the work is done: a signal waits until it is kept
+                    waiting.enter_context(interrupt.deferred())
+                    seal(part, self._stage_body(folder, fingerprint, writer))
+                except BaseException as problem:
+                    failure = storage_failure(problem, part, folder_bytes(part))
+                    shutil.rmtree(part, ignore_errors=True)
+                    if failure is not None:
+                        raise failure from problem
+                    raise
+                self._swap(part, final)
+                writer.kept = True
+                self.discard_work(folder)
+                self._write_manifest()
 
     def work_path(self, folder: str) -> Path:
         """Where a stage keeps its progress while it runs."""
         return _beside(self.stage_path(folder), ".work")
 
     def discard_work(self, folder: str) -> None:
-        """Remove the progress of a stage that is finished."""
+        """Remove what an unfinished attempt has left beside a stage that is whole."""
         _remove(self.work_path(folder))
+        _remove(_beside(self.stage_path(folder), ".part"))
+
+    def sweep(self) -> None:
+        """Remove the temporary files of processes that were killed; the caller holds the lock."""
+        for file in self.path.glob(".*.tmp"):
+            file.unlink(missing_ok=True)
 
     @staticmethod
     def _stage_body(folder: str, fingerprint: Fingerprint, writer: StageWriter) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def train(
     pieces = pieces or Pieces()
     num_steps = plan.num_steps(len(examples))
     per_epoch = math.ceil(len(examples) / plan.batch_size)
-    first = restore(optimizer, pieces.load(label))
+    first, plan = restore(optimizer, pieces.load(label), plan)
     if first:
         log_step(resumed_at=first)
     order: list[int] = []
@@ -100,14 +100,17 @@ def train(
                 progress.advance(1, tokens=tokens, loss=loss)
                 log_step(step=step + 1, loss=loss, grad_norm=norm, lr=lr, epoch=step / per_epoch)
                 where = f"{label}: step {step + 1:,} of {num_steps:,}"
-                pieces.tick(label, partial(snapshot, optimizer, step + 1), where)
+                pieces.tick(label, partial(snapshot, optimizer, step + 1, plan), where)
     finally:
         model.eval()
     return num_steps
 
 
-def snapshot(optimizer: SparseAdamW, num_steps: int) -> State:
-    """Masters and moments after `num_steps` steps: with θ_old, all there is to know."""
+def snapshot(optimizer: SparseAdamW, num_steps: int, plan: TrainingPlan) -> State:
+    """Masters and moments after `num_steps` steps: with θ_old, all there is to know.
+
+    How a batch is cut decides the last bits, and lack of memory may have changed it.
+    """
     tensors: dict[str, torch.Tensor] = {}
     counts: dict[str, float] = {}
     for name, master in optimizer.masters.items():
@@ -116,13 +119,16 @@ def snapshot(optimizer: SparseAdamW, num_steps: int) -> State:
             tensors[f"exp_avg.{name}"] = state["exp_avg"]
             tensors[f"exp_avg_sq.{name}"] = state["exp_avg_sq"]
             counts[name] = float(state["step"])
-    return tensors, {"steps": num_steps, "counts": counts}
+    cut = {"batch_tokens": plan.batch_tokens, "micro_batch_size": plan.micro_batch_size}
+    return tensors, {"steps": num_steps, "counts": counts, "cut": cut}
 
 
-def restore(optimizer: SparseAdamW, piece: Piece | None) -> int:
-    """Take a piece up; returns how many steps are done."""
+def restore(
+    optimizer: SparseAdamW, piece: Piece | None, plan: TrainingPlan
+) -> tuple[int, TrainingPlan]:
+    """Take a piece up; returns how many steps are done, and the plan as it was then."""
     if piece is None:
-        return 0
+        return 0, plan
     current = optimizer.state_dict()
     masters, state = {}, {}
     for i, (name, master) in enumerate(optimizer.masters.items()):
@@ -134,7 +140,7 @@ def restore(optimizer: SparseAdamW, piece: Piece | None) -> int:
                 "exp_avg_sq": piece.tensors[f"exp_avg_sq.{name}"],
             }
     optimizer.load_state_dict({**current, "state": state, "masters": masters})
-    return piece.facts["steps"]
+    return piece.facts["steps"], replace(plan, **piece.facts["cut"])
 
 
 def _fitting_step(
@@ -202,7 +208,8 @@ def _backward(
     except Exception as problem:
         if not is_out_of_memory(problem):
             raise
-        raise Smaller.than(batch.input_ids.shape, problem) from None
+        key = "finetune.micro_batch_size"
+        raise Smaller.than(batch.input_ids.shape, problem, key) from None
 
 
 def micro_batches(rows: Sequence[Example], plan: TrainingPlan) -> list[list[Example]]:

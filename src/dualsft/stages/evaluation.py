@@ -80,6 +80,7 @@ def compare(
     piece = ctx.pieces.load(piece_name)
     totals: dict[str, float] = piece.facts["totals"] if piece else dict.fromkeys(_TOTALS, 0.0)
     done = piece.facts["done"] if piece else 0
+    budget = piece.facts["batch_tokens"] if piece else budget
     label = f"evaluation ({name})"
     waiting = remaining_batches(examples, budget, done)
     with (
@@ -95,9 +96,10 @@ def compare(
             except Exception as problem:
                 if not is_out_of_memory(problem):
                     raise
-                smaller = Smaller.than(batch.input_ids.shape, problem)
+                smaller = Smaller.than(batch.input_ids.shape, problem, "evaluation.batch_tokens")
                 ctx.reporter.warn(f"{label}: {smaller}")
-                waiting = remaining_batches(examples, smaller.batch_tokens, done)
+                budget = smaller.batch_tokens
+                waiting = remaining_batches(examples, budget, done)
                 continue
             waiting.pop(0)
             _refuse_nonfinite(label, chosen, both)
@@ -110,7 +112,7 @@ def compare(
             done += len(rows)
             progress.advance(len(rows), tokens=2 * sum(e.num_tokens for e in chosen))
             where = f"{label}: {done:,} of {len(examples):,} examples"
-            state = ({}, {"done": done, "totals": totals})
+            state = ({}, {"done": done, "totals": totals, "batch_tokens": budget})
             ctx.pieces.tick(piece_name, lambda state=state: state, where)
     tokens = int(totals["tokens"])
     return {

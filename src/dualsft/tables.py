@@ -14,6 +14,7 @@ import decimal
 import json
 import math
 import tempfile
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -57,8 +58,9 @@ class TableReader(Reader):
                 "write it again, or give the file its right suffix"
             ) from problem
 
+    @abstractmethod
     def _batches(self, file: Any) -> Iterator[pa.RecordBatch]:
-        raise NotImplementedError
+        """The rows of an open file, a few hundred at a time."""
 
     def share(self) -> float:
         return self.count / self._total if self._total else 0.0

@@ -2,7 +2,8 @@
 # make test         environment, then the fast tests (under 15 minutes on 2 cores)
 # make test-all     the slow tier too (under 60 minutes)
 # make lint         ruff and pyright
-# make bench        benchmarks/scoring.py: cost of scoring against a plain training epoch
+# make bench        what everything costs on the CPU, as ratios (docs/performance.md); JSON in runs/
+# make bench-gpu    the same on a GPU, at the size of a 3B model
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -12,7 +13,7 @@ READY  := $(VENV)/.ready
 # two test processes with one thread each: faster on two cores than one process with two
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: env quickstart test test-all lint bench clean
+.PHONY: env quickstart test test-all lint bench bench-gpu clean
 
 env: $(READY)
 
@@ -38,7 +39,10 @@ lint: env
 	$(BIN)/pyright
 
 bench: env
-	$(BIN)/python benchmarks/scoring.py
+	$(BIN)/python -m benchmarks --device cpu --out runs/bench_cpu.json
+
+bench-gpu: env
+	$(BIN)/python -m benchmarks --device cuda --out runs/bench_gpu.json
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

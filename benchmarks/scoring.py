@@ -1,177 +1,259 @@
-"""What scoring costs: the one-pass run over a pool against one plain training epoch over it.
+"""What scoring costs: each walk over the pool against one plain training epoch over it.
 
-    python benchmarks/scoring.py [--model smollm2-135m] [--rows 32] [--repeats 2] [--out FILE.json]
+Algorithm 1 lines 3, 5, 6 and 8. The reference is the plain epoch: Hugging Face forward with labels
+and backward into `.grad` for every parameter, same rows, same length-bucketed batches, at the best
+of several batch sizes. Beside it: the one-pass walk (G, s_D and the certificate's sums), the same
+without the certificate, both walks of the two-pass mode (the first is v_new's walk too), and CWSD
+with a teacher of its own. The peak of a walk holds the model and the vectors that it needs, where
+the plan puts them (`score.plan`): the default plan for all, smaller ones for the one-pass walk.
+What comes before the first batch (trial batches, pinned memory, U computed and moved) does not
+grow with the pool and does not count as the walk's time: its seconds are beside.
 
-Everything is a ratio inside one run. The reference is the plain epoch: Hugging Face forward with
-labels and backward into `.grad`, same rows, same length-bucketed batches, at the best of several
-batch sizes. Beside it: the one-pass walk (G, s_D and the certificate's sums), the same without the
-certificate, both walks of the two-pass mode, v_new and CWSD per example. The pieces are measured in
-turn, several times, and the fastest of each counts, so that a busy moment of the machine does not.
+Flops are those that the mathematics asks for (`workload.Size.flops`), so what is recomputed and
+what is padded counts as time and not as work.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from dualsft.corpus import skill_rows
-from dualsft.data import Example, collate, make_batches
+from benchmarks.measuring import (
+    Contender,
+    Measured,
+    Meter,
+    Section,
+    Untimed,
+    measure,
+    product_rate,
+)
+from benchmarks.options import Options
+from benchmarks.workload import Size, build_model, make_pool
+from dualsft.data import Batch, Example, collate, make_batches
+from dualsft.fused import fused_blocks
 from dualsft.ghost import GhostEngine
-from dualsft.model import choose_device, find_candidates, load_model
+from dualsft.losses import HeadObserver
+from dualsft.model import find_candidates
 from dualsft.passes import PassSettings, cwsd_objective, loss_objective, walk
-from dualsft.pretrained import resolve_model
+from dualsft.placement import blank
+from dualsft.plans import GIB, Wishes
 from dualsft.progress import Reporter
-from dualsft.vectors import ParamVector
+from dualsft.vectors import CHUNK, LazyVector, ParamVector
 
-BATCH_TOKENS = {"cpu": (128, 256, 512, 1024), "cuda": (2048, 8192, 32768)}  # of the plain epoch
-GOAL = 1.4
-SHAPES = {  # random weights: vocabulary, hidden, inner, layers, heads, key-value heads
-    "tiny": (8192, 256, 768, 6, 8, 4),
-    "llama-3.2-1b-shape": (128256, 2048, 8192, 16, 32, 8),
+PLAIN_TOKENS = {"cpu": (256, 512, 1024), "cuda": (4096, 8192, 16384, 32768)}
+PLAIN = "plain epoch"
+ONE_PASS = "one pass: G, s_D, certificate"
+FIRST, SECOND, BOTH = "two-pass, first: G (and v_new)", "two-pass, second: s_D", "two-pass, both"
+CWSD = "CWSD, teacher and student"
+SMALL_BYTES = 22e9
+SMALL = f"{ONE_PASS}, within {SMALL_BYTES / 1e9:.0f} GB"
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a walk collects, the work it stands for, and what is wished of its plan."""
+
+    products: int
+    """Products a candidate entry and token."""
+    sums: bool = False
+    direction: bool = False
+    bounds: bool = False
+    distil: bool = False
+    wishes: Wishes = Wishes()
+
+    @property
+    def head_products(self) -> int:
+        """Products a head entry and label: forward and input gradient, the teacher's forward."""
+        return 2 + self.distil
+
+
+FULL = Walk(4, sums=True, direction=True, bounds=True)
+WALKS = {
+    ONE_PASS: FULL,
+    "one pass without the certificate": Walk(4, sums=True, direction=True),
+    FIRST: Walk(3, sums=True),
+    SECOND: Walk(3, direction=True),
+    CWSD: Walk(4, sums=True, distil=True),
+    f"{ONE_PASS}, plan host": replace(FULL, wishes=Wishes(placement="host")),
+    f"{ONE_PASS}, plan blocks": replace(FULL, wishes=Wishes(placement="blocks")),
+    f"{ONE_PASS}, recomputing": replace(FULL, wishes=Wishes(checkpointing=True)),
+    SMALL: replace(FULL, wishes=Wishes(memory=SMALL_BYTES / GIB)),
 }
+GOALS = {ONE_PASS: 1.25, BOTH: 1.95}
+MEMORY_GOALS = {ONE_PASS: 40e9, SMALL: SMALL_BYTES}
+SHARE_GOAL = 0.55
 
 
-def load(name: str, device: torch.device) -> PreTrainedModel:
-    """A real model by name or folder, or a Llama shape with random weights."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name in SHAPES:
-        vocabulary, hidden, inner, layers, heads, kv_heads = SHAPES[name]
-        config = LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=hidden,
-            intermediate_size=inner,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            tie_word_embeddings=True,
-        )
-        with torch.device(device):
-            return LlamaForCausalLM(config).to(dtype).eval()  # pyright: ignore
-    return load_model(resolve_model(name), dtype, device)
+def run(options: Options) -> Section:
+    """Measure the walks; the table, the ratios and the goals."""
+    meter = Meter(options.device)
+    rate, where = product_rate(meter, options.dtype, options.quick)
+    model = build_model(options.model, options.device)
+    pool = make_pool(options.rows, model.config.vocab_size, 160 if options.quick else None)
+    size = Size.of(model, pool)
+    sizes = PLAIN_TOKENS[options.device.type][: 2 if options.quick else None]
+    contenders: dict[str, Contender] = {
+        f"{PLAIN}, {tokens:,} tokens a batch": plain(model, pool, tokens) for tokens in sizes
+    }
+    plans: dict[str, Any] = {}
+    for name, one in WALKS.items():
+        if options.wanted(name) and (name != SMALL or options.on_gpu):
+            contenders[name] = walking(options, model, pool, one, plans.setdefault(name, {}))
+    found, skipped = measure(meter, contenders, rounds=options.rounds, rehearse=True)
+    section = Section("scoring", conditions(options, size, rate, where), skipped=skipped)
+    _fill(section, found, size, rate, plans)
+    if options.on_gpu:
+        _goals(section)
+    return section
 
 
-def make_pool(rows: int, vocabulary: int) -> list[Example]:
-    """Rows with the lengths of instruction data: prompts of 20 to 100, responses of 10 to 90."""
-    generator = torch.Generator().manual_seed(0)
-    pool = []
-    for i, _ in enumerate(skill_rows(0, rows, 0.0)):
-        prompt, response = (
-            int(torch.randint(low, high, (1,), generator=generator))
-            for low, high in ((20, 100), (10, 90))
-        )
-        ids = torch.randint(0, vocabulary, (prompt + response,), generator=generator).tolist()
-        pool.append(Example(f"row-{i}", i, ids, [-100] * prompt + ids[prompt:]))
-    return pool
-
-
-def plain_epoch(model: PreTrainedModel, pool: list[Example], batch_tokens: int) -> None:
-    """Forward with labels, backward into .grad: what a training epoch does, less the optimizer."""
-    device = next(model.parameters()).device
-    model.requires_grad_(True)
-    for rows in make_batches(pool, batch_tokens):
-        batch = collate([pool[i] for i in rows], 0, "right", device)
-        loss = model(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels
-        ).loss
-        loss.backward()
-    model.zero_grad(set_to_none=True)
-
-
-def pieces(
-    model: PreTrainedModel, pool: list[Example], batch_tokens: int
-) -> dict[str, Callable[[], object]]:
-    """Each thing to time, by name."""
-    engine = GhostEngine(model, find_candidates(model, "block_linear"))
-    settings = PassSettings(batch_tokens=batch_tokens, pad_id=0, padding_side="right")
-    quiet = Reporter(lambda _: None)
-    sums = ParamVector.zeros(engine.candidates)
-    direction = ParamVector({n: torch.randn_like(t) for n, t in sums.items()})
-    loss, distil = loss_objective(model), cwsd_objective(model, model, 1.0)
-
-    def step(objective=loss, **what: object) -> Callable[[], object]:  # noqa: ANN001
-        return lambda: walk(engine, pool, objective, settings, quiet, "", **what)  # pyright: ignore
-
+def conditions(options: Options, size: Size, rate: float, where: str) -> dict[str, Any]:
     return {
-        "one pass: G, s_D, certificate": step(sums=sums, direction=direction, bounds=True),
-        "one pass without the certificate": step(sums=sums, direction=direction),
-        "two-pass, first: G": step(sums=sums),
-        "two-pass, second: s_D": step(direction=direction),
-        "CWSD (teacher and student)": step(distil, sums=sums),
+        "model": Path(options.model).name,
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "rows": options.rows,
+        "tokens": size.tokens,
+        "label_tokens": size.label_tokens,
+        "parameters": size.parameters,
+        "candidate_entries": size.candidates,
+        "batch_tokens": options.batch_tokens,
+        "rounds": options.rounds,
+        "product_rate": rate,
+        "product_shape": where,
+        "flops": "2 x (candidate entries x products x tokens + head entries x products x labels)",
     }
 
 
-def fastest(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Seconds of the fastest of several rounds; one unmeasured round first."""
-    best = dict.fromkeys(work, float("inf"))
-    for number in range(repeats + 1):
-        for name, call in work.items():
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            call()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            if number:
-                best[name] = min(best[name], time.perf_counter() - start)
-    return best
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--batch-tokens", type=int, default=512, help="of the scoring walks")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    device = choose_device(options.device)
-    model = load(options.model, device)
-    pool = make_pool(options.rows, model.config.vocab_size)
-    tokens = sum(e.num_tokens for e in pool)
-    work: dict[str, Callable[[], object]] = {
-        f"plain epoch, {size} tokens a batch": lambda size=size: plain_epoch(model, pool, size)
-        for size in BATCH_TOKENS[device.type]
-    }
-    scoring = pieces(model, pool, options.batch_tokens)
-    seconds = fastest(work | scoring, options.repeats)
-    plain = min(seconds[name] for name in work)
-    ratios = {name: seconds[name] / plain for name in scoring}
-    ratios["two-pass, both"] = ratios["two-pass, first: G"] + ratios["two-pass, second: s_D"]
-    print(f"{options.model}: {options.rows} rows, {tokens:,} tokens, {device}")
-    print(
-        f"plain forward + backward epoch (best batch): {plain:.2f} s, {tokens / plain:,.0f} tok/s"
-    )
-    for name, ratio in ratios.items():
-        print(f"{ratio:6.2f} x  {name}   ({1000 * ratio * plain / len(pool):.1f} ms an example)")
-    met = ratios["one pass: G, s_D, certificate"] <= GOAL
-    print(f"goal: one pass at most {GOAL} x: {'met' if met else 'NOT met'}")
-    if options.out:
-        record = {
-            "model": options.model,
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "machine": platform.machine(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "rows": options.rows,
-            "tokens": tokens,
-            "plain_seconds": plain,
-            "seconds": seconds,
-            "ratios": ratios,
-            "goal": GOAL,
+def _fill(
+    section: Section, found: dict[str, Measured], size: Size, rate: float, plans: dict[str, Any]
+) -> None:
+    epochs = [name for name in found if name.startswith(PLAIN)]
+    best = min(epochs, key=lambda name: found[name].fastest)
+    section.conditions["reference"] = best
+    for name, measured in found.items():
+        section.add(name, measured, **plans.get(name, {}))
+    if FIRST in found and SECOND in found:
+        one, two = section.rows[FIRST], section.rows[SECOND]
+        peaks = [row["peak_bytes"] for row in (one, two) if row["peak_bytes"]]
+        section.rows[BOTH] = {
+            "seconds": one["seconds"] + two["seconds"],
+            "peak_bytes": max(peaks) if peaks else None,
         }
-        options.out.write_text(json.dumps(record, indent=2) + "\n")
+    section.compare("plain epoch", best)
+    for name, row in section.rows.items():
+        work = _flops(name, size)
+        row["figures"] = {
+            "tok/s": round(size.tokens / row["seconds"]),
+            "share of the product rate": work / row["seconds"] / rate,
+        }
 
 
-if __name__ == "__main__":
-    main()
+def _goals(section: Section) -> None:
+    for name, limit in GOALS.items():
+        ratio = section.rows.get(name, {}).get("ratios", {}).get("time / plain epoch")
+        section.goal(f"{name}, time / plain epoch", ratio, limit)
+    for name, limit in MEMORY_GOALS.items():
+        section.goal(f"{name}, peak bytes", section.rows.get(name, {}).get("peak_bytes"), limit)
+    share = section.rows.get(ONE_PASS, {}).get("figures", {}).get("share of the product rate")
+    section.goal(f"{ONE_PASS}, share of the product rate", share, SHARE_GOAL, at_least=True)
+
+
+def _flops(name: str, size: Size) -> float:
+    if name in WALKS:
+        return size.flops(WALKS[name].products, WALKS[name].head_products)
+    if name == BOTH:
+        return _flops(FIRST, size) + _flops(SECOND, size)
+    return size.flops(3, 3, every_logit=True)  # the plain epoch: forward and both gradients
+
+
+def plain(model: PreTrainedModel, pool: list[Example], batch_tokens: int) -> Contender:
+    """Forward with labels, backward into .grad: a training epoch less the optimizer."""
+
+    def epoch() -> None:
+        for rows in make_batches(pool, batch_tokens):
+            batch = collate([pool[i] for i in rows], 0, "right", model.device)
+            model(
+                input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels
+            ).loss.backward()
+
+    @contextmanager
+    def contender() -> Iterator[Any]:
+        model.requires_grad_(True)
+        try:
+            yield epoch
+        finally:
+            model.zero_grad(set_to_none=True)
+
+    return contender
+
+
+def walking(
+    options: Options, model: PreTrainedModel, pool: list[Example], what: Walk, seen: dict[str, Any]
+) -> Contender:
+    """One walk with the vectors that it collects; its plan and preparation go into `seen`.
+
+    CWSD has a teacher beside the student. The seconds before the first batch do not count.
+    """
+
+    @contextmanager
+    def contender() -> Iterator[Any]:
+        engine = GhostEngine(model, find_candidates(model, "block_linear"))
+        collected: dict[str, Any] = {"bounds": what.bounds}
+        if what.direction:
+            collected["direction"] = random_direction(engine)
+        teacher = build_model(options.model, options.device) if what.distil else None
+        inner = cwsd_objective(teacher, model, 1.0) if teacher else loss_objective(model)
+        began: list[float] = []
+
+        def objective(batch: Batch, observer: HeadObserver | None) -> tuple[Tensor, Tensor]:
+            if "plan" in seen and not began:  # trial batches come before the plan
+                began.append(time.perf_counter())
+            return inner(batch, observer)
+
+        settings = PassSettings(
+            batch_tokens=options.batch_tokens,
+            pad_id=0,
+            padding_side="right",
+            wishes=what.wishes,
+            note=lambda _, plan, memory: seen.update(plan=plan.facts()),
+        )
+
+        def call() -> Untimed:
+            seen.pop("plan", None)
+            began.clear()
+            if what.sums:
+                collected["sums"] = blank(engine.candidates, engine.candidates.dtype)
+            start = time.perf_counter()
+            walk(engine, pool, objective, settings, Reporter(_only_warnings), "walk", **collected)
+            seen["preparing_seconds"] = began[0] - start
+            return Untimed(began[0] - start)
+
+        with fused_blocks(teacher, wide=True) if teacher else nullcontext():
+            yield call
+
+    return contender
+
+
+def _only_warnings(line: str) -> None:
+    if line.startswith("warning"):
+        print(f"  {line}", flush=True)
+
+
+def random_direction(engine: GhostEngine) -> LazyVector:
+    """U as a run has it: a lazy vector over the candidates; here one random piece, repeated."""
+    piece = torch.randn(CHUNK, device=engine.device) * 1e-3
+    forms = ParamVector(engine.candidates).forms
+
+    def compute(name: str, start: int, stop: int, _: Any) -> Tensor:
+        count = stop - start
+        return piece[:count] if count <= CHUNK else piece.repeat(-(-count // CHUNK))[:count]
+
+    return LazyVector(forms, engine.device, compute)

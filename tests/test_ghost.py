@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import oracle
 import pytest
@@ -108,7 +110,7 @@ def test_cwsd_gradient(arch: str, tau: float) -> None:
         engine, rows, cwsd_objective(teacher, student, tau), settings(), QUIET, "t", sums=sums
     )
     true = oracle.cwsd_gradient(teacher, student, rows, tau, engine.candidates.names)
-    assert worst(sums.scaled(1 / len(rows)), true) <= 1e-10
+    assert worst(sums.scaled(1 / len(rows)).held(), true) <= 1e-10
     loss = oracle.cwsd_loss(teacher, student, rows, tau).item()
     assert result.values.mean() == pytest.approx(loss, rel=1e-10)
 
@@ -207,25 +209,28 @@ def test_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
         return sums, prior, result, [*numbers, *result.values, *result.dots, *anchors.values]
 
     with_double = everything()
-    guard, plain_dot, plain_cpu = _NoDouble(), vectors._dot64, torch.Tensor.cpu
+    guard, plain_cpu = _NoDouble(), torch.Tensor.cpu
+    plain_products = vectors.Products.__init__
     with guard, pytest.raises(AssertionError, match="float64 on the device"):
         everything()
     for module in (vectors, ghost, ghost_rules, losses):
         monkeypatch.setattr(module, "reduction_dtype", lambda _: torch.float32)
 
-    def dot64(a: torch.Tensor, b: torch.Tensor) -> float:
+    def products(self: vectors.Products, *given: Any) -> None:
+        """fp64 is allowed once the numbers have left the device."""
+
         def leave_the_device(x: torch.Tensor) -> torch.Tensor:
             guard.off_device = True
             return plain_cpu(x)
 
         monkeypatch.setattr(torch.Tensor, "cpu", leave_the_device)
         try:
-            return plain_dot(a, b)
+            plain_products(self, *given)
         finally:
             guard.off_device = False
             monkeypatch.setattr(torch.Tensor, "cpu", plain_cpu)
 
-    monkeypatch.setattr(vectors, "_dot64", dot64)
+    monkeypatch.setattr(vectors.Products, "__init__", products)
     with guard:
         without = everything()
     assert all(torch.equal(t, without[0][n]) for n, t in with_double[0].items())

@@ -117,7 +117,7 @@ def poison_objective(
     [
         (training, "example_objective", 1, "warmup"),
         (training, "example_objective", 3, "warmup"),
-        (passes, "example_objective", 4, "gradients"),
+        (passes, "example_objective", 2, "gradients"),
         (passes, "distillation_objective", 1, "gradients"),
     ],
 )

@@ -216,12 +216,8 @@ def trained(pieces: Pieces, dtype: torch.dtype = torch.float32, sparse: bool = F
             lambda **facts: logged.append(facts.get("step", 0)),
             pieces,
         )
-        moments = [
-            optimizer.state[m][k]
-            for m in optimizer.masters.values()
-            for k in ("exp_avg", "exp_avg_sq", "step")
-            if m in optimizer.state
-        ]
+        moments = [t for state in optimizer.state.values() for t in state.values()]
+        assert len(moments) >= 3 * len(optimizer.names)
         bits = {f"state{i}": t.clone() for i, t in enumerate(moments)}
     return bits | {n: p.detach().clone() for n, p in model.named_parameters()}, logged
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
+from dualsft import topk
 from dualsft.errors import RunError
 from dualsft.topk import ScoreSource, chunked, top_b, topk_signed
 
@@ -138,6 +139,79 @@ def test_ten_million_against_a_full_sort() -> None:
         assert result.num_nonpositive == int((order.values[:k] <= 0).sum())
 
 
+def against_the_sample(size: int, chunk: int, sampled: float, dtype: torch.dtype) -> Tensor:
+    """Random scores, except that everything the sample meets is one value."""
+    at = topk._look(chunked({"w": torch.zeros(size)}, chunk)).at
+    assert 8 <= len(at) < size // 8
+    scores = torch.randn(size, generator=generator(), dtype=dtype)
+    scores[torch.from_numpy(at)] = sampled
+    return scores
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["random", "low", "high", "equal", "two", "near"])
+def test_a_sample_that_misleads_costs_readings_and_never_the_answer(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topk, "_SAMPLE", 64)
+    monkeypatch.setattr(topk, "_SPARE", 8)
+    size, chunk = 6000, 1000
+    scores = {
+        "random": torch.randn(size, generator=generator(1), dtype=dtype),
+        "low": against_the_sample(size, chunk, -9.0, dtype),
+        "high": against_the_sample(size, chunk, 9.0, dtype),
+        "equal": torch.full((size,), -2.5, dtype=dtype),
+        "two": torch.arange(size, dtype=dtype) % 2,
+        "near": 1 + torch.randint(-3, 4, (size,), generator=generator()) * torch.finfo(dtype).eps,
+    }[kind].to(dtype)
+    assert topk._look(chunked({"w": scores}, chunk)).keys.numel() <= 64
+    for k in (1, 60, 2999, 3000, 3001, 5999, 6000):
+        assert_same_as_sort({"w": scores}, k, chunk)
+    readings = 0
+
+    def source() -> Iterator[tuple[str, int, Tensor]]:
+        nonlocal readings
+        readings += 1
+        return chunked({"w": scores}, chunk)()
+
+    topk_signed(source, 2000)
+    most = 5 if dtype == torch.float32 else 7  # a look, a guess, two or four histograms, the answer
+    assert 3 < readings <= most
+
+
+def test_a_sample_of_a_few_thousand_is_right_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "_SAMPLE", 1 << 14)
+    scores = torch.randn(10**6, generator=generator())
+    readings = 0
+
+    def source() -> Iterator[tuple[str, int, Tensor]]:
+        nonlocal readings
+        readings += 1
+        return chunked({"w": scores}, 12345)()
+
+    for k in (1, 1000, 50_000, 500_000, 950_000, 999_999, 10**6):
+        readings = 0
+        assert topk_signed(source, k).threshold == scores.sort(descending=True).values[k - 1]
+        assert readings == 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    scores=hnp.arrays(np.float32, st.integers(1, 200), elements=st.one_of(finite32, few)),
+    fraction=st.floats(0, 1),
+    chunk=st.integers(1, 70),
+    sample=st.integers(1, 40),
+)
+def test_equals_full_sort_with_any_sample(
+    scores: np.ndarray, fraction: float, chunk: int, sample: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topk, "_SAMPLE", sample)
+        patch.setattr(topk, "_SPARE", 1)
+        tensors = split(torch.from_numpy(scores), scores.size // 3)
+        assert_same_as_sort(tensors, max(1, int(fraction * scores.size)), chunk)
+
+
 @pytest.mark.slow
 def test_hundred_million_against_a_partition() -> None:
     n, k = 10**8, 5 * 10**6
@@ -171,7 +245,7 @@ def test_the_source_is_read_in_chunks_a_few_times_and_never_kept() -> None:
             buffer.fill_(torch.nan)
 
     result = topk_signed(source, 50)
-    assert readings == 3
+    assert readings == 2
     assert result.indices["w"].tolist() == by_full_sort({"w": scores}, 50)[0]["w"]
 
 
@@ -227,9 +301,23 @@ def test_a_source_that_changes_between_readings_is_refused() -> None:
     readings = iter([torch.ones(4), torch.full((4,), 2.0)])
     with pytest.raises(RunError, match="gave other scores"):
         topk_signed(lambda: iter([("w", 0, next(readings))]), 2)
-    later = iter([torch.ones(4), torch.ones(4), torch.full((4,), 2.0)])
+    shorter = iter([torch.ones(4), torch.ones(3)])
     with pytest.raises(RunError, match="gave other scores"):
-        topk_signed(lambda: iter([("w", 0, next(later))]), 2)
+        topk_signed(lambda: iter([("w", 0, next(shorter))]), 2)
+
+
+@pytest.mark.parametrize("changed", [1, 2, 3, 4])
+def test_a_change_on_any_later_reading_is_refused(
+    changed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topk, "_SAMPLE", 64)
+    monkeypatch.setattr(topk, "_SPARE", 8)
+    same, other = torch.ones(5000), torch.full((5000,), 2.0)
+    order = [other if reading == changed else same for reading in range(5)]
+    readings = iter(order)
+    with pytest.raises(RunError, match="gave other scores"):
+        topk_signed(lambda: iter([("w", 0, next(readings))]), 500)
+    assert len(list(readings)) == 4 - changed  # found on the very reading that changed
 
 
 def test_top_b_is_signed_and_breaks_ties_by_source_row() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import oracle
@@ -10,9 +13,13 @@ import pytest
 import torch
 from models import tiny_examples, tiny_model
 
+from dualsft import adam_step, training
+from dualsft.adam_moments import Moments
 from dualsft.data import Example
 from dualsft.errors import RunError
+from dualsft.losses import example_objective
 from dualsft.optim import SparseAdamW
+from dualsft.pieces import Pieces
 from dualsft.progress import Progress, Reporter
 from dualsft.training import TrainingPlan, learning_rate, micro_batches, train
 
@@ -125,6 +132,96 @@ def test_nonfinite_gradient_stops_before_the_update(monkeypatch: pytest.MonkeyPa
         pytest.raises(RunError, match="step 1: the gradient over row .* is not finite"),
     ):
         train(model, examples(8), optimizer, plan(), QUIET, "test")
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+
+
+class Killed(BaseException):
+    """Stands for a kill."""
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_killed_training_goes_on_to_the_same_bits(
+    tmp_path: Path, moments: Moments, whole: bool
+) -> None:
+    """Weights, moments as they are held, and step counts, for each type of the moments."""
+
+    def trained(pieces: Pieces, kill_at: int = 10**9) -> dict[str, torch.Tensor]:
+        def log(step: int = 0, **_: Any) -> None:
+            if step > kill_at:
+                raise Killed
+
+        model = tiny_model("llama", dtype=torch.float32)
+        named = list(model.named_parameters())
+        some = {name: torch.arange(0, p.numel(), 3) for name, p in named}
+        indices = None if whole else some
+        with SparseAdamW(named, indices, lr=1e-2, moments=moments, seed=3) as optimizer:
+            changed = plan(max_grad_norm=1.0, lr=1e-2)
+            train(model, examples(10), optimizer, changed, QUIET, "warmup", log, pieces)
+            held = [t for state in optimizer.state.values() for t in state.values()]
+        return {str(i): t for i, t in enumerate([*held, *(p.detach() for _, p in named)])}
+
+    expected = trained(Pieces())
+    with pytest.raises(Killed):
+        trained(Pieces(tmp_path / "s.work", "abc", every=0), kill_at=3)
+    got = trained(Pieces(tmp_path / "s.work", "abc", every=0))
+    assert len(got) == len(expected) > 40
+    assert all(torch.equal(got[key], value) for key, value in expected.items())
+
+
+def test_memory_short_of_activations_turns_checkpointing_on_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The batch stays whole, the results keep their bits, and a user's own no is respected."""
+    real, on = training.checkpointed, [False]
+
+    @contextmanager
+    def watched(model: Any, wanted: bool) -> Iterator[None]:
+        on[0] = wanted
+        with real(model, wanted):
+            yield
+
+    def objective(model: Any, batch: Any, **options: Any) -> Any:
+        if not on[0] and len(batch.input_ids) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        sizes.append(len(batch.input_ids))
+        return example_objective(model, batch, **options)
+
+    def trained(checkpointing: bool | None) -> dict[str, torch.Tensor]:
+        model = tiny_model("llama", dtype=torch.float32)
+        changed = plan(checkpointing=checkpointing, micro_batch_size=4)
+        with SparseAdamW(model.named_parameters(), None, lr=1e-3) as optimizer:
+            train(model, examples(8), optimizer, changed, Reporter(said.append), "test")
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    said: list[str] = []
+    sizes: list[int] = []
+    expected = trained(None)
+    monkeypatch.setattr(training, "checkpointed", watched)
+    monkeypatch.setattr(training, "example_objective", objective)
+    got = trained(None)
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+    warnings = [line for line in said if "out of memory" in line]
+    assert len(warnings) == 1 and "finetune.checkpointing=true" in warnings[0]
+    assert set(sizes) == {4}
+    said.clear()
+    sizes.clear()
+    trained(False)
+    assert set(sizes) == {1} and not any("checkpointing" in line for line in said)
+
+
+def test_lack_of_memory_for_the_moments_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = tiny_model("llama", dtype=torch.float32)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    monkeypatch.setattr(adam_step, "new_state", full)
+    with (
+        SparseAdamW(model.named_parameters(), None, lr=1e-3) as optimizer,
+        pytest.raises(RunError, match=r"moments of [\d,]+ trained entries .*finetune\.moments"),
+    ):
+        train(model, examples(4), optimizer, plan(), QUIET, "test")
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 

@@ -34,6 +34,7 @@ from dualsft.errors import ConfigError, DataError, DualsftError, RunError
 if TYPE_CHECKING:
     from dualsft.api import score, select
     from dualsft.delta import apply_delta, extract_delta
+    from dualsft.estimation import estimate
     from dualsft.optim import SparseAdamW
     from dualsft.pipeline import run
 
@@ -46,6 +47,7 @@ _LAZY = {
     "SparseAdamW": "dualsft.optim",
     "apply_delta": "dualsft.delta",
     "extract_delta": "dualsft.delta",
+    "estimate": "dualsft.estimation",
 }
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "SplitConfig",
     "WarmupConfig",
     "apply_delta",
+    "estimate",
     "extract_delta",
     "load",
     "run",

@@ -118,13 +118,13 @@ def score(
     check_fused_loss(model, pool[0], settings, tolerance)
     val_grad = ParamVector.zeros(engine.candidates)
     walk(engine, val, objective, settings, say, "v_new (validation)", sums=val_grad)
-    val_grad = val_grad.scaled(1.0 / len(val))
+    val_grad = val_grad.scaled(1.0 / len(val)).held()
     prior_grad = ParamVector.zeros(engine.candidates)
     if theta_old is not None:
         theta_old.eval()
         distil = cwsd_objective(theta_old, model, tau)
         walk(engine, anchors, distil, settings, say, "v_prior (CWSD)", sums=prior_grad)
-        prior_grad = prior_grad.scaled(1.0 / len(anchors))
+        prior_grad = prior_grad.scaled(1.0 / len(anchors)).held()
     factor = effective_lambda(lam, lam_relative, val_grad, prior_grad)
     terms = ProjectionTerms(
         val_grad=val_grad,
@@ -156,7 +156,7 @@ def score(
         )
     residual = terms.residual(grad_sum).block_norms()
     bound = bounds(result.inner_sums, np.array([residual[name] for name in engine.columns]))
-    projection = terms.projection(grad_sum)
+    projection = terms.projection(grad_sum).held()
 
     def rescore(positions: np.ndarray) -> np.ndarray:
         rows = [pool[i] for i in positions]

@@ -1,7 +1,7 @@
 """The command line: `dualsft run`, one command a stage, and the tools around them.
 
     run · split · warmup · score · select · finetune · evaluate · report
-    check · export · methods · quickstart
+    estimate · check · export · methods · quickstart
 
 `dualsft run [RECIPE|FILE.yaml] --out DIR [--until STAGE] [key=value …]` is the whole of Algorithm
 1. A stage command works on a run folder and takes its settings from the folder's config.yaml.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import logging
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from dualsft import __version__, interrupt
 from dualsft import config as settings
@@ -164,6 +166,60 @@ def check(words: Words = None) -> None:
     problems = later("dualsft.checkup").check(config, make_reporter())
     if problems:
         raise typer.Exit(1)
+
+
+@app.command(context_settings=WORDS)
+def estimate(
+    words: Words = None,
+    out: Annotated[Path, typer.Option(help="Run folder that a run would write to.")] = Path("run"),
+    until: Annotated[
+        str | None, typer.Option(help=f"Last stage to count: {', '.join(STAGE_NAMES)}.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the numbers to this file.")
+    ] = None,
+) -> None:
+    """Memory, time and disk of every stage on this machine, before anything runs."""
+    check_stage(until)
+    config = load_checked(*parse_words(words))
+    found = later("dualsft.estimation").estimate(config, out, until, make_reporter())
+    if json_file is not None:
+        json_file.write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
+    show_estimate(found)
+    if not found.fits:
+        raise typer.Exit(1)
+
+
+def show_estimate(found: Any) -> None:
+    """The table of `dualsft estimate`, and under it what does not fit, with its cure."""
+    disk, clock = later("dualsft.disk"), later("dualsft.progress").clock
+
+    def gib(num_bytes: int) -> str:
+        return f"{num_bytes / 2**30:.2f}" if num_bytes else "–"
+
+    table = Table("stage", "GPU GiB", "host GiB", "time", "disk GiB", "how")
+    for stage in found.stages:
+        how = stage.note if stage.fits else f"DOES NOT FIT ({stage.note})"
+        sizes = gib(stage.device_bytes), gib(stage.host_bytes)
+        table.add_row(stage.name, *sizes, clock(stage.seconds), gib(stage.disk_bytes), how)
+    seconds = sum(stage.seconds for stage in found.stages)
+    table.add_row("all", "", "", clock(seconds), gib(found.disk_bytes), "")
+    console.print(table)
+    console.print(
+        f"{found.num_parameters:,} parameters, {found.num_candidates:,} of them candidates; "
+        f"{found.num_rows:,} rows, about {found.num_tokens:,} tokens, the longest {found.longest:,}"
+        f"; {found.device} with {gib(found.device_memory)} GiB to use",
+        markup=False,
+    )
+    for stage in found.stages:
+        if not stage.fits:
+            console.print(f"{stage.name} does not fit: {stage.cure}", markup=False)
+    if not found.enough_disk:
+        console.print(
+            f"the disk has {disk.human(found.disk_free)} free and the run needs "
+            f"{disk.human(found.disk_bytes)}; give an --out on a larger one",
+            markup=False,
+        )
 
 
 @app.command()

@@ -18,6 +18,7 @@ Count = Annotated[int, Bounds(least=1)]
 Whole = Annotated[int, Bounds(least=0)]
 Positive = Annotated[float, Bounds(above=0)]
 NonNegative = Annotated[float, Bounds(least=0)]
+Moments = Literal["float32", "bfloat16", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,8 @@ class ModelConfig:
     deterministic: bool = False
     """On a GPU: the same bits every time, after a resume too, at some cost in speed; a CPU always
     gives the same bits."""
+    memory: Positive | None = None
+    """GiB of the GPU's memory that the run may use; null is what is free when it starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +121,13 @@ class WarmupConfig:
     """Examples in an optimizer step; null is finetune.batch_size."""
     min_steps: Whole = 0
     """Repeat epochs until there are at least this many optimizer steps."""
-    trainable: Literal["all"] = "all"
-    """Parameters that the warmup moves."""
+    trainable: Literal["all", "candidates"] = "all"
+    """Parameters that the warmup moves: all, or only those that compete (score.candidates)."""
+    moments: Moments = "float32"
+    """Type of the optimizer's moments, whose second one becomes the curvature: bfloat16 and int8
+    (a logarithmic code of 8 bits) are rounded at random, without bias."""
+    offload: bool = False
+    """Keep moments and master weights in the host's memory and bring them over step by step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +158,14 @@ class ScoreConfig:
     reads them): param_scores, projection, or all; each as large as the candidates in fp32."""
     batch_tokens: Count | None = None
     """Most tokens in a scoring batch, padding included; changes no score beyond rounding; null is
-    1,024 on a CPU and 16,384 on a GPU."""
+    1,024 on a CPU; on a GPU as many as take 12 GiB (at least 4,096, at most 32,768)."""
+    plan: Literal["auto", "device", "host", "blocks"] = "auto"
+    """Where G and the direction are while the pool is walked: on the device; in the host's memory,
+    brought over layer by layer; or on the device for some layers at a time, with several walks.
+    auto takes the first that fits, and a smaller one when memory runs out."""
+    checkpointing: bool | None = None
+    """Recompute activations in the backward pass instead of keeping them; null is when they would
+    not fit otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,9 +195,16 @@ class FinetuneConfig:
     batch_size: Count = 64
     """Examples in an optimizer step."""
     micro_batch_size: Count | None = None
-    """Examples in a forward pass; null is as many as score.batch_tokens allows."""
+    """Examples in a forward pass; null is as many as score.batch_tokens allows, or 8,192 tokens on
+    a GPU and 1,024 on a CPU."""
     max_grad_norm: NonNegative = 1.0
     """Clip the gradient of the trained entries to this norm; 0 is off. The warmup never clips."""
+    moments: Moments = "float32"
+    """Type of the optimizer's moments: bfloat16 and int8 (a logarithmic code of 8 bits) are rounded
+    at random, without bias."""
+    checkpointing: bool | None = None
+    """Recompute activations in the backward pass instead of keeping them (the warmup too); null is
+    when they would not fit otherwise."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay on the trained entries."""
     warmup_ratio: Annotated[float, Bounds(least=0, below=1)] = 0.03

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from dualsft.config import Config
 from dualsft.corpus import BUILTIN, builtin_file
 from dualsft.data import Example, pad_token_id
+from dualsft.memory import limit_memory
 from dualsft.model import (
     Candidates,
     choose_device,
@@ -33,13 +34,14 @@ from dualsft.model import (
 )
 from dualsft.passes import PassSettings
 from dualsft.pieces import Pieces
+from dualsft.plans import DEFAULT_BATCH_TOKENS, TRAINING_BATCH_TOKENS, Plan, Wishes
 from dualsft.preflight import FOLDERS
 from dualsft.pretrained import cache_root, resolve_model
 from dualsft.progress import Reporter
 from dualsft.rundir import RunDir
 from dualsft.sources import split_paths
 from dualsft.stages.split import read_split
-from dualsft.vectors import ParamVector, accumulation_dtype
+from dualsft.vectors import LazyVector, accumulation_dtype
 
 
 @dataclass
@@ -51,6 +53,8 @@ class RunContext:
     reporter: Reporter
     pieces: Pieces = field(default_factory=Pieces)
     """Saved progress of the stage that runs now."""
+    plans: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The memory plan of each walk of the stage that runs now, by its label."""
 
     def folder(self, stage: str) -> Path:
         return self.rundir.path / FOLDERS[stage]
@@ -80,7 +84,11 @@ class RunContext:
 
     @cached_property
     def device(self) -> torch.device:
-        return choose_device(self.config.model.device)
+        device, memory = choose_device(self.config.model.device), self.config.model.memory
+        limit_memory(device, memory)
+        if memory is not None and device.type != "cuda":
+            self.reporter.warn(f"model.memory has no effect: the run is on {device.type}")
+        return device
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -133,7 +141,12 @@ class RunContext:
     @cached_property
     def batch_tokens(self) -> int:
         """Padded tokens a batch: as set, or what suits the device."""
-        return self.config.score.batch_tokens or (16384 if self.device.type == "cuda" else 1024)
+        return self.config.score.batch_tokens or DEFAULT_BATCH_TOKENS[self.device.type]
+
+    @property
+    def training_tokens(self) -> int:
+        """Padded tokens a forward pass of training: as set, or what suits the device."""
+        return self.config.score.batch_tokens or TRAINING_BATCH_TOKENS[self.device.type]
 
     def load(self, folder: Path) -> PreTrainedModel:
         attention = self.config.model.attention
@@ -158,12 +171,13 @@ class RunContext:
         """val, anchor, warm, pool: the examples of each role, in source order."""
         return read_split(self.folder("split"))
 
-    def vector(self, stage: str, name: str, candidates: Candidates) -> ParamVector:
-        return ParamVector.load(
+    def vector(self, stage: str, name: str, candidates: Candidates) -> LazyVector:
+        """A stored vector over the candidates, read piece by piece onto the device when asked."""
+        return LazyVector.open(
             self.folder(stage) / f"{name}.safetensors", candidates.names, self.device
         )
 
-    def curvature(self, candidates: Candidates) -> ParamVector | None:
+    def curvature(self, candidates: Candidates) -> LazyVector | None:
         """ĉ, or None when there was no warmup."""
         return self.vector("warmup", "curvature", candidates) if self.warmed_up else None
 
@@ -184,10 +198,27 @@ def repeatable(wanted: bool) -> Iterator[None]:
 
 
 def pass_settings(ctx: RunContext) -> PassSettings:
-    """How this run makes batches."""
+    """How this run makes batches, and under which plan it walks over them."""
+    score = ctx.config.score
+    wishes = Wishes(
+        placement=score.plan,
+        checkpointing=score.checkpointing,
+        memory=ctx.config.model.memory,
+        exact_batch=score.batch_tokens is not None,
+    )
+
+    def note(label: str, plan: Plan, memory: int) -> None:
+        known = [facts["plan"] for facts in ctx.plans.values()]
+        ctx.plans[label] = plan.facts()
+        asked = wishes.placement != "auto" or wishes.checkpointing is not None
+        if (memory or asked) and plan.settings not in known:
+            ctx.reporter.say(f"plan: {plan.describe(memory)}")
+
     return PassSettings(
         batch_tokens=ctx.batch_tokens,
         pad_id=ctx.pad_id,
         padding_side=ctx.config.data.padding_side,
         pieces=ctx.pieces,
+        wishes=wishes,
+        note=note,
     )

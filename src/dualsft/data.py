@@ -236,6 +236,8 @@ class Batch:
     attention_mask: torch.Tensor
     position_ids: torch.Tensor
     labels: torch.Tensor
+    padded_right: bool = False
+    """All padding stands behind the examples' own tokens, whose positions count from 0."""
 
 
 def make_batches(examples: Sequence[Example], batch_tokens: int) -> list[list[int]]:
@@ -270,20 +272,17 @@ def collate(
     if padding_side not in ("left", "right"):
         raise ConfigError(f"data.padding_side: {padding_side!r} is not known; use left or right")
     shape = (len(examples), max(example.num_tokens for example in examples))
-    batch = Batch(
-        input_ids=torch.full(shape, pad_id),
-        attention_mask=torch.zeros(shape, dtype=torch.int64),
-        position_ids=torch.zeros(shape, dtype=torch.int64),
-        labels=torch.full(shape, IGNORE),
-    )
+    input_ids, labels = torch.full(shape, pad_id), torch.full(shape, IGNORE)
+    attention_mask, position_ids = torch.zeros(2, *shape, dtype=torch.int64)
     for i, example in enumerate(examples):
         start = shape[1] - example.num_tokens if padding_side == "left" else 0
         real = slice(start, start + example.num_tokens)
-        batch.input_ids[i, real] = torch.tensor(example.input_ids)
-        batch.attention_mask[i, real] = 1
-        batch.position_ids[i, real] = torch.arange(example.num_tokens)
-        batch.labels[i, real] = torch.tensor(example.labels)
-    return Batch(*(getattr(batch, name).to(device) for name in Batch.__slots__))
+        input_ids[i, real] = torch.tensor(example.input_ids)
+        attention_mask[i, real] = 1
+        position_ids[i, start:] = torch.arange(shape[1] - start)  # they go on into the padding
+        labels[i, real] = torch.tensor(example.labels)
+    tensors = (input_ids, attention_mask, position_ids, labels)
+    return Batch(*(t.to(device) for t in tensors), padded_right=padding_side == "right")
 
 
 # --- order ------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 from dualsft.errors import RunError
+from dualsft.fused import kernels_for
 from dualsft.vectors import accumulation_dtype, reduction_dtype
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def add_product(total_OI: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == total_OI.dtype:
         total_OI.addmm_(left.T, right)
     elif left.is_cuda:
-        total_OI.add_(torch.mm(left.T, right, out_dtype=total_OI.dtype))
+        torch.addmm(total_OI, left.T, right, out_dtype=total_OI.dtype, out=total_OI)
     else:
         total_OI.addmm_(left.T.to(total_OI.dtype), right.to(total_OI.dtype))
 
@@ -89,10 +90,11 @@ class Rule(ABC):
         """A 1-D parameter: its per-example gradients are small, so they are used as they are."""
         wide = gradient_BO.to(taps.dtype)
         if taps.sums is not None:
-            taps.sums[name].add_(wide.sum(0))
+            with taps.sums.lent(name) as total:
+                total.add_(wide.sum(0))
         if taps.direction is not None:
-            dtype = taps.dots.dtype
-            taps.dots += wide.to(dtype) @ taps.direction[name].to(dtype)
+            dtype = reduction_dtype(wide.device)
+            taps.add_dots(wide.to(dtype) @ taps.direction.factor(name, dtype))
         if taps.bounds:
             taps.add_bound(name, torch.linalg.vector_norm(wide, dim=-1))
 
@@ -122,13 +124,20 @@ class LinearRule(Rule):
         name = self.weight
         if name is None:
             return
+        x_MI, grad_MO = x_BTI.flatten(0, 1), grad_BTO.flatten(0, 1)
         if taps.sums is not None:
-            left, right = (x_BTI, grad_BTO) if self.transposed else (grad_BTO, x_BTI)
-            add_product(taps.sums[name], left.flatten(0, 1), right.flatten(0, 1))
+            left, right = (x_MI, grad_MO) if self.transposed else (grad_MO, x_MI)
+            with taps.sums.lent(name) as total:
+                add_product(total, left, right)
         if taps.direction is not None:
-            block = taps.factor(name, x_BTI.dtype)
-            moved = x_BTI.flatten(0, 1) @ (block if self.transposed else block.T)
-            taps.dots += row_dots(moved.view_as(grad_BTO), grad_BTO)
+            block = taps.direction.factor(name, x_BTI.dtype)
+            moved = x_MI @ (block if self.transposed else block.T)
+            kernels = kernels_for(moved)
+            if kernels is not None:
+                norms_M = None if norms_BT is None else norms_BT.flatten()
+                taps.add_tokens(kernels, name, moved, grad_MO, norms_M)
+                return
+            taps.add_dots(row_dots(moved.view_as(grad_BTO), grad_BTO))
         if norms_BT is not None:
             gradient = torch.linalg.vector_norm(grad_BTO, dim=-1, dtype=taps.dtype)
             taps.add_bound(name, (gradient * norms_BT).sum(1))
@@ -139,7 +148,7 @@ class _TappedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, rule: LinearRule, taps: Taps) -> Tensor:  # noqa: ANN001
-        if not rule.separates(x, len(taps.dots)):
+        if not rule.separates(x, taps.num_examples):
             raise RunError(f"{rule.names[0]}: {MIXED}; leave it out of score.candidates")
         ctx.rule, ctx.taps = rule, taps
         seen = x if x.ndim == 3 else x.flatten(1, -2)
@@ -162,7 +171,7 @@ class _OutputRule(Rule):
     @contextmanager
     def attached(self, taps: Taps) -> Iterator[None]:
         def after_forward(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            if not self.separates(inputs[0], len(taps.dots)):
+            if not self.separates(inputs[0], taps.num_examples):
                 raise RunError(f"{self.names[0]}: {MIXED}; leave it out of score.candidates")
             output = output if output.requires_grad else output.requires_grad_()
             sources = tuple(x.detach() for x in inputs)
@@ -220,10 +229,12 @@ class EmbeddingRule(_OutputRule):
         if padding is not None:  # autograd gives the padding row no gradient; neither do we
             wide = wide.masked_fill((source == padding).unsqueeze(-1), 0.0)
         if taps.sums is not None:
-            taps.sums[self.weight].index_add_(0, source.flatten(), wide.flatten(0, 1))
+            with taps.sums.lent(self.weight) as total:
+                total.index_add_(0, source.flatten(), wide.flatten(0, 1))
         if taps.direction is not None:
-            rows = nn.functional.embedding(source, taps.direction[self.weight])
-            taps.dots += row_dots(rows, wide)
+            factor = taps.direction.factor(self.weight, self.module.weight.dtype)
+            rows = nn.functional.embedding(source, factor)
+            taps.add_dots(row_dots(rows, wide))
         if taps.bounds:
             taps.add_bound(self.weight, torch.linalg.vector_norm(wide, dim=-1).sum(1))
 
@@ -283,20 +294,23 @@ class HeadRule(Rule):
 
     def observe(self, taps: Taps, hidden: Tensor, grad: Tensor, example: Tensor) -> None:
         if self.bias is not None:
-            gradient = torch.zeros(len(taps.dots), grad.shape[-1], dtype=grad.dtype).to(grad.device)
-            self._observe_bias(taps, gradient.index_add_(0, example, grad))
+            shape = (taps.num_examples, grad.shape[-1])
+            gradient = torch.zeros(shape, dtype=taps.dtype, device=grad.device)
+            self._observe_bias(taps, gradient.index_add_(0, example, grad.to(taps.dtype)))
         name = self.weight
         if name is None:
             return
         if taps.sums is not None:
-            add_product(taps.sums[name], grad.to(hidden.dtype), hidden)
+            with taps.sums.lent(name) as sums:
+                add_product(sums, grad.to(hidden.dtype), hidden)
         if taps.direction is not None:
-            moved = hidden @ taps.factor(name, hidden.dtype).T
-            taps.dots.index_add_(0, example, row_dots(moved, grad.to(moved.dtype)))
+            moved = hidden @ taps.direction.factor(name, hidden.dtype).T
+            dots = row_dots(moved, grad.to(moved.dtype))
+            taps.add_dots(dots.new_zeros(taps.num_examples).index_add_(0, example, dots))
         if taps.bounds:
             norms = torch.linalg.vector_norm(hidden, dim=-1, dtype=taps.dtype)
-            value = torch.linalg.vector_norm(grad, dim=-1).to(taps.dtype) * norms
-            total = torch.zeros(len(taps.dots), dtype=taps.dtype, device=value.device)
+            value = torch.linalg.vector_norm(grad, dim=-1, dtype=taps.dtype) * norms
+            total = torch.zeros(taps.num_examples, dtype=taps.dtype, device=value.device)
             taps.add_bound(name, total.index_add_(0, example, value))
 
     def _observe_bias(self, taps: Taps, gradient_BV: Tensor) -> None:

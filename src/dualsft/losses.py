@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualsft.data import Batch
+from dualsft.fused import kernels_for
 from dualsft.model import accepts, output_head, text_decoder
 from dualsft.vectors import accumulation_dtype, reduction_dtype
 
-CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 512 << 20}
+CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 256 << 20}
 
 # called with (hidden_CD, logit_grad_CV, example_C) for each chunk: how a tapped head is observed
 HeadObserver = Callable[[Tensor, Tensor, Tensor], None]
@@ -72,8 +73,14 @@ class Positions:
 
 
 def model_inputs(module: nn.Module, batch: Batch) -> dict[str, Any]:
-    """What a forward is given; models with positions of their own (ALiBi) take no position_ids."""
-    given: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    """What a forward is given; models with positions of their own (ALiBi) take no position_ids.
+
+    Behind its examples' own tokens a batch needs no mask: a causal model never looks there, and
+    without one attention has faster kernels.
+    """
+    given: dict[str, Any] = {"input_ids": batch.input_ids}
+    if not batch.padded_right:
+        given["attention_mask"] = batch.attention_mask
     if accepts(module, "position_ids"):
         given["position_ids"] = batch.position_ids
     return given | {"use_cache": False}
@@ -129,10 +136,22 @@ class Head:
     def of(cls, model: PreTrainedModel) -> Head:
         return cls(output_head(model), LogitMap.of(model))
 
+    def raw(self, hidden: Tensor) -> Tensor:
+        """What the linear map gives, in fp32 (fp64 for an fp64 model) whatever the weights' dtype.
+
+        On CUDA the product itself is not rounded to half precision: a logit of 20 in bf16 would be
+        off by up to 0.06.
+        """
+        weight, bias = self.linear.weight, self.linear.bias
+        wide = accumulation_dtype(weight.dtype)
+        if hidden.is_cuda and weight.dtype != wide:
+            product = torch.mm(hidden, weight.T, out_dtype=wide)
+            return product if bias is None else product.add_(bias)
+        return nn.functional.linear(hidden, weight, bias).to(wide)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """In fp32 (fp64 for an fp64 model), whatever the weights' dtype."""
-        raw = nn.functional.linear(hidden, self.linear.weight, self.linear.bias)
-        return self.shape.apply_(raw.to(accumulation_dtype(raw.dtype)))
+        """The model's logits, in the dtype of `raw`."""
+        return self.shape.apply_(self.raw(hidden))
 
     def chunks(self, num_rows: int) -> list[slice]:
         """Row ranges whose fp32 logits fit the chunk size."""
@@ -147,6 +166,18 @@ class CrossEntropy:
 
     def __init__(self, target_M: Tensor, weight_M: Tensor) -> None:
         self.target_M, self.weight_M = target_M, weight_M
+
+    def in_one_kernel(
+        self, rows: slice, logits_CV: Tensor, grad_dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """The same where there is a kernel, with the gradient in the dtype asked for (or none)."""
+        kernels = kernels_for(logits_CV)
+        if kernels is None:
+            return None
+        weight = self.weight_M[rows].to(logits_CV.dtype)
+        grad = None if grad_dtype is None else torch.empty_like(logits_CV, dtype=grad_dtype)
+        value = kernels.cross_entropy(logits_CV, self.target_M[rows], weight, grad)
+        return value, logits_CV if grad is None else grad
 
     def __call__(self, rows: slice, logits_CV: Tensor, want_grad: bool) -> tuple[Tensor, Tensor]:
         target = self.target_M[rows, None]
@@ -187,6 +218,20 @@ class Distillation:
         return torch.cat(parts)
 
 
+def _token_losses(
+    head: Head, pointwise: Pointwise, rows: slice, hidden_CD: Tensor, want_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Token values of a chunk, and the weighted gradient with respect to the raw logits."""
+    logits = head.logits(hidden_CD)
+    if isinstance(pointwise, CrossEntropy) and head.shape == LogitMap():
+        found = pointwise.in_one_kernel(rows, logits, hidden_CD.dtype if want_grad else None)
+        if found is not None:
+            return found
+    slope = head.shape.slope(logits) if want_grad else None
+    value, gradient = pointwise(rows, logits, want_grad)
+    return value, gradient if slope is None else gradient.mul_(slope)
+
+
 class HeadLoss(torch.autograd.Function):
     """Σ over label positions of a weighted pointwise loss, its gradient computed chunk by chunk."""
 
@@ -211,14 +256,10 @@ class HeadLoss(torch.autograd.Function):
         values = []
         for rows in head.chunks(len(hidden_MD)):
             hidden = hidden_MD[rows]
-            logits = head.logits(hidden)
-            slope = head.shape.slope(logits) if want_grad else None
-            value, gradient = pointwise(rows, logits, want_grad)
+            value, gradient = _token_losses(head, pointwise, rows, hidden, want_grad)
             values.append(value)
             if grad_hidden is None:
                 continue
-            if slope is not None:
-                gradient.mul_(slope)
             narrow = gradient.to(weight.dtype)
             torch.mm(narrow, weight, out=grad_hidden[rows])
             if observer is not None:
@@ -325,6 +366,16 @@ def comparison(before: PreTrainedModel, after: PreTrainedModel, batch: Batch) ->
         head_objective(after, hidden[after], positions, divergence)[1],
     ]
     return Comparison(*(positions.per_example_mean(v) for v in values))
+
+
+@torch.no_grad()
+def both_logits(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Our head's logits at the label positions and the model's own, in one dtype: [M, V] each."""
+    positions = Positions.of(batch)
+    hidden = last_hidden(model, batch)[positions.row_M, positions.column_M]
+    ours = Head.of(model).logits(hidden)
+    own = model(**model_inputs(model, batch)).logits[positions.row_M, positions.column_M]
+    return ours, own.to(ours.dtype)
 
 
 def plain_example_loss(model: PreTrainedModel, batch: Batch) -> Tensor:

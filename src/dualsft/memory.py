@@ -8,7 +8,9 @@ single example does not fit, the cure is the user's. It belongs to no line of Al
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -52,6 +54,36 @@ class Smaller(Exception):
         half = rows // 2
         count = half if key.endswith("micro_batch_size") else tokens * half
         return cls(tokens * half, shape, f"{key}={count}")
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken: on a GPU, or of the host's memory for any other device."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+        most = min(free + torch.cuda.memory_reserved(device), allowed)
+        return max(0, most - torch.cuda.memory_allocated(device))
+    found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():  # what is free, and what the system would give up for it
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        found = [int(lines["MemAvailable"].split()[0]) * 1024]
+    group = Path("/sys/fs/cgroup")
+    limit = group / "memory.max"
+    if limit.is_file() and limit.read_text().strip() != "max":  # a container's own limit
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
+        found.append(int(limit.read_text()) - used)
+    return max(0, min(found))
+
+
+def limit_memory(device: torch.device, gib: float | None) -> None:
+    """Let this process take no more of a GPU than model.memory says; None lifts the limit."""
+    if device.type != "cuda":
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    share = 1.0 if gib is None else min(1.0, gib * 2**30 / total)
+    torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def give_back(device: torch.device) -> None:

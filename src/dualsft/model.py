@@ -11,6 +11,7 @@ parameter names, and `!pattern` to leave some out. A weight is named once, under
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import re
@@ -120,6 +121,32 @@ def empty_model(folder: Path, remote: bool = False) -> PreTrainedModel:
             f"model.path: the config.json of {str(folder)!r} makes no model ({reason}); repair it, "
             "or download it again"
         ) from problem
+
+
+def shallow_model(
+    folder: Path,
+    num_layers: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str = "auto",
+    remote: bool = False,
+) -> PreTrainedModel:
+    """The same architecture with few layers and random weights, to measure on."""
+    config = copy.deepcopy(_load_config(folder, remote))
+    text = config.get_text_config()
+    depth = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == depth:  # one item a layer, as layer_types
+            setattr(text, name, (value * num_layers)[:num_layers])
+    text.num_hidden_layers = num_layers
+    with torch.random.fork_rng(), torch.device(device):
+        model = _auto_class(config).from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=None if attention == "auto" else attention,
+            trust_remote_code=remote,
+        )
+    return model.to(device).eval()
 
 
 def choose_dtype(

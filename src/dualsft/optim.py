@@ -1,48 +1,53 @@
 """SparseAdamW: AdamW whose gradients, moments, decay and master weights exist only where selected.
 
-Algorithm 1, line 12 (MaskedFT); ALGORITHM.md section 2, "Restricted fine-tuning" and "Training".
+Algorithm 1, line 12 (MaskedFT), and with everything selected line 1 (Warmup); ALGORITHM.md section
+2, "Restricted fine-tuning" and "Training".
 
-For each model parameter with selected entries there is one *master*: the 1-D vector of these
-entries in fp32 (fp64 for an fp64 model). The masters are what `torch.optim.AdamW` sees as its
-parameters, so moments, `param_groups`, schedulers, gradient scalers and clipping are torch's own,
-on compact vectors. Two things connect them to the model. A hook inside backward gathers the
-selected entries of a gradient into `master.grad`, adding over micro-batches, and frees the dense
-gradient at once. After a step the new values are written into the weights, in the model's dtype.
-So steps too small for a bf16 weight are not lost, and unselected entries are never written.
+Per selected entry of a bf16 model there are 2 bytes of index (`compact_index.py`), the 2 low bytes
+of the fp32 master whose high half is the weight (`adam_step.py`), and 8, 4 or 2 bytes of moments
+(`adam_moments.py`); and between backward and step 2 bytes of gradient. A hook inside backward
+gathers the selected entries of a gradient and frees the dense one at once; a second micro-batch is
+added to the first in fp32. A step is one pass over these vectors, in a fused kernel on CUDA
+(`adam_kernels.py`). Entries that are not selected are never written.
 
-A parameter selected whole, in fp32 or fp64, has a master that shares its storage: no copy, and the
-update is that of `torch.optim.AdamW` bit for bit.
+With fp32 or fp64 weights, which are their own masters, the update is that of `torch.optim.AdamW`
+bit for bit on a CPU.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dualsft import adam_moments, adam_step
+from dualsft.adam_moments import MOMENTS, Moments
+from dualsft.adam_offload import PART, Part, run_parts
+from dualsft.adam_step import MASTER_DTYPES, SCALARS, Held, Numbers
+from dualsft.compact_index import CompactIndex, checked_index, positions_kept, same_entries
+
 Indices = Mapping[str, Tensor | None]
 """Parameter name -> sorted, unique, flat int64 indices (row-major); None means every entry."""
 
-_MASTER_DTYPES = {
-    torch.float64: torch.float64,
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-}
 _MARK = "_dualsft_optimizer_attached"
+_BESIDE_WEIGHT = ("low", "master")  # what a state dict holds as part of the masters
 
 
-class SparseAdamW(torch.optim.AdamW):
+class SparseAdamW(torch.optim.Optimizer):
     """AdamW on selected entries of a model's parameters.
 
     While the optimizer is attached, a parameter with nothing selected has `requires_grad` off, and
     the selected weights belong to it: to load other weights, `close()` it and make a new one.
-    Gradients are in the masters, so clear them with `zero_grad()` of the optimizer, not the model.
+    Gradients are taken out of the parameters inside backward and are in `gradients`, so clear them
+    with `zero_grad()` of the optimizer, not the model. `state` is keyed by the model's parameters.
     There is one parameter group. `close()`, or leaving the `with` block, takes the hooks off.
+
+    `moments` is the type they are kept in; bfloat16 and int8 are rounded at random, by `seed`.
+    `offload` keeps moments and low halves in the host's memory between steps.
     """
 
     def __init__(
@@ -53,39 +58,147 @@ class SparseAdamW(torch.optim.AdamW):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        moments: Moments = "float32",
+        offload: bool = False,
+        seed: int = 0,
     ) -> None:
         """Attach to the parameters; `indices=None` selects every entry of every parameter."""
+        _check_numbers(lr, betas, eps, weight_decay, moments)
+        self.moments: Moments = moments
+        self.offload = offload
+        self.seed = seed
         self._params = _unique(named_parameters)
+        self._numbers = {name: number for number, name in enumerate(self._params)}
         self._requires_grad = {name: p.requires_grad for name, p in self._params.items()}
-        self._indices: dict[str, Tensor | None] = {}
-        self._masters: dict[str, Tensor] = {}
+        self._indices: dict[str, CompactIndex | None] = {}
+        self._grads: dict[str, Tensor] = {}
+        self._scale: Tensor | None = None
+        self._storages: dict[str, int] = {}
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
         self._closed = False
         selected = self._checked(indices)
-        super().__init__([{"params": []}], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self.register_step_pre_hook(self._before_step)
-        self.register_step_post_hook(self._after_step)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__([{"params": []}], defaults)
         for p in self._params.values():
             setattr(p, _MARK, True)
         self._select(selected)
-        for name in self._masters:  # a gradient already there counts, as for any optimizer
+        for name in self._indices:  # a gradient already there counts, as for any optimizer
             if self._params[name].grad is not None:
                 self._take_gradient(name, self._params[name])
+
+    # --- what it holds ---------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """Parameters that have selected entries, in the model's order."""
+        return list(self._indices)
 
     @property
     def num_selected(self) -> int:
         """Number of entries that this optimizer updates."""
-        return sum(master.numel() for master in self._masters.values())
+        return sum(map(self.count, self._indices))
+
+    def count(self, name: str) -> int:
+        """Number of selected entries of one parameter."""
+        index = self._indices[name]
+        return self._params[name].numel() if index is None else len(index)
 
     @property
     def indices(self) -> dict[str, Tensor | None]:
         """Flat indices of each parameter that has selected entries; None means all of them."""
-        return dict(self._indices)
+        return {n: None if index is None else index.decode() for n, index in self._indices.items()}
 
     @property
     def masters(self) -> dict[str, Tensor]:
-        """Master vector of each parameter with selected entries: the keys of `self.state`."""
-        return dict(self._masters)
+        """Master vector of each parameter with selected entries, put together anew."""
+        return {name: self.master(name) for name in self._indices}
+
+    def master(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """Masters of the selected entries from `first` to `last`.
+
+        A view of the weight where a whole parameter is its own master.
+        """
+        last = self.count(name) if last is None else last
+        held = self.state.get(self._params[name], {})
+        return adam_step.read_masters(self._flat(name), self._indices[name], held, first, last)
+
+    def second_moment(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """Second moment of the selected entries from `first` to `last`, as the recursion left it:
+
+        in fp32 (fp64 for an fp64 model), not divided by 1 - beta2^t; zero before the first step.
+        """
+        p = self._params[name]
+        last = self.count(name) if last is None else last
+        if held := self.state.get(p):
+            return adam_step.read_second_moment(held, first, last, p.device)
+        return torch.zeros(last - first, dtype=MASTER_DTYPES[p.dtype], device=p.device)
+
+    def moments_of(self, name: str) -> Held:
+        """Step count and moments of one parameter as they are held; empty before its first step."""
+        held = self.state.get(self._params[name], {})
+        return {key: t for key, t in held.items() if key not in _BESIDE_WEIGHT}
+
+    def num_updates(self, name: str) -> int:
+        """How often a parameter was updated: the t of its bias corrections."""
+        held = self.state.get(self._params[name])
+        return int(held["step"]) if held else 0
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Pending gradients over the selected entries, as backward left them; in model order."""
+        return {name: self._grads[name] for name in self._indices if name in self._grads}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything this optimizer holds: indices, gradients, masters and moments."""
+        held = (t for state in self.state.values() for t in state.values())
+        indices = sum(index.nbytes for index in self._indices.values() if index is not None)
+        return indices + sum(t.nbytes for t in (*self._grads.values(), *held))
+
+    # --- an optimizer ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every selected entry whose parameter has a gradient."""
+        self._refuse_closed()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_storages()
+        for name in self.gradients:  # all memory is taken before anything is updated
+            if self._params[name] not in self.state:
+                self.state[self._params[name]] = self._new_state(name)
+        parts = self._parts()
+        devices = {self._params[name].device for name in self._grads}
+        if self.offload and len(devices) == 1:
+            run_parts(parts, devices.pop())
+        else:
+            for part in parts:
+                part.run(part.host())
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the pending gradients; they are always removed, never set to zero."""
+        self._grads.clear()
+        self._scale = None
+        super().zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Clip the gradient over the selected entries; return its norm before clipping.
+
+        The factor is kept and applied by the step, so nothing is written here and nothing waits.
+        """
+        norms = [adam_step.norm(grad) for grad in self.gradients.values()]
+        if not norms:
+            return torch.tensor(0.0)
+        total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        if self._scale is not None:
+            total = total * self._scale
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        self._scale = factor if self._scale is None else self._scale * factor
+        return total
 
     def set_indices(self, indices: Indices | None) -> None:
         """Move the mask; call it between a step and the next backward.
@@ -100,13 +213,14 @@ class SparseAdamW(torch.optim.AdamW):
         self._select(self._checked(indices))
         self.zero_grad()
 
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Clip the gradient over the selected entries; return its norm before clipping."""
-        return nn.utils.clip_grad_norm_(list(self._masters.values()), max_norm)
-
     def state_dict(self) -> dict[str, Any]:
-        """The state of AdamW over the masters, and `indices` and `masters` by parameter name."""
-        return {**super().state_dict(), "indices": self.indices, "masters": self.masters}
+        """Moments and step counts by number, and `indices` and `masters` by parameter name."""
+        saved = super().state_dict()
+        saved["state"] = {
+            i: {key: t for key, t in held.items() if key not in _BESIDE_WEIGHT}
+            for i, held in saved["state"].items()
+        }
+        return {**saved, "indices": self.indices, "masters": self.masters}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore indices, masters and moments, and write the masters into the model's weights."""
@@ -115,17 +229,28 @@ class SparseAdamW(torch.optim.AdamW):
             raise ValueError(
                 f"state_dict has no {sorted(missing)}: it is not the state of a SparseAdamW"
             )
-        selected, saved = self._checked(state_dict["indices"]), state_dict["masters"]
-        self._check_masters(selected, saved)
+        selected, masters = self._checked(state_dict["indices"]), state_dict["masters"]
+        names = list(selected)
+        held = {names[i]: entry for i, entry in state_dict["state"].items() if i < len(names)}
+        self._check_saved(selected, masters, held)
         self._select(selected)
-        state = {  # copied: torch would share the saved tensors and then update them in place
-            i: {key: value.clone() for key, value in entry.items()}
-            for i, entry in state_dict["state"].items()
-        }
-        super().load_state_dict({**state_dict, "state": state})
-        for name, master in self._masters.items():
-            master.copy_(saved[name])
-            self._write_back(name)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self.restore(masters, held)
+
+    @torch.no_grad()
+    def restore(
+        self, masters: Mapping[str, Tensor], held: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        """Take up masters, moments and step counts by parameter name, under the present mask."""
+        self._check_saved(self._indices, masters, held)
+        for name, index in self._indices.items():
+            p = self._params[name]
+            self.state.pop(p, None)
+            if name in held:
+                state = self.state[p] = self._new_state(name)
+                for key, value in held[name].items():
+                    state[key].copy_(value)
+            adam_step.write_masters(self._flat(name), index, self.state.get(p, {}), masters[name])
         self.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -159,7 +284,84 @@ class SparseAdamW(torch.optim.AdamW):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("SparseAdamW holds hooks on one model: copy or save its state_dict()")
 
-    def _checked(self, indices: Indices | None) -> dict[str, Tensor | None]:
+    # --- gradients and steps ---------------------------------------------------------------------
+
+    def _flat(self, name: str) -> Tensor:
+        return self._params[name].detach().view(-1)
+
+    def _new_state(self, name: str) -> Held:
+        weight = self._flat(name)
+        away = self.offload and weight.device.type != "cpu"
+        device = torch.device("cpu") if away else weight.device
+        pin = away and weight.device.type == "cuda"
+        return adam_step.new_state(weight, self._indices[name], self.moments, device, pin)
+
+    def _take_gradient(self, name: str, p: Tensor) -> None:
+        """Keep the selected entries of a fresh gradient, free it; runs inside backward."""
+        if p.grad is None or p.grad.layout != torch.strided:
+            what = "taken by another hook" if p.grad is None else f"in layout {p.grad.layout}"
+            raise RuntimeError(f"gradient of {name!r} is {what}; SparseAdamW needs it dense")
+        if self._scale is not None:  # clipped, and yet more is added: make the clipping real
+            factor, self._scale = self._scale, None
+            for key, grad in self._grads.items():
+                self._grads[key] = grad.to(MASTER_DTYPES[grad.dtype]) * factor
+        dense, sums = p.grad.detach().reshape(-1), self._grads.get(name)
+        p.grad = None
+        index = self._indices[name]
+        kernels = adam_step.kernels_for(dense.device.type, dense.dtype)
+        if index is not None and kernels is not None:
+            self._grads[name] = kernels.gather(dense, index, sums)
+            return
+        grad = dense if index is None else index.gather(dense)
+        self._grads[name] = grad if sums is None else sums.to(MASTER_DTYPES[grad.dtype]).add_(grad)
+
+    def _parts(self) -> Iterator[Part]:
+        """The step in parts; a parameter's count and scale are set when its first part comes."""
+        group = self.param_groups[0]
+        for name, grad in self.gradients.items():
+            held = self.state[self._params[name]]
+            before = dict(held)
+            held["step"] += 1
+            if "top" in held:
+                largest = torch.linalg.vector_norm(grad, torch.inf)
+                scaled = largest if self._scale is None else largest * self._scale
+                held["top"] = adam_moments.raised_top(held["top"], scaled)
+            step = int(held["step"])
+            key = (0, 0)
+            if self.moments != "float32":
+                key = adam_moments.noise_key(self.seed, step, self._numbers[name])
+            lr, betas = float(group["lr"]), group["betas"]
+            numbers = Numbers(step, lr, betas, group["eps"], group["weight_decay"], key)
+            run = partial(self._update, name, numbers, held.get("top"))
+            size = PART if self.offload else max(1, grad.numel())
+            for first in range(0, grad.numel(), size):
+                yield Part(before, first, min(first + size, grad.numel()), run)
+
+    def _update(
+        self, name: str, numbers: Numbers, top: Tensor | None, held: Held, first: int, last: int
+    ) -> None:
+        """Step the entries from `first` to `last` of one parameter."""
+        weight, grad = self._flat(name), self._grads[name][first:last]
+        kernels = adam_step.kernels_for(weight.device.type, weight.dtype)
+        update = adam_step.update if kernels is None else kernels.update
+        update(weight, self._indices[name], grad, held, first, numbers, self._scale, top)
+
+    def _check_storages(self) -> None:
+        """Refuse to step when the masters no longer belong to the model's weights."""
+        for name, storage in self._storages.items():
+            if self._params[name].data_ptr() != storage:
+                raise RuntimeError(
+                    f"storage of {name!r} was replaced while SparseAdamW was attached; move or "
+                    "convert the model first, then make the optimizer"
+                )
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("this SparseAdamW is closed; make a new one to train on")
+
+    # --- the mask --------------------------------------------------------------------------------
+
+    def _checked(self, indices: Indices | None) -> dict[str, CompactIndex | None]:
         """Validate; keep the parameters that have selected entries, in the model's order."""
         if indices is None:
             indices = dict.fromkeys(self._params)
@@ -169,55 +371,65 @@ class SparseAdamW(torch.optim.AdamW):
                 f"indices name {len(unknown)} unknown parameters, the first is {unknown[0]!r}; "
                 f"the {len(self._params)} known ones include {near or list(self._params)[:3]}"
             )
-        selected: dict[str, Tensor | None] = {}
+        selected: dict[str, CompactIndex | None] = {}
         for name, p in self._params.items():
-            index = indices.get(name, torch.empty(0, dtype=torch.int64))
-            if index is not None:
-                index = _checked_index(name, p, index)
-            if (p if index is None else index).numel() == 0:
+            if name not in indices:
                 continue
-            _check_trainable(name, p, self._requires_grad[name])
-            whole = index is None or index.numel() == p.numel()
-            selected[name] = None if whole else index
+            index, chosen = None, indices[name]
+            if chosen is not None:
+                chosen = checked_index(name, p, chosen)
+                if 0 < chosen.numel() < p.numel():
+                    index = CompactIndex.encode(chosen, p.numel())
+            if (p if chosen is None else chosen).numel() > 0:
+                _check_trainable(name, p, self._requires_grad[name])
+                selected[name] = index
         return selected
 
-    def _check_masters(
-        self, selected: Mapping[str, Tensor | None], saved: Mapping[str, Tensor]
+    def _check_saved(
+        self,
+        selected: Mapping[str, CompactIndex | None],
+        masters: Mapping[str, Tensor],
+        held: Mapping[str, Mapping[str, Tensor]],
     ) -> None:
-        """Raise unless the saved masters fit the saved indices and this model's dtypes."""
-        if list(saved) != list(selected):
-            differ = sorted(set(saved) ^ set(selected)) or "their order"
+        """Raise unless saved masters and moments fit the indices and this optimizer's types."""
+        if list(masters) != list(selected):
+            differ = sorted(set(masters) ^ set(selected)) or "their order"
             raise ValueError(
                 f"state_dict's masters and indices do not fit this model's parameters: {differ}"
             )
         for name, index in selected.items():
             p = self._params[name]
-            want = (p.numel() if index is None else index.numel(), _MASTER_DTYPES[p.dtype])
-            if (saved[name].numel(), saved[name].dtype) != want:
+            count = p.numel() if index is None else len(index)
+            master = masters[name]
+            if (master.numel(), master.dtype) != (count, MASTER_DTYPES[p.dtype]):
                 raise ValueError(
-                    f"saved master of {name!r} has {saved[name].numel()} entries of "
-                    f"{saved[name].dtype}; this model needs {want[0]} of {want[1]}"
+                    f"saved master of {name!r} has {master.numel()} entries of {master.dtype}; "
+                    f"this model needs {count} of {MASTER_DTYPES[p.dtype]}"
                 )
+            want = adam_step.moments_dtype(p.dtype, self.moments)
+            for key in ("exp_avg", "exp_avg_sq") if name in held else ():
+                saved = held[name][key]
+                if (saved.numel(), saved.dtype) != (count, want):
+                    raise ValueError(
+                        f"saved {key} of {name!r} has {saved.numel()} entries of {saved.dtype}; "
+                        f"this optimizer needs {count} of {want} (moments={self.moments!r})"
+                    )
 
-    def _select(self, selected: dict[str, Tensor | None]) -> None:
-        """Make `selected` the mask: masters, moments, hooks and `requires_grad`."""
-        masters: dict[str, Tensor] = {}
-        for name, index in selected.items():
-            old = self._masters.get(name)
-            if old is None:
-                masters[name] = _new_master(self._params[name], index)
-            elif _same(self._indices[name], index):
-                masters[name] = old
-            else:
-                masters[name] = self._moved(name, old, index)
-        for name in self._masters.keys() - masters.keys():
-            self.state.pop(self._masters[name], None)
-        self._masters, self._indices = masters, selected
-        self.param_groups[0]["params"] = list(masters.values())
-        self.param_groups[0]["param_names"] = list(masters)
+    @torch.no_grad()
+    def _select(self, selected: dict[str, CompactIndex | None]) -> None:
+        """Make `selected` the mask: state, hooks and `requires_grad`."""
+        before, self._indices = self._indices, selected
         for name, p in self._params.items():
-            p.requires_grad_(name in masters)
-            if name not in masters:
+            if name not in selected:
+                self.state.pop(p, None)
+            elif p in self.state and not same_entries(before[name], selected[name]):
+                self._move_state(name, before[name])
+        self._storages = {name: self._params[name].data_ptr() for name in selected}
+        self.param_groups[0]["params"] = [self._params[name] for name in selected]
+        self.param_groups[0]["param_names"] = list(selected)
+        for name, p in self._params.items():
+            p.requires_grad_(name in selected)
+            if name not in selected:
                 p.grad = None
                 if name in self._hooks:
                     self._hooks.pop(name).remove()
@@ -225,67 +437,31 @@ class SparseAdamW(torch.optim.AdamW):
                 hook = partial(self._take_gradient, name)
                 self._hooks[name] = p.register_post_accumulate_grad_hook(hook)
 
-    def _moved(self, name: str, old: Tensor, index: Tensor | None) -> Tensor:
-        """Master for the new `index`, with its state; entries of `old` that stay are carried."""
+    def _move_state(self, name: str, before: CompactIndex | None) -> None:
+        """State under the new index; what was held of the entries that stay is carried over."""
         p = self._params[name]
-        master = _new_master(p, index)
-        source, target = _positions_kept(self._indices[name], index, p)
-        master[target] = old[source]
-        state = self.state.pop(old, {})
-        for key, value in state.items():
-            if value.shape == old.shape:  # a moment; the step count is a scalar
-                state[key] = torch.zeros_like(master)
-                state[key][target] = value[source]
-        if state:
-            self.state[master] = state
-        return master
+        old, new = self.state[p], self._new_state(name)
+        source, target = positions_kept(before, self._indices[name], p.numel(), p.device)
+        for key, value in old.items():
+            if key in SCALARS:
+                new[key] = value
+            else:
+                new[key][target.to(value.device)] = value[source.to(value.device)]
+        self.state[p] = new
 
-    def _take_gradient(self, name: str, p: Tensor) -> None:
-        """Move the selected entries of a fresh gradient into the master's; runs inside backward."""
-        if p.grad is None or p.grad.layout != torch.strided:
-            what = "taken by another hook" if p.grad is None else f"in layout {p.grad.layout}"
-            raise RuntimeError(f"gradient of {name!r} is {what}; SparseAdamW needs it dense")
-        master, index = self._masters[name], self._indices[name]
-        grad = p.grad.detach().reshape(-1)
-        p.grad = None
-        if index is not None:
-            grad = grad.index_select(0, index)
-        grad = grad.to(master.dtype)
-        if master.grad is None:
-            master.grad = grad
-        else:
-            master.grad.add_(grad)
 
-    def _before_step(self, *_: object) -> None:
-        """Refuse to step when the masters no longer belong to the model's weights."""
-        self._refuse_closed()
-        for name, master in self._masters.items():
-            p = self._params[name]
-            shared = self._indices[name] is None and p.dtype == master.dtype
-            if p.device != master.device or (shared and p.data_ptr() != master.data_ptr()):
-                raise RuntimeError(
-                    f"storage of {name!r} was replaced while SparseAdamW was attached; move or "
-                    "convert the model first, then make the optimizer"
-                )
-
-    def _after_step(self, *_: object) -> None:
-        """Write what the step changed into the model."""
-        for name, master in self._masters.items():
-            if master.grad is not None:
-                self._write_back(name)
-
-    def _write_back(self, name: str) -> None:
-        """Copy one master into its parameter, in the parameter's dtype."""
-        master, index = self._masters[name], self._indices[name]
-        weight = self._params[name].detach().view(-1)
-        if index is not None:
-            weight.index_copy_(0, index, master.to(weight.dtype))
-        elif weight.data_ptr() != master.data_ptr():
-            weight.copy_(master)
-
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise RuntimeError("this SparseAdamW is closed; make a new one to train on")
+def _check_numbers(
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, moments: str
+) -> None:
+    """Raise for settings that no AdamW has."""
+    if not lr >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}; it must be at least 0")
+    if not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"Invalid betas: {betas}; each must be at least 0 and below 1")
+    if not (eps >= 0.0 and weight_decay >= 0.0):
+        raise ValueError(f"Invalid eps {eps} or weight_decay {weight_decay}: both are at least 0")
+    if moments not in MOMENTS:
+        raise ValueError(f"moments is {moments!r}; it must be one of {', '.join(MOMENTS)}")
 
 
 def _unique(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
@@ -304,33 +480,10 @@ def _unique(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, n
     return params
 
 
-def _checked_index(name: str, p: Tensor, index: Tensor) -> Tensor:
-    """Validate one parameter's flat indices; return them on the parameter's device."""
-    if index.dtype != torch.int64 or index.dim() != 1:
-        raise ValueError(
-            f"indices of {name!r} are {index.dtype} of shape {tuple(index.shape)}; "
-            "they must be 1-D int64 (from a boolean mask: mask.view(-1).nonzero().view(-1))"
-        )
-    index = index.detach().to(p.device)
-    wrong = (index[1:] <= index[:-1]).nonzero()
-    if wrong.numel():
-        at = int(wrong[0].item())
-        raise ValueError(
-            f"indices of {name!r} must increase strictly, but position {at} holds "
-            f"{int(index[at])} and position {at + 1} holds {int(index[at + 1])}"
-        )
-    if index.numel() and (int(index[0]) < 0 or int(index[-1]) >= p.numel()):
-        raise ValueError(
-            f"indices of {name!r} run from {int(index[0])} to {int(index[-1])}, "
-            f"outside 0 to {p.numel() - 1}"
-        )
-    return index
-
-
 def _check_trainable(name: str, p: nn.Parameter, requires_grad: bool) -> None:
     """Raise when a parameter with selected entries cannot be trained as it is."""
-    if p.dtype not in _MASTER_DTYPES:
-        allowed = ", ".join(str(dtype) for dtype in _MASTER_DTYPES)
+    if p.dtype not in MASTER_DTYPES:
+        allowed = ", ".join(str(dtype) for dtype in MASTER_DTYPES)
         raise ValueError(f"parameter {name!r} is {p.dtype}; only {allowed} can be trained")
     if not p.is_contiguous():
         raise ValueError(f"parameter {name!r} is not contiguous: its flat indices are undefined")
@@ -339,24 +492,3 @@ def _check_trainable(name: str, p: nn.Parameter, requires_grad: bool) -> None:
             f"parameter {name!r} has selected entries but requires_grad is False; "
             "call requires_grad_(True) on it, or leave it out of the indices"
         )
-
-
-def _new_master(p: Tensor, index: Tensor | None) -> Tensor:
-    """Selected entries of a weight in the master's dtype; a view where nothing has to change."""
-    flat = p.detach().view(-1)
-    return (flat if index is None else flat[index]).to(_MASTER_DTYPES[p.dtype])
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two checked indices of one parameter select the same entries."""
-    return torch.equal(a, b) if a is not None and b is not None else a is b
-
-
-def _positions_kept(old: Tensor | None, new: Tensor | None, p: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the entries selected both before and after stand in the old and in the new vector."""
-    everything = torch.arange(p.numel(), device=p.device)
-    before = everything if old is None else old
-    after = everything if new is None else new
-    source = torch.searchsorted(before, after).clamp_(max=before.numel() - 1)
-    kept = before[source] == after
-    return source[kept], kept.nonzero().view(-1)

@@ -102,6 +102,10 @@ class Pieces:
         (name, snapshot, where), self._unsaved = self._unsaved, None
         return where if self.save(name, *snapshot()) else ""
 
+    def forget(self) -> None:
+        """The newest state is no more: half a step is in it, or its result is kept elsewhere."""
+        self._unsaved = None
+
     def save(self, name: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bool:
         """Keep this state; False when the disk is full, which is said and ends no work."""
         assert self.folder is not None
@@ -113,8 +117,7 @@ class Pieces:
             self.folder.mkdir(exist_ok=True)
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
-            contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
-            save_tensors(part / _TENSORS, contiguous, {})
+            save_tensors(part / _TENSORS, tensors, {})
             body = {"format_version": FORMAT_VERSION, "identity": self._identity}
             seal(part, {**body, "facts": dict(facts)})
             part.rename(final)

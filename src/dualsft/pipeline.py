@@ -94,6 +94,7 @@ def _warmup_settings(ctx: RunContext) -> Settings:
     chosen = _pick(
         ctx, "warmup.*", "finetune.warmup_ratio", "finetune.micro_batch_size", "score.candidates"
     )
+    del chosen["warmup.offload"]  # where the optimizer's state is changes no result
     chosen["warmup.lr"] = ctx.config.warmup.lr or ctx.config.finetune.lr
     chosen["warmup.batch_size"] = ctx.config.warmup.batch_size or ctx.config.finetune.batch_size
     return (
@@ -147,7 +148,9 @@ def _selection_settings(ctx: RunContext) -> Settings:
 
 
 def _finetune_settings(ctx: RunContext) -> Settings:
-    return _pick(ctx, "finetune.*", "seed")
+    chosen = _pick(ctx, "finetune.*", "seed")
+    del chosen["finetune.checkpointing"]  # changes memory, no result
+    return chosen
 
 
 def _evaluation_settings(ctx: RunContext) -> Settings:
@@ -292,6 +295,7 @@ def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
     why = f"again ({'; '.join(state.reasons)})" if redo else "started"
     ctx.reporter.say(f"[{stage.name}] {why}")
     ctx.reporter.warnings.clear()
+    ctx.plans.clear()
     ctx.reporter.metrics = lambda **values: ctx.rundir.log_metrics(stage.name, **values)
     work, every = ctx.rundir.work_path(folder), ctx.config.resume.every
     ctx.pieces = Pieces(work, fingerprint.hash, every, ctx.reporter.say)
@@ -299,7 +303,8 @@ def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
     try:
         with ctx.rundir.write_stage(folder, fingerprint, stage.need(ctx)) as writer:
             facts = stage.run(ctx, writer.path)
-            writer.note(facts | {"warnings": list(ctx.reporter.warnings)})
+            plans = {"plans": dict(ctx.plans)} if ctx.plans else {}
+            writer.note(facts | plans | {"warnings": list(ctx.reporter.warnings)})
     except Interrupted as stopped:  # outside of a loop: what the last one had is not lost
         if writer is not None and writer.kept:
             stopped.saved = f"the stage {stage.name}"

@@ -3,9 +3,10 @@
 ALGORITHM.md §2 "Training": each step minimises the mean over the batch's examples of the example
 loss, with AdamW, cosine decay to zero and a linear warmup whose step s uses (s + 1) /
 warmup_steps. A batch is cut into micro-batches whose gradients add up, so their size changes
-memory, not the mathematics; a micro-batch that does not fit is halved. The order of the examples
-and the dropout noise depend only on (seed, epoch, step), never on a global random stream, so a
-piece (`pieces.py`) of masters, moments and the step count is all that a later start needs.
+memory, not the mathematics. When memory runs out, activations are recomputed instead of kept
+(`checkpointing.py`), and then micro-batches are halved. The order of the examples and the dropout
+noise depend only on (seed, epoch, step), never on a global random stream, so a piece (`pieces.py`)
+of masters, moments and the step count is all that a later start needs.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from dualsft.checkpointing import checkpointed
 from dualsft.data import Example, collate, make_batches, named, training_order
 from dualsft.errors import RunError
+from dualsft.fused import fused_blocks
 from dualsft.losses import example_objective
 from dualsft.memory import Smaller, give_back, is_out_of_memory
 from dualsft.optim import SparseAdamW
 from dualsft.pieces import Piece, Pieces, State
 from dualsft.progress import Reporter
+from dualsft.tensor_files import Form
+from dualsft.vectors import LazyVector, Seen
 
 FEW_STEPS = 20  # fewer optimizer steps than this are worth a warning
+_CUT = ("batch_tokens", "micro_batch_size", "checkpointing")  # what lack of memory changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +50,8 @@ class TrainingPlan:
     pad_id: int
     padding_side: str
     min_steps: int = 0
+    checkpointing: bool | None = None
+    """Whether activations are recomputed in the backward; None is off until memory runs out."""
 
     def num_steps(self, num_examples: int) -> int:
         """Optimizer steps; epochs repeat until `min_steps` is reached."""
@@ -83,6 +91,7 @@ def train(
     model.train()
     try:
         with (
+            fused_blocks(model),
             reporter.track(label, num_steps, "steps", first) as progress,
             pieces.loop(),
         ):
@@ -109,18 +118,24 @@ def train(
 def snapshot(optimizer: SparseAdamW, num_steps: int, plan: TrainingPlan) -> State:
     """Masters and moments after `num_steps` steps: with θ_old, all there is to know.
 
-    How a batch is cut decides the last bits, and lack of memory may have changed it.
+    Moments are saved as they are held. How a batch is cut decides the last bits, and lack of memory
+    may have changed it.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    counts: dict[str, float] = {}
-    for name, master in optimizer.masters.items():
-        tensors[f"master.{name}"] = master
-        if state := optimizer.state.get(master):
-            tensors[f"exp_avg.{name}"] = state["exp_avg"]
-            tensors[f"exp_avg_sq.{name}"] = state["exp_avg_sq"]
-            counts[name] = float(state["step"])
-    cut = {"batch_tokens": plan.batch_tokens, "micro_batch_size": plan.micro_batch_size}
-    return tensors, {"steps": num_steps, "counts": counts, "cut": cut}
+    held: dict[str, torch.Tensor] = {}
+    forms: dict[str, Form] = {}
+    for name in optimizer.names:
+        dtype = optimizer.master(name, 0, 0).dtype
+        forms[f"master.{name}"] = Form(dtype, torch.Size([optimizer.count(name)]))
+        held |= {f"{key}.{name}": value for key, value in optimizer.moments_of(name).items()}
+    forms |= {key: Form(value.dtype, value.shape) for key, value in held.items()}
+
+    def piece(key: str, start: int, stop: int, _: Seen) -> torch.Tensor:
+        if key in held:
+            return held[key].reshape(-1)[start:stop]
+        return optimizer.master(key.removeprefix("master."), start, stop)
+
+    cut = {key: getattr(plan, key) for key in _CUT}
+    return LazyVector(forms, torch.device("cpu"), piece), {"steps": num_steps, "cut": cut}
 
 
 def restore(
@@ -129,17 +144,14 @@ def restore(
     """Take a piece up; returns how many steps are done, and the plan as it was then."""
     if piece is None:
         return 0, plan
-    current = optimizer.state_dict()
-    masters, state = {}, {}
-    for i, (name, master) in enumerate(optimizer.masters.items()):
-        masters[name] = piece.tensors[f"master.{name}"].to(master.device)
-        if name in piece.facts["counts"]:
-            state[i] = {
-                "step": torch.tensor(piece.facts["counts"][name], dtype=torch.float32),
-                "exp_avg": piece.tensors[f"exp_avg.{name}"],
-                "exp_avg_sq": piece.tensors[f"exp_avg_sq.{name}"],
-            }
-    optimizer.load_state_dict({**current, "state": state, "masters": masters})
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in piece.tensors.items():
+        kind, name = key.split(".", 1)
+        parts.setdefault(kind, {})[name] = value
+    masters = parts.pop("master", {})
+    held = {name: {kind: t[name] for kind, t in parts.items() if name in t} for name in masters}
+    in_order = {name: masters[name] for name in optimizer.names}
+    optimizer.restore(in_order, {name: state for name, state in held.items() if state})
     return piece.facts["steps"], replace(plan, **piece.facts["cut"])
 
 
@@ -151,17 +163,35 @@ def _fitting_step(
     step: int,
     reporter: Reporter,
 ) -> tuple[float, float, TrainingPlan]:
-    """`_step`, in smaller micro-batches when it does not fit: (loss, gradient norm, the plan)."""
+    """`_step` with less memory when it does not fit: (loss, gradient norm, the plan)."""
     while True:
         try:
-            return *_step(model, rows, optimizer, plan, step), plan
-        except Smaller as smaller:  # nothing was updated yet
-            reporter.warn(f"step {step + 1}: {smaller}")
-            plan = replace(plan, batch_tokens=smaller.batch_tokens, micro_batch_size=None)
+            with checkpointed(model, bool(plan.checkpointing)):
+                return *_step(model, rows, optimizer, plan, step), plan
+        except _Full as full:  # nothing was updated yet
+            if plan.checkpointing is None:
+                reporter.warn(
+                    f"step {step + 1}: out of memory with {full.shape[0]} examples of "
+                    f"{full.shape[1]:,} tokens in a batch; going on with activations recomputed in "
+                    "the backward pass (set finetune.checkpointing=true to start so)"
+                )
+                plan = replace(plan, checkpointing=True)
+            else:
+                smaller = Smaller.than(full.shape, full, "finetune.micro_batch_size")
+                reporter.warn(f"step {step + 1}: {smaller}")
+                plan = replace(plan, batch_tokens=smaller.batch_tokens, micro_batch_size=None)
         optimizer.zero_grad()
         for parameter in model.parameters():
             parameter.grad = None
         give_back(next(model.parameters()).device)
+
+
+class _Full(Exception):
+    """Memory ran out with a micro-batch of this shape (examples, tokens)."""
+
+    def __init__(self, shape: Sequence[int], problem: BaseException) -> None:
+        super().__init__(str(problem))  # its words alone: its frames hold what did not fit
+        self.shape = tuple(shape)
 
 
 def _step(
@@ -171,45 +201,56 @@ def _step(
     plan: TrainingPlan,
     step: int,
 ) -> tuple[float, float]:
-    """One optimizer step over one batch; stops before the update on a non-finite number."""
+    """One optimizer step over one batch; stops before the update on a non-finite number.
+
+    Losses and norm are read together, once: the device is waited for once a step.
+    """
     device = next(model.parameters()).device
+    pieces = micro_batches(rows, plan)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(_noise_seed(plan.seed, step))
-        total = sum(
-            _backward(model, piece, plan, step, len(rows)) for piece in micro_batches(rows, plan)
-        )
+        losses = [_backward(model, piece, plan, len(rows)) for piece in pieces]
     limit = plan.max_grad_norm if plan.max_grad_norm > 0 else math.inf
-    norm = float(optimizer.clip_grad_norm(limit))
-    if not math.isfinite(norm):
+    norm = optimizer.clip_grad_norm(limit)
+    sums = torch.stack([loss.sum() for loss in losses])
+    values = torch.cat([norm.to(device).view(1), sums, *losses]).tolist()
+    each, finite = values[1 + len(pieces) :], math.isfinite(values[0])
+    done = [example for piece in pieces for example in piece]
+    bad = [e for e, loss in zip(done, each, strict=True) if not math.isfinite(loss)]
+    if bad or not finite:
+        what = f"the loss of {named(bad)}" if bad else f"the gradient over {named(rows)}"
+        optimizer.zero_grad()
         raise RunError(
-            f"step {step + 1}: the gradient over {named(rows)} is not finite; nothing was updated "
-            "(lower the learning rate, or look at these rows)"
+            f"step {step + 1}: {what} is not finite; nothing was updated (lower the learning "
+            "rate, or look at these rows)"
         )
-    optimizer.step()
-    optimizer.zero_grad()
-    return total / len(rows), norm
-
-
-def _backward(
-    model: PreTrainedModel, rows: Sequence[Example], plan: TrainingPlan, step: int, count: int
-) -> float:
-    """Gradients of one micro-batch of a batch of `count`; returns the sum of its losses."""
-    batch = collate(rows, plan.pad_id, plan.padding_side, next(model.parameters()).device)
     try:
-        objective, losses = example_objective(model, batch, scale=1.0 / count)
-        bad = [e for e, ok in zip(rows, losses.isfinite().tolist(), strict=True) if not ok]
-        if bad:
-            raise RunError(
-                f"step {step + 1}: the loss of {named(bad)} is not finite; nothing was "
-                "updated (lower the learning rate, or look at these rows)"
-            )
-        objective.backward()
-        return float(losses.sum())
+        optimizer.step()
     except Exception as problem:
         if not is_out_of_memory(problem):
             raise
-        key = "finetune.micro_batch_size"
-        raise Smaller.than(batch.input_ids.shape, problem, key) from None
+        raise RunError(
+            f"out of memory for the moments of {optimizer.num_selected:,} trained entries "
+            f"({problem}); set moments to bfloat16 or int8 (finetune.moments, warmup.moments), "
+            "for the warmup also warmup.offload=true or warmup.trainable=candidates"
+        ) from None
+    optimizer.zero_grad()
+    return sum(values[1 : 1 + len(pieces)]) / len(rows), values[0]
+
+
+def _backward(
+    model: PreTrainedModel, rows: Sequence[Example], plan: TrainingPlan, count: int
+) -> torch.Tensor:
+    """Gradients of one micro-batch of a batch of `count`; returns its examples' losses."""
+    batch = collate(rows, plan.pad_id, plan.padding_side, next(model.parameters()).device)
+    try:
+        objective, losses = example_objective(model, batch, scale=1.0 / count)
+        objective.backward()
+        return losses.detach()
+    except Exception as problem:
+        if not is_out_of_memory(problem):
+            raise
+        raise _Full(batch.input_ids.shape, problem) from None
 
 
 def micro_batches(rows: Sequence[Example], plan: TrainingPlan) -> list[list[Example]]:

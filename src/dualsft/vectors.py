@@ -1,25 +1,34 @@
-"""ParamVector: the one type for every candidate-sized thing.
+"""Vectors over the candidate parameters: the one kind of every candidate-sized thing.
 
-G, v_new, v_prior, ĉ, u and s_θ of ALGORITHM.md §1 are all vectors over the same candidate
-parameters, in `named_parameters` order. They are held as one fp32 tensor a parameter (fp64 when the
-model is fp64), reduced in fp64, and stored as safetensors under the parameters' own names and
+G, v_new, v_prior, ĉ, u and s_θ of ALGORITHM.md §1 (Algorithm 1 lines 3 to 8) are all vectors over
+the same candidate parameters, in `named_parameters` order: one fp32 tensor a parameter (fp64 when
+the model is fp64), reduced in fp64, stored as safetensors under the parameters' own names and
 shapes, so that any program can read them beside the model.
+
+A `ParamVector` holds its tensors. A `LazyVector` holds nothing: its entries are read from a file of
+the run folder, or computed from other vectors, when they are asked for. All algebra is elementwise,
+so any flat piece of a result is made from the same pieces of its parts: vectors of tens of
+gigabytes are combined, reduced and written with a few chunks of `CHUNK` entries alive at a time.
+`held` computes a whole vector, in the dtype that is needed of it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dualsft.errors import RunError
+from dualsft.tensor_files import CHUNK as CHUNK
+from dualsft.tensor_files import Form, TensorFile, write_tensors
 
-CHUNK = 1 << 22  # entries handled at a time where a temporary copy is needed
+Seen = dict[int, Tensor]
+"""The pieces of one place that are computed already, by their vector: no part is read twice."""
 
 
 def accumulation_dtype(model_dtype: torch.dtype) -> torch.dtype:
@@ -37,20 +46,171 @@ def host_double(x: Tensor) -> Tensor:
     return (x if reduction_dtype(x.device) == torch.float64 else x.cpu()).double()
 
 
-class ParamVector(Mapping[str, Tensor]):
-    """An ordered mapping parameter name → tensor, with the algebra of one long vector."""
+class Vector(Mapping[str, Tensor]):
+    """An ordered mapping parameter name → tensor, with the algebra of one long vector.
+
+    What the algebra gives is lazy: it sees later changes of the tensors it is made from.
+    """
+
+    forms: Mapping[str, Form]
+    """dtype and shape of each parameter's block, in order."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where its entries are when they are asked for."""
+
+    @abstractmethod
+    def piece(self, name: str, start: int, stop: int, seen: Seen | None = None) -> Tensor:
+        """The flat entries from start to stop of a parameter's block, not to be written to."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        form = self.forms[name]
+        return self.piece(name, 0, form.num_entries).view(form.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.forms)
+
+    def __len__(self) -> int:
+        return len(self.forms)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.forms  # a mapping's own would compute the block
+
+    @property
+    def num_entries(self) -> int:
+        return sum(form.num_entries for form in self.forms.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """What `held` takes when it keeps the dtypes."""
+        return sum(form.num_bytes for form in self.forms.values())
+
+    def factor(self, name: str, dtype: torch.dtype) -> Tensor:
+        """This parameter's block on the device that computes, in the dtype of a product."""
+        return self[name].to(dtype)
+
+    def combine(self, function: Callable[..., Tensor], *others: Vector) -> LazyVector:
+        """An elementwise `function` of this vector and the others, in its dtype, on its device."""
+
+        def compute(name: str, start: int, stop: int, seen: Seen) -> Tensor:
+            own = self.piece(name, start, stop, seen)
+            return function(own, *(o.piece(name, start, stop, seen).to(own.device) for o in others))
+
+        return LazyVector(self.forms, self.device, compute)
+
+    def scaled(self, factor: float) -> LazyVector:
+        return self.combine(lambda t: t * factor)
+
+    def plus(self, other: Vector, factor: float = 1.0) -> LazyVector:
+        """self + factor · other."""
+        return self.combine(lambda a, b: torch.add(a, b, alpha=factor), other)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> LazyVector:
+        forms = {n: Form(dtype or form.dtype, form.shape) for n, form in self.forms.items()}
+
+        def compute(name: str, start: int, stop: int, seen: Seen) -> Tensor:
+            return self.piece(name, start, stop, seen).to(device, forms[name].dtype)
+
+        return LazyVector(forms, torch.device(device), compute)
+
+    def restricted(self, indices: Mapping[str, Tensor]) -> LazyVector:
+        """The entries at these sorted flat indices, zero elsewhere: m ⊙ self."""
+
+        def compute(name: str, start: int, stop: int, seen: Seen) -> Tensor:
+            entries = self.piece(name, start, stop, seen)
+            chosen = torch.zeros_like(entries)
+            if name in indices:
+                index = indices[name]
+                first, last = torch.searchsorted(index, torch.tensor([start, stop]).to(index))
+                where = (index[first:last] - start).to(entries.device)
+                chosen[where] = entries[where]
+            return chosen
+
+        return LazyVector(self.forms, self.device, compute)
+
+    def held(
+        self,
+        device: torch.device | str | None = None,
+        dtype_of: Callable[[str], torch.dtype] | None = None,
+    ) -> ParamVector:
+        """Computed as a whole, each parameter in the dtype that `dtype_of` its name says."""
+        tensors = {}
+        for name, form in self.forms.items():
+            dtype = form.dtype if dtype_of is None else dtype_of(name)
+            block = torch.empty(form.num_entries, dtype=dtype, device=device or self.device)
+            for start, stop in form.chunks():
+                block[start:stop] = self.piece(name, start, stop)
+            tensors[name] = block.view(form.shape)
+        return ParamVector(tensors)
+
+    def dot(self, other: Mapping[str, Tensor]) -> float:
+        """⟨self, other⟩, every product and sum in fp64."""
+        second = other if isinstance(other, Vector) else ParamVector(other)
+        return Products({"a": self, "b": second}, [("a", "b")]).dot("a", "b")
+
+    def norm(self) -> float:
+        return Products({"a": self}, [("a", "a")]).norm("a")
+
+    def block_norms(self) -> dict[str, float]:
+        """‖·‖_F of each parameter's block."""
+        return Products({"a": self}, [("a", "a")]).block_norms("a")
+
+    def cosine(self, other: Vector) -> float | None:
+        """Cosine of the angle, or None when either vector is zero."""
+        pairs = [("a", "a"), ("b", "b"), ("a", "b")]
+        return Products({"a": self, "b": other}, pairs).cosine("a", "b")
+
+    def first_nonfinite(self) -> str | None:
+        """Name of the first parameter that holds a NaN or an infinity, if any."""
+        for name, form in self.forms.items():
+            for start, stop in form.chunks():
+                if not bool(torch.isfinite(self.piece(name, start, stop)).all()):
+                    return name
+        return None
+
+    def save(self, path: Path, **metadata: object) -> None:
+        """Write safetensors under the parameters' names; metadata goes to the header."""
+
+        def finite(name: str, start: int, stop: int) -> Tensor:
+            entries = self.piece(name, start, stop)
+            if not bool(torch.isfinite(entries).all()):
+                raise RunError(f"{path.name}: {name} holds a non-finite number; nothing written")
+            return entries
+
+        header = {key: json.dumps(value) for key, value in metadata.items()}
+        write_tensors(path, self.forms, finite, header)
+
+
+class ParamVector(Vector):
+    """A vector that is in memory, one tensor a parameter."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors: dict[str, Tensor] = dict(tensors)
+        self.forms = {name: Form(t.dtype, t.shape) for name, t in self.tensors.items()}
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
+    def piece(self, name: str, start: int, stop: int, seen: Seen | None = None) -> Tensor:
+        return self.tensors[name].reshape(-1)[start:stop]
 
-    def __len__(self) -> int:
-        return len(self.tensors)
+    def held(
+        self,
+        device: torch.device | str | None = None,
+        dtype_of: Callable[[str], torch.dtype] | None = None,
+    ) -> ParamVector:
+        """As every vector's; blocks that are right already are shared, not copied."""
+        return ParamVector(
+            {
+                name: t.to(device or t.device, t.dtype if dtype_of is None else dtype_of(name))
+                for name, t in self.tensors.items()
+            }
+        )
 
     @classmethod
     def zeros(cls, like: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> ParamVector:
@@ -64,89 +224,104 @@ class ParamVector(Mapping[str, Tensor]):
             }
         )
 
-    @property
-    def num_entries(self) -> int:
-        return sum(t.numel() for t in self.tensors.values())
-
-    def combine(self, function: Callable[..., Tensor], *others: ParamVector) -> ParamVector:
-        """`function` applied parameter by parameter to this vector and the others."""
-        return ParamVector(
-            {name: function(t, *(o[name] for o in others)) for name, t in self.tensors.items()}
-        )
-
-    def scaled(self, factor: float) -> ParamVector:
-        return self.combine(lambda t: t * factor)
-
-    def plus(self, other: ParamVector, factor: float = 1.0) -> ParamVector:
-        """self + factor · other."""
-        return self.combine(lambda a, b: torch.add(a, b, alpha=factor), other)
-
-    def dot(self, other: Mapping[str, Tensor]) -> float:
-        """⟨self, other⟩, every product and sum in fp64."""
-        return float(sum(_dot64(t, other[name]) for name, t in self.tensors.items()))
-
-    def norm(self) -> float:
-        return float(sum(v * v for v in self.block_norms().values()) ** 0.5)
-
-    def block_norms(self) -> dict[str, float]:
-        """‖·‖_F of each parameter's block."""
-        return {name: _dot64(t, t) ** 0.5 for name, t in self.tensors.items()}
-
-    def cosine(self, other: ParamVector) -> float | None:
-        """Cosine of the angle, or None when either vector is zero."""
-        norms = self.norm() * other.norm()
-        return self.dot(other) / norms if norms > 0 else None
-
-    def first_nonfinite(self) -> str | None:
-        """Name of the first parameter that holds a NaN or an infinity, if any."""
-        for name, t in self.tensors.items():
-            if not bool(torch.isfinite(t).all()):
-                return name
-        return None
-
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> ParamVector:
-        return self.combine(lambda t: t.to(device=device, dtype=dtype or t.dtype))
-
-    def save(self, path: Path, **metadata: object) -> None:
-        """Write safetensors under the parameters' names; metadata goes to the header."""
-        nonfinite = self.first_nonfinite()
-        if nonfinite is not None:
-            raise RunError(f"{path.name}: {nonfinite} holds a non-finite number; nothing written")
-        header = {key: json.dumps(value) for key, value in metadata.items()}
-        save_tensors(path, {name: t.contiguous() for name, t in self.tensors.items()}, header)
+    @contextmanager
+    def lent(self, name: str) -> Iterator[Tensor]:
+        """This parameter's block on the device that computes, to be added to."""
+        yield self.tensors[name]
 
     @classmethod
     def load(cls, path: Path, names: list[str], device: torch.device | str = "cpu") -> ParamVector:
         """Read the vector over exactly `names`, in that order."""
-        with safe_open(str(path), framework="pt", device=str(device)) as file:
-            stored = set(file.keys())
-            if stored != set(names):
-                odd = sorted(stored ^ set(names))[:3]
-                raise RunError(f"{path}: its parameters are not the model's candidates ({odd} …)")
-            return cls({name: file.get_tensor(name) for name in names})
+        return LazyVector.open(path, names, device).held()
+
+
+class LazyVector(Vector):
+    """A vector whose entries are computed when they are asked for, and kept by nobody."""
+
+    def __init__(
+        self,
+        forms: Mapping[str, Form],
+        device: torch.device,
+        compute: Callable[[str, int, int, Seen], Tensor],
+    ) -> None:
+        self.forms = forms
+        self._device = device
+        self._compute = compute
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @classmethod
+    def open(cls, path: Path, names: list[str], device: torch.device | str = "cpu") -> LazyVector:
+        """The stored vector over exactly `names`, in that order."""
+        file, where = TensorFile(path), torch.device(device)
+        if file.forms.keys() != set(names):
+            odd = sorted(file.forms.keys() ^ set(names))[:3]
+            raise RunError(f"{path}: its parameters are not the model's candidates ({odd} …)")
+
+        def compute(name: str, start: int, stop: int, seen: Seen) -> Tensor:
+            return file.piece(name, start, stop, where)
+
+        return cls({name: file.forms[name] for name in names}, where, compute)
+
+    def piece(self, name: str, start: int, stop: int, seen: Seen | None = None) -> Tensor:
+        seen = {} if seen is None else seen
+        if id(self) not in seen:
+            seen[id(self)] = self._compute(name, start, stop, seen)
+        return seen[id(self)]
+
+
+class Products:
+    """⟨a, b⟩ of the wanted pairs of several vectors, by parameter, in fp64.
+
+    Every entry is read once, however many products it enters.
+    """
+
+    def __init__(self, vectors: Mapping[str, Vector], pairs: Sequence[tuple[str, str]]) -> None:
+        self._blocks: dict[tuple[str, str], dict[str, float]] = {pair: {} for pair in pairs}
+        for name, form in next(iter(vectors.values())).forms.items():
+            totals = dict.fromkeys(pairs, 0.0)
+            for start, stop in form.chunks():
+                wide = _doubles(vectors, name, start, stop)
+                for a, b in totals:
+                    totals[a, b] += float(torch.dot(wide[a], wide[b]))
+            for pair, total in totals.items():
+                self._blocks[pair][name] = total
+
+    def dot(self, a: str, b: str) -> float:
+        return float(sum(self._blocks[a, b].values()))
+
+    def norm(self, a: str) -> float:
+        return float(sum(v * v for v in self.block_norms(a).values()) ** 0.5)
+
+    def block_norms(self, a: str) -> dict[str, float]:
+        """‖·‖_F of each parameter's block; needs the pair (a, a)."""
+        return {name: total**0.5 for name, total in self._blocks[a, a].items()}
+
+    def cosine(self, a: str, b: str) -> float | None:
+        """Cosine of the angle, or None when either vector is zero."""
+        norms = self.norm(a) * self.norm(b)
+        return self.dot(a, b) / norms if norms > 0 else None
+
+
+def _doubles(vectors: Mapping[str, Vector], name: str, start: int, stop: int) -> dict[str, Tensor]:
+    """The same piece of every vector in fp64, on the first one's device."""
+    seen: Seen = {}
+    made: dict[int, Tensor] = {}
+    device: torch.device | None = None
+    for vector in vectors.values():
+        if id(vector) not in made:
+            wide = host_double(vector.piece(name, start, stop, seen))
+            device = device or wide.device
+            made[id(vector)] = wide.to(device)
+    return {label: made[id(vector)] for label, vector in vectors.items()}
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
-    """A safetensors file whose bytes depend on its content alone.
+    """A safetensors file of tensors, whose bytes depend on its content alone.
 
-    The library writes the header's metadata in random order; it is put in order afterwards, in
-    place, since the length does not change.
+    A lazy vector is written piece by piece and never whole in memory.
     """
-    save_file(dict(tensors), str(path), metadata={"format": "pt", **header})
-    with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        stored = json.loads(file.read(size))
-        stored["__metadata__"] = dict(sorted(stored["__metadata__"].items()))
-        ordered = json.dumps(stored, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(ordered) <= size, "the ordered header is longer than the one written"
-        file.seek(8)
-        file.write(ordered.ljust(size))
-
-
-def _dot64(a: Tensor, b: Tensor) -> float:
-    total = 0.0
-    a, b = a.reshape(-1), b.reshape(-1)
-    for start in range(0, a.numel(), CHUNK):
-        x = host_double(a[start : start + CHUNK])
-        total += float(torch.dot(x, host_double(b[start : start + CHUNK]).to(x.device)))
-    return total
+    vector = tensors if isinstance(tensors, Vector) else ParamVector(tensors)
+    write_tensors(path, vector.forms, vector.piece, header)

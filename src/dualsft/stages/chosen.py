@@ -19,21 +19,37 @@ from torch import Tensor
 
 from dualsft.context import RunContext
 from dualsft.data import Example, source_lines
+from dualsft.memory import free_memory
 from dualsft.model import locate
-from dualsft.stages.projection import param_score_chunk
+from dualsft.stages.projection import param_scores
 from dualsft.topk import ScoreSource, TopK
-from dualsft.vectors import CHUNK, ParamVector, save_tensors
+from dualsft.vectors import Vector, save_tensors
+
+ROOM_SHARE = 0.5
+"""Share of a GPU's free memory that a vector may take which could as well be read again."""
 
 
-def product_source(left: ParamVector, right: ParamVector, eta_sc: float) -> ScoreSource:
+def at_hand(vector: Vector) -> Vector:
+    """The vector held on its GPU when there is room for it, otherwise as it is.
+
+    Every reading of a lazy u reads its parts' files, up to four of the vector's own size, and sends
+    them over: held, that happens once, for 4 bytes an entry of the GPU's memory. On a CPU a lazy
+    reading costs some 9 ns an entry more than a held one, which is nothing beside the pool's
+    gradients there, and the memory is left to the system, which keeps the files in it.
+    """
+    on_gpu = vector.device.type == "cuda"
+    fits = on_gpu and vector.num_bytes <= ROOM_SHARE * free_memory(vector.device)
+    return vector.held() if fits else vector
+
+
+def product_source(left: Vector, right: Vector, eta_sc: float) -> ScoreSource:
     """eta_sc · left ⊙ right in chunks, recomputed at every reading."""
+    scores = param_scores(eta_sc, at_hand(left), at_hand(right))
 
     def read() -> Iterator[tuple[str, int, Tensor]]:
-        for name, block in left.items():
-            a, b = block.view(-1), right[name].view(-1)
-            for start in range(0, max(1, a.numel()), CHUNK):
-                stop = start + CHUNK
-                yield name, start, param_score_chunk(eta_sc, a[start:stop], b[start:stop])
+        for name, form in scores.forms.items():
+            for start, stop in form.chunks():
+                yield name, start, scores.piece(name, start, stop)
 
     return read
 

@@ -45,6 +45,8 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
         indices,
         lr=plan.lr,
         weight_decay=ctx.config.finetune.weight_decay,
+        moments=ctx.config.finetune.moments,
+        seed=ctx.config.seed,
     ) as optimizer:
         trained = optimizer.num_selected
         train(
@@ -85,10 +87,11 @@ def finetune_plan(ctx: RunContext) -> TrainingPlan:
         warmup_ratio=config.finetune.warmup_ratio,
         max_grad_norm=config.finetune.max_grad_norm,
         micro_batch_size=config.finetune.micro_batch_size,
-        batch_tokens=ctx.batch_tokens,
+        batch_tokens=ctx.training_tokens,
         seed=config.seed,
         pad_id=ctx.pad_id,
         padding_side=config.data.padding_side,
+        checkpointing=config.finetune.checkpointing,
     )
 
 

@@ -2,7 +2,9 @@
 
 v_new is the gradient of the mean validation loss, G the sum over the scoring pool. In one-pass mode
 (ALGORITHM.md §4) the same pool pass also gives f_n = ⟨U₀, g_n⟩ for a direction U₀ known in advance,
-and the inner sums of the bound on what U₀ misses. DualSFT-Param needs G alone. Reads 1_split and
+and the inner sums of the bound on what U₀ misses. DualSFT-Param needs G alone. Each vector is
+written as soon as it is there and read again when it is needed: during the pool pass, G and the
+direction are all that is held of their size, and the teacher of v_prior is gone. Reads 1_split and
 2_warmup; writes grad_sum, val_grad, prior_grad (safetensors), pool.parquet and summary.json.
 """
 
@@ -18,6 +20,7 @@ import pyarrow.parquet as pq
 from dualsft.context import RunContext, pass_settings
 from dualsft.data import Example
 from dualsft.ghost import GhostEngine
+from dualsft.memory import give_back
 from dualsft.passes import (
     TOLERANCE,
     PassResult,
@@ -25,9 +28,10 @@ from dualsft.passes import (
     loss_objective,
     walk,
 )
+from dualsft.placement import blank
 from dualsft.stages.preservation import prior_gradient
 from dualsft.stages.projection import projection_terms
-from dualsft.vectors import ParamVector
+from dualsft.vectors import LazyVector, Vector
 
 
 def run(ctx: RunContext, part: Path) -> dict[str, Any]:
@@ -40,14 +44,17 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     objective = loss_objective(model)
     say = ctx.reporter
 
-    val_grad = ParamVector.zeros(engine.candidates)
+    sums = blank(engine.candidates, engine.candidates.dtype)
     validation = walk(
-        engine, roles["val"], objective, settings, say, "v_new (validation)", sums=val_grad
+        engine, roles["val"], objective, settings, say, "v_new (validation)", sums=sums
     )
-    val_grad = val_grad.scaled(1.0 / len(roles["val"]))
-    val_grad.save(part / "val_grad.safetensors")
+    mean = sums.scaled(1.0 / len(roles["val"]))
+    del sums
+    val_grad = _stored(ctx, mean, part / "val_grad.safetensors")
+    del mean
     prior_grad, prior_loss = prior_gradient(ctx, engine, roles["anchor"], settings)
-    prior_grad.save(part / "prior_grad.safetensors")
+    prior_grad = _stored(ctx, prior_grad, part / "prior_grad.safetensors")
+    give_back(ctx.device)  # the teacher, and what the two walks held
 
     pool = roles["pool"]
     one_pass = one_pass_wanted(ctx)
@@ -56,8 +63,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
         curvature = ctx.curvature(engine.candidates)
         terms = projection_terms(ctx.config, len(pool), val_grad, prior_grad, curvature)
         direction = terms.estimate()
-    del prior_grad
-    grad_sum = ParamVector.zeros(engine.candidates)
+    grad_sum = blank(engine.candidates, engine.candidates.dtype)
     label = "pool (G and f)" if one_pass else "pool (G)"
     result = walk(
         engine,
@@ -80,6 +86,14 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
         "candidates": engine.candidates.num_entries,
         "tokens": {role: sum(e.num_tokens for e in rows) for role, rows in roles.items()},
     }
+
+
+def _stored(ctx: RunContext, vector: Vector, path: Path) -> Vector:
+    """Write a vector, and give it back as what is read from there when it is asked for."""
+    vector.save(path)
+    if ctx.device.type == "cuda":
+        ctx.pieces.forget()  # the saved progress of its walk would hold its memory
+    return LazyVector.open(path, list(vector), ctx.device)
 
 
 def one_pass_wanted(ctx: RunContext) -> bool:

@@ -14,28 +14,31 @@ from transformers import PreTrainedModel
 
 from dualsft.context import RunContext
 from dualsft.data import Example, collate
+from dualsft.fused import fused_blocks
 from dualsft.ghost import GhostEngine, alone
 from dualsft.passes import PassSettings, cwsd_objective, walk
-from dualsft.vectors import ParamVector
+from dualsft.placement import blank
+from dualsft.vectors import ParamVector, Vector
 
 
 def prior_gradient(
     ctx: RunContext, engine: GhostEngine, anchors: list[Example], settings: PassSettings
-) -> tuple[ParamVector, float]:
+) -> tuple[Vector, float]:
     """(v_prior over the candidates, the preservation loss itself)."""
     kind = ctx.config.score.preservation
-    zero = ParamVector.zeros(engine.candidates)
     if kind == "none" or not ctx.warmed_up:
         if kind != "none":
             ctx.reporter.say(f"no warmup, so θ̄ = θ_old and v_prior ({kind}) is exactly zero")
-        return zero, 0.0
+        return _weights(engine, engine.model).combine(torch.zeros_like), 0.0
     theta_old = ctx.theta_old()
     if kind == "cwsd":
         objective = cwsd_objective(theta_old, engine.model, ctx.config.score.tau)
         label = "v_prior (CWSD on the anchors)"
-        result = walk(engine, anchors, objective, settings, ctx.reporter, label, sums=zero)
-        return zero.scaled(1.0 / len(anchors)), float(result.values.mean())
-    moved = _moved(engine, theta_old)
+        sums = blank(engine.candidates, engine.candidates.dtype)
+        with fused_blocks(theta_old, wide=True):  # the teacher computes as the student does
+            result = walk(engine, anchors, objective, settings, ctx.reporter, label, sums=sums)
+        return sums.scaled(1.0 / len(anchors)), float(result.values.mean())
+    moved = _weights(engine, engine.model).plus(_weights(engine, theta_old), -1.0)  # θ̄ − θ_old
     if kind == "l2":
         return moved, 0.5 * moved.norm() ** 2
     fisher = _fisher(ctx, theta_old, anchors, settings)
@@ -43,19 +46,16 @@ def prior_gradient(
     return weighted, 0.5 * weighted.dot(moved)
 
 
-def _moved(engine: GhostEngine, theta_old: PreTrainedModel) -> ParamVector:
-    """θ̄ − θ_old over the candidates."""
-    before = dict(theta_old.named_parameters())
-    wide = engine.candidates.dtype
-    with torch.no_grad():
-        return ParamVector(
-            {name: p.to(wide) - before[name].to(wide) for name, p in engine.candidates.items()}
-        )
+def _weights(engine: GhostEngine, model: PreTrainedModel) -> Vector:
+    """A model's own weights over the candidates, in G's dtype when they are asked for."""
+    parameters = dict(model.named_parameters())
+    weights = ParamVector({name: parameters[name].detach() for name in engine.candidates})
+    return weights.to(engine.device, engine.candidates.dtype)
 
 
 def _fisher(
     ctx: RunContext, theta_old: PreTrainedModel, anchors: list[Example], settings: PassSettings
-) -> ParamVector:
+) -> Vector:
     """Mean over the anchors of the squared gradient of one example: one example at a time."""
     candidates = ctx.candidates(theta_old)
     total = ParamVector.zeros(candidates)

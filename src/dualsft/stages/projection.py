@@ -5,6 +5,8 @@ nothing is gained by carrying it; scores get the factor back when they are repor
 adam` divides the direction by ĉ. In one-pass mode (ALGORITHM.md §4) the same formula with N ·
 v_new in the place of G is the direction U₀ that is known before the pool is touched; what
 separates the two is `residual`, which the certificate bounds.
+
+All of it is lazy (`vectors.py`): nothing here holds a vector, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -15,18 +17,18 @@ import torch
 from torch import Tensor
 
 from dualsft.config import Config
-from dualsft.vectors import ParamVector
+from dualsft.vectors import LazyVector, Products, Vector
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionTerms:
     """v_val, ĉ and the step: all that Eq. (u) needs besides the pool's own gradient."""
 
-    val_grad: ParamVector
-    v_val: ParamVector
-    curvature: ParamVector | None
+    val_grad: Vector
+    v_val: Vector
+    curvature: Vector | None
     """ĉ when the second-order term is on."""
-    preconditioner: ParamVector | None
+    preconditioner: Vector | None
     """ĉ when the step is Adam's."""
     curvature_scale: float
     eta_ft: float
@@ -38,35 +40,38 @@ class ProjectionTerms:
     def eta_sc(self) -> float:
         return self.eta_ft / self.n_sc
 
-    def projection(self, grad_sum: ParamVector) -> ParamVector:
+    def projection(self, grad_sum: Vector) -> Vector:
         """u / eta_sc for this G."""
         return self._stepped(self.v_val.combine(self._minus_curved, *self._pair(grad_sum)))
 
-    def estimate(self) -> ParamVector:
+    def estimate(self) -> Vector:
         """U₀: the projection with N · v_new for G (exact when there is no second-order term)."""
         return self.projection(self.val_grad.scaled(float(self.n_sc)))
 
-    def second_order(self, grad_sum: ParamVector) -> ParamVector:
+    def second_order(self, grad_sum: Vector) -> Vector:
         """(eta_sc / 2) ĉ ⊙ G: the second-order part of u / eta_sc, before the step."""
-        zero = ParamVector.zeros(self.v_val, next(iter(self.v_val.values())).dtype)
-        return zero.combine(self._minus_curved, *self._pair(grad_sum)).scaled(-1.0)
 
-    def residual(self, grad_sum: ParamVector) -> ParamVector:
+        def minus_nothing(first: Tensor, *pair: Tensor) -> Tensor:
+            return self._minus_curved(torch.zeros_like(first), *pair) * -1.0
+
+        return self.v_val.combine(minus_nothing, *self._pair(grad_sum))
+
+    def residual(self, grad_sum: Vector) -> Vector:
         """U₀ − u: what the one-pass direction misses, formed without cancellation."""
         difference = grad_sum.plus(self.val_grad, -float(self.n_sc))
         return self._stepped(self.second_order(difference))
 
-    def _pair(self, grad_sum: ParamVector) -> tuple[ParamVector, ...]:
+    def _pair(self, grad_sum: Vector) -> tuple[Vector, ...]:
         return () if self.curvature is None else (self.curvature, grad_sum)
 
     def _minus_curved(self, first: Tensor, *pair: Tensor) -> Tensor:
         if not pair:
-            return first.clone()
+            return first
         curvature, grad_sum = pair
         factor = -0.5 * self.eta_sc * self.curvature_scale
         return torch.addcmul(first, curvature, grad_sum, value=factor)
 
-    def _stepped(self, direction: ParamVector) -> ParamVector:
+    def _stepped(self, direction: Vector) -> Vector:
         if self.preconditioner is None:
             return direction
         return direction.combine(torch.div, self.preconditioner)
@@ -75,9 +80,9 @@ class ProjectionTerms:
 def projection_terms(
     config: Config,
     n_sc: int,
-    val_grad: ParamVector,
-    prior_grad: ParamVector,
-    curvature: ParamVector | None,
+    val_grad: Vector,
+    prior_grad: Vector,
+    curvature: Vector | None,
 ) -> ProjectionTerms:
     """Eq. (u)'s terms under the run's settings."""
     score = config.score
@@ -96,16 +101,16 @@ def projection_terms(
     )
 
 
-def effective_lambda(
-    lam: float, relative: bool, val_grad: ParamVector, prior_grad: ParamVector
-) -> float:
+def effective_lambda(lam: float, relative: bool, val_grad: Vector, prior_grad: Vector) -> float:
     """The factor of v_prior: λ, or λ ‖v_new‖ / ‖v_prior‖; zero for a zero v_prior."""
-    prior_norm = prior_grad.norm()
+    pairs = [("val", "val"), ("prior", "prior")]
+    norms = Products({"val": val_grad, "prior": prior_grad}, pairs)
+    prior_norm = norms.norm("prior")
     if prior_norm == 0:
         return 0.0
-    return lam * val_grad.norm() / prior_norm if relative else lam
+    return lam * norms.norm("val") / prior_norm if relative else lam
 
 
-def param_score_chunk(eta_sc: float, projection: Tensor, grad_sum: Tensor) -> Tensor:
-    """s_θ = u ⊙ G of a block (Algorithm 1 line 8), with u's own factor eta_sc put back."""
-    return (projection * grad_sum).mul_(eta_sc)
+def param_scores(eta_sc: float, projection: Vector, grad_sum: Vector) -> LazyVector:
+    """s_θ = u ⊙ G (Algorithm 1 line 8), with u's own factor eta_sc put back."""
+    return projection.combine(lambda u, g: (u * g).mul_(eta_sc), grad_sum)

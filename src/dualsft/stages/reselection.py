@@ -20,10 +20,10 @@ from dualsft.context import RunContext, pass_settings
 from dualsft.data import Example
 from dualsft.ghost import GhostEngine
 from dualsft.passes import loss_objective, walk
+from dualsft.placement import blank
 from dualsft.stages.chosen import product_source, write_mask, write_selected
-from dualsft.stages.scores import Scored
+from dualsft.stages.scores import Scored, exact_dots
 from dualsft.topk import TopK, top_b, topk_signed
-from dualsft.vectors import ParamVector
 
 
 def reselect(
@@ -70,7 +70,7 @@ def select_mask(
     label: str,
 ) -> TopK:
     """Data → Param: top k of u ⊙ G_S."""
-    subset_sum = ParamVector.zeros(engine.candidates)
+    subset_sum = blank(engine.candidates, engine.candidates.dtype)
     chosen = [pool[i] for i in positions]
     objective = loss_objective(engine.model)
     walk(engine, chosen, objective, pass_settings(ctx), ctx.reporter, label, sums=subset_sum)
@@ -88,16 +88,10 @@ def select_examples(
     label: str,
 ) -> np.ndarray:
     """Param → Data: top b of ⟨u ⊙ m, g_n⟩, in ascending position."""
-    masked = ParamVector.zeros(scored.projection, engine.candidates.dtype)
-    for name, index in mask.indices.items():
-        where = index.to(masked[name].device)
-        masked[name].view(-1)[where] = scored.projection[name].view(-1)[where]
-    objective = loss_objective(engine.model)
-    result = walk(
-        engine, pool, objective, pass_settings(ctx), ctx.reporter, label, direction=masked
-    )
+    masked = scored.projection.restricted(mask.indices)
+    dots = exact_dots(ctx, engine, pool, masked, label)
     ties = np.array([e.index for e in pool])
-    return np.sort(top_b(result.dots, ties, b))
+    return np.sort(top_b(dots, ties, b))
 
 
 def _jaccard(a: set[int], b: set[int]) -> float:

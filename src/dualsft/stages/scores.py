@@ -24,13 +24,14 @@ from dualsft.certificate import bounds
 from dualsft.context import RunContext, pass_settings
 from dualsft.data import Example
 from dualsft.errors import RunError
-from dualsft.ghost import GhostEngine
+from dualsft.ghost import GhostEngine, widened
 from dualsft.model import Candidates
 from dualsft.passes import TOLERANCE, dot_alone, loss_objective, walk
 from dualsft.progress import Reporter
-from dualsft.stages.gradients import read_pool
-from dualsft.stages.projection import ProjectionTerms, param_score_chunk, projection_terms
-from dualsft.vectors import ParamVector
+from dualsft.stages.chosen import at_hand
+from dualsft.stages.gradients import one_pass_wanted, read_pool
+from dualsft.stages.projection import ProjectionTerms, param_scores, projection_terms
+from dualsft.vectors import Products, Vector
 
 NUM_ALONE = 3
 SLACK_FACTOR = 4.0  # the rounding slack is this many times the largest error seen on an example
@@ -41,9 +42,9 @@ class Scored:
     """The shared projection and everything it is made of, as the later stages need it."""
 
     terms: ProjectionTerms
-    grad_sum: ParamVector
-    prior_grad: ParamVector
-    projection: ParamVector
+    grad_sum: Vector
+    prior_grad: Vector
+    projection: Vector
     """u / eta_sc."""
 
 
@@ -64,16 +65,25 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     model = ctx.theta_bar()
     engine = GhostEngine(model, ctx.candidates(model))
     scored = load_scored(ctx, engine.candidates, len(pool_examples))
-    summary = _summary(ctx, scored)
+    one_pass = one_pass_wanted(ctx)
+    direction = scored.terms.estimate() if one_pass else scored.projection
+    products = _products(scored, direction)
+    summary = _summary(ctx, scored, products)
     if ctx.config.select.variant != "param":
-        direction, dots, bound = _example_dots(ctx, engine, pool_examples, pool, scored)
-        checks = _check_sum(ctx, dots, direction, scored)
-        checks |= _check_alone(ctx, engine, pool_examples, dots, direction, scored)
+        if one_pass:
+            residual = products.block_norms("residual")
+            norms = np.array([residual[name] for name in engine.columns])
+            dots, bound = pool["f"], bounds(pool["inner_sums"], norms)
+        else:
+            dots = exact_dots(ctx, engine, pool_examples, direction, "pool (scores)")
+            bound = np.zeros(len(pool_examples))
+        checks = _check_sum(ctx, dots, products, scored)
+        checks |= _check_alone(ctx, engine, pool_examples, dots, direction, products, scored)
         _write_examples(part, pool_examples, pool, scored.terms.eta_sc, dots, bound)
         summary["total_examples"] = checks["sum_of_scores"]
         summary["direction_dot_G"] = checks["direction_dot_G"]
     else:
-        checks = _check_alone(ctx, engine, pool_examples, None, scored.projection, scored)
+        checks = _check_alone(ctx, engine, pool_examples, None, direction, products, scored)
         _write_examples(part, pool_examples, pool, scored.terms.eta_sc, None, None)
         summary["total_examples"] = None
     summary |= {"checks": checks, "rounding_slack": checks.pop("rounding_slack")}
@@ -83,36 +93,40 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     return {"curvature_share": summary["curvature_share"], "checks": summary.get("checks")}
 
 
-def _example_dots(
-    ctx: RunContext,
-    engine: GhostEngine,
-    examples: list[Example],
-    pool: dict[str, np.ndarray],
-    scored: Scored,
-) -> tuple[ParamVector, np.ndarray, np.ndarray]:
-    """(direction used, ⟨direction, g_n⟩, bound on the distance to ⟨u, g_n⟩), all over eta_sc."""
-    if ctx.config.score.mode == "one_pass":
-        residual = scored.terms.residual(scored.grad_sum).block_norms()
-        norms = np.array([residual[name] for name in engine.columns])
-        return scored.terms.estimate(), pool["f"], bounds(pool["inner_sums"], norms)
-    result = walk(
-        engine,
-        examples,
-        loss_objective(engine.model),
-        pass_settings(ctx),
-        ctx.reporter,
-        "pool (scores)",
-        direction=scored.projection,
-    )
-    return scored.projection, result.dots, np.zeros(len(examples))
+def exact_dots(
+    ctx: RunContext, engine: GhostEngine, examples: list[Example], direction: Vector, label: str
+) -> np.ndarray:
+    """⟨direction, g_n⟩ of these examples by a walk of its own."""
+    objective, settings = loss_objective(engine.model), pass_settings(ctx)
+    result = walk(engine, examples, objective, settings, ctx.reporter, label, direction=direction)
+    return result.dots
+
+
+def _products(scored: Scored, direction: Vector) -> Products:
+    """All that the summary, the sum check and the bounds take from the vectors: one reading."""
+    terms, grad_sum = scored.terms, scored.grad_sum
+    vectors = {
+        "val_grad": terms.val_grad,
+        "prior_grad": scored.prior_grad,
+        "grad_sum": grad_sum,
+        "v_val": terms.v_val,
+        "second_order": terms.second_order(grad_sum),
+        "residual": terms.residual(grad_sum),
+        "projection": scored.projection,
+        "direction": direction,
+    }
+    pairs = [(name, name) for name in vectors]
+    pairs += [("projection", "grad_sum"), ("direction", "grad_sum"), ("val_grad", "grad_sum")]
+    pairs += [("val_grad", "prior_grad"), ("prior_grad", "grad_sum")]
+    return Products(vectors, pairs)
 
 
 def _check_sum(
-    ctx: RunContext, dots: np.ndarray, direction: ParamVector, scored: Scored
+    ctx: RunContext, dots: np.ndarray, products: Products, scored: Scored
 ) -> dict[str, Any]:
     """ALGORITHM.md §3.1, first half: Σ_n s_D,n = ⟨direction, G⟩; refuses to go on otherwise."""
     tolerance, eta_sc = TOLERANCE[ctx.dtype], scored.terms.eta_sc
-    expected, total = direction.dot(scored.grad_sum), float(dots.sum())
+    expected, total = products.dot("direction", "grad_sum"), float(dots.sum())
     magnitude = float(np.abs(dots).sum())
     error = abs(total - expected) / magnitude if magnitude else 0.0
     if abs(total - expected) > tolerance * magnitude:
@@ -134,13 +148,15 @@ def _check_alone(
     engine: GhostEngine,
     examples: list[Example],
     dots: np.ndarray | None,
-    direction: ParamVector,
+    direction: Vector,
+    products: Products,
     scored: Scored,
 ) -> dict[str, Any]:
     """ALGORITHM.md §3.1, second half: random examples again, alone, by plain autograd.
 
-    Without scores of the pool (DualSFT-Param) the probes are scored here, so that the rules G was
-    summed with are checked all the same.
+    A half-precision model is widened for it: what is seen is the whole effect of rounding. Without
+    scores of the pool (DualSFT-Param) the probes are scored here, so that the rules G was summed
+    with are checked all the same.
     """
     tolerance, eta_sc = TOLERANCE[ctx.dtype], scored.terms.eta_sc
     rng = np.random.default_rng(ctx.config.seed)
@@ -153,8 +169,12 @@ def _check_alone(
         largest = float(np.abs(got).max())
     else:
         got, largest = dots[probes], float(np.abs(dots).max())
-    scale, errors, told = direction.norm(), [], []
-    with ctx.reporter.track("self-check (scored alone)", len(rows), "examples") as progress:
+    scale, errors, told = products.norm("direction"), [], []
+    direction = at_hand(direction)
+    with (
+        ctx.reporter.track("self-check (scored alone)", len(rows), "examples") as progress,
+        widened(engine),
+    ):
         for example, ours in zip(rows, got, strict=True):
             exact, norm = dot_alone(engine, example, direction, settings)
             errors.append(abs(exact - ours))
@@ -174,13 +194,12 @@ def _check_alone(
     return {"tolerance": tolerance, "alone": told, "rounding_slack": slack}
 
 
-def _summary(ctx: RunContext, scored: Scored) -> dict[str, Any]:
+def _summary(ctx: RunContext, scored: Scored, products: Products) -> dict[str, Any]:
     """Norms, cosines, the curvature share: what a reader needs to believe u."""
     terms = scored.terms
-    v_new, v_prior, grad_sum = terms.val_grad, scored.prior_grad, scored.grad_sum
-    second = terms.second_order(grad_sum).norm() if terms.curvature is not None else 0.0
-    first = terms.v_val.norm()
-    u_dot_g = scored.projection.dot(grad_sum) * terms.eta_sc
+    second = products.norm("second_order") if terms.curvature is not None else 0.0
+    first = products.norm("v_val")
+    u_dot_g = products.dot("projection", "grad_sum") * terms.eta_sc
     return {
         "mode": ctx.config.score.mode,
         "eta_ft": terms.eta_ft,
@@ -193,17 +212,17 @@ def _summary(ctx: RunContext, scored: Scored) -> dict[str, Any]:
         "total_params": u_dot_g,
         "curvature_share": second / first if first > 0 else None,
         "norms": {
-            "val_grad": v_new.norm(),
-            "prior_grad": v_prior.norm(),
-            "grad_mean": grad_sum.norm() / terms.n_sc,
+            "val_grad": products.norm("val_grad"),
+            "prior_grad": products.norm("prior_grad"),
+            "grad_mean": products.norm("grad_sum") / terms.n_sc,
             "v_val": first,
             "second_order": second,
-            "projection": scored.projection.norm() * terms.eta_sc,
+            "projection": products.norm("projection") * terms.eta_sc,
         },
         "cosines": {
-            "val_grad_grad_sum": v_new.cosine(grad_sum),
-            "val_grad_prior_grad": v_new.cosine(v_prior),
-            "prior_grad_grad_sum": v_prior.cosine(grad_sum),
+            "val_grad_grad_sum": products.cosine("val_grad", "grad_sum"),
+            "val_grad_prior_grad": products.cosine("val_grad", "prior_grad"),
+            "prior_grad_grad_sum": products.cosine("prior_grad", "grad_sum"),
         },
     }
 
@@ -254,9 +273,7 @@ def _keep(ctx: RunContext, part: Path, scored: Scored) -> None:
     kept = kept_vectors(ctx)
     eta_sc = scored.terms.eta_sc
     if "param_scores" in kept:
-        scores = scored.projection.combine(
-            lambda u, g: param_score_chunk(eta_sc, u, g), scored.grad_sum
-        )
+        scores = param_scores(eta_sc, scored.projection, scored.grad_sum)
         scores.save(part / "params.safetensors", eta_sc=eta_sc)
     if "projection" in kept:
         scored.projection.scaled(eta_sc).save(part / "projection.safetensors", eta_sc=eta_sc)

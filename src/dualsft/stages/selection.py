@@ -20,16 +20,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dualsft.certificate import judge, settle
-from dualsft.context import RunContext, pass_settings
+from dualsft.context import RunContext
 from dualsft.data import Example
 from dualsft.errors import ConfigError
-from dualsft.ghost import GhostEngine
-from dualsft.passes import loss_objective, walk
+from dualsft.fused import HALF_DTYPES
+from dualsft.ghost import GhostEngine, widened
 from dualsft.stages.chosen import product_source, write_mask, write_selected
 from dualsft.stages.reselection import reselect
-from dualsft.stages.scores import Scored, load_scored
+from dualsft.stages.scores import Scored, exact_dots, load_scored
 from dualsft.stages.split import resolve_budget
 from dualsft.topk import topk_signed
+
+WIDER = 8.0  # what is scored again with TF32 products or better is this much less rounded than bf16
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,14 @@ def param_budget(ctx: RunContext, num_candidates: int) -> int:
 def choose_examples(
     ctx: RunContext, engine: GhostEngine, pool: list[Example], scored: Scored, b: int
 ) -> DataChoice:
-    """The exact top b: by the certificate where it decides, by exact scores where it does not."""
+    """The exact top b: by the certificate where it decides, by exact scores where it does not.
+
+    In half precision the measured rounding widens the bounds: what it could move across the
+    boundary is scored again with fp32 weights.
+    """
     table = pq.read_table(ctx.folder("scores") / "examples.parquet")
     score, bound = table["score"].to_numpy().copy(), table["bound"].to_numpy().copy()
+    bound += half_rounding(ctx)
     verdict = judge(score, bound, b)
     open_rows = np.flatnonzero(verdict.open)
     inexact = open_rows[bound[open_rows] > 0]
@@ -125,25 +132,26 @@ def rescore(
     ctx: RunContext, engine: GhostEngine, examples: list[Example], scored: Scored
 ) -> np.ndarray:
     """s_D = ⟨u, g_n⟩ of these examples, exactly."""
-    result = walk(
-        engine,
-        examples,
-        loss_objective(engine.model),
-        pass_settings(ctx),
-        ctx.reporter,
-        "re-scoring",
-        direction=scored.projection,
-    )
-    return result.dots * scored.terms.eta_sc
+    with widened(engine, tensor_cores=True):
+        dots = exact_dots(ctx, engine, examples, scored.projection, "re-scoring")
+    return dots * scored.terms.eta_sc
+
+
+def half_rounding(ctx: RunContext) -> float:
+    """How far half precision may have moved a score; zero when the model is in fp32 or fp64."""
+    return rounding_slack(ctx) if ctx.dtype in HALF_DTYPES else 0.0
+
+
+def rounding_slack(ctx: RunContext) -> float:
+    """What the self-check saw: 4_scores/summary.json."""
+    return json.loads((ctx.folder("scores") / "summary.json").read_text())["rounding_slack"]
 
 
 def _describe_data(
     ctx: RunContext, folder: Path, pool: list[Example], data: DataChoice, b: int, num_full: int
 ) -> dict[str, Any]:
     """rescored.parquet and the data side of the summary."""
-    summary_file = ctx.folder("scores") / "summary.json"
-    scores_summary = json.loads(summary_file.read_text())
-    slack = scores_summary["rounding_slack"]
+    slack = rounding_slack(ctx)
     pq.write_table(
         pa.table(
             {
@@ -159,8 +167,11 @@ def _describe_data(
     highest_out = float(data.scores[~chosen].max()) if b < len(pool) else None
     near = 0
     if highest_out is not None:
-        close = (data.scores[chosen] - highest_out <= slack).sum()
-        near = int(close + (lowest - data.scores[~chosen] <= slack).sum())
+        margin = np.full(len(pool), slack)
+        if half_rounding(ctx):
+            margin[data.rescored] /= WIDER
+        distance = np.where(chosen, data.scores - highest_out, lowest - data.scores)
+        near = int((distance <= margin).sum())
     lengths = np.array([e.num_response_tokens for e in pool])
     negative = int((data.scores[chosen] <= 0).sum())
     unsure = int((chosen & (np.abs(data.scores) <= data.bound)).sum())

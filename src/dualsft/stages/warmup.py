@@ -1,9 +1,11 @@
 """Pilot warmup: Algorithm 1 line 1, (θ̄, ĉ) ← Warmup(θ_old, D_warm).
 
-One epoch of AdamW over D_warm, all parameters, unclipped; bf16 weights have an fp32 master. ĉ =
-sqrt(r / (1 − β₂^t)) + ε comes from this very optimizer's second moment, with its own β₂, step count
-and ε. Reads 1_split; writes 2_warmup/theta_bar (a Hugging Face folder), curvature.safetensors.
-`warmup.epochs: 0` writes θ_old as θ̄ and no ĉ, and that is said.
+One epoch of AdamW over D_warm, all parameters (`warmup.trainable: candidates`: only those that
+compete), unclipped; bf16 weights have an fp32 master. ĉ = sqrt(r / (1 − β₂^t)) + ε comes from this
+very optimizer's second moment, with its own β₂, step count and ε, and is written piece by piece.
+`warmup.moments` and `warmup.offload` make the optimizer smaller (`optim.py`). Reads 1_split; writes
+2_warmup/theta_bar (a Hugging Face folder), curvature.safetensors. `warmup.epochs: 0` writes θ_old
+as θ̄ and no ĉ, and that is said.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from dualsft.ghost import GhostEngine
 from dualsft.model import Candidates, save_model, text_parameters
 from dualsft.optim import SparseAdamW
 from dualsft.passes import TOLERANCE, check_fused_loss
+from dualsft.tensor_files import Form
 from dualsft.training import FEW_STEPS, TrainingPlan, train
-from dualsft.vectors import ParamVector
+from dualsft.vectors import LazyVector, Seen
 
 
 def run(ctx: RunContext, part: Path) -> dict[str, Any]:
@@ -45,31 +48,40 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     candidates = ctx.candidates(model)
     GhostEngine(model, candidates)  # what no rule covers is said now, not after the warmup
     check_fused_loss(model, examples[0], pass_settings(ctx), TOLERANCE[ctx.dtype])
-    with SparseAdamW(text_parameters(model), None, lr=plan.lr) as optimizer:
+    only_candidates = ctx.config.warmup.trainable == "candidates"
+    with SparseAdamW(
+        text_parameters(model),
+        dict.fromkeys(candidates.names) if only_candidates else None,
+        lr=plan.lr,
+        moments=ctx.config.warmup.moments,
+        offload=ctx.config.warmup.offload,
+        seed=ctx.config.seed,
+    ) as optimizer:
         train(model, examples, optimizer, plan, ctx.reporter, "warmup", _logger(ctx), ctx.pieces)
         curvature = adam_rms(optimizer, candidates)
-    curvature.save(part / "curvature.safetensors")
+        curvature.save(part / "curvature.safetensors")
+        norm = curvature.norm()
     _save(ctx, model, part)
-    return {"steps": num_steps, "examples": len(examples), "curvature_norm": curvature.norm()}
+    return {"steps": num_steps, "examples": len(examples), "curvature_norm": norm}
 
 
 def _save(ctx: RunContext, model: PreTrainedModel, part: Path) -> None:
     save_model(model, ctx.tokenizer, ctx.model_folder, part / "theta_bar")
 
 
-def adam_rms(optimizer: SparseAdamW, candidates: Candidates) -> ParamVector:
-    """ĉ over the candidates, read from the optimizer's own state."""
+def adam_rms(optimizer: SparseAdamW, candidates: Candidates) -> LazyVector:
+    """ĉ over the candidates, read from the optimizer's own state piece by piece."""
     group = optimizer.param_groups[0]
     beta2, eps = group["betas"][1], group["eps"]
-    blocks = {}
-    for name, parameter in candidates.items():
-        state = optimizer.state.get(optimizer.masters[name])
-        if not state:  # the warmup never reached this parameter: its second moment is zero
-            blocks[name] = torch.full_like(parameter, eps, dtype=candidates.dtype)
-            continue
-        unbiased = state["exp_avg_sq"] / (1.0 - beta2 ** float(state["step"]))
-        blocks[name] = unbiased.sqrt_().add_(eps).view(parameter.shape).to(candidates.dtype)
-    return ParamVector(blocks)
+
+    def piece(name: str, start: int, stop: int, _: Seen) -> torch.Tensor:
+        second = optimizer.second_moment(name, start, stop)
+        # a parameter that the warmup never reached has second moment zero: any divisor will do
+        unbiased = second / (1.0 - beta2 ** float(optimizer.num_updates(name) or 1))
+        return unbiased.sqrt_().add_(eps).to(candidates.dtype)
+
+    forms = {name: Form(candidates.dtype, p.shape) for name, p in candidates.items()}
+    return LazyVector(forms, next(iter(candidates.values())).device, piece)
 
 
 def warmup_plan(ctx: RunContext) -> TrainingPlan:
@@ -82,11 +94,12 @@ def warmup_plan(ctx: RunContext) -> TrainingPlan:
         warmup_ratio=config.finetune.warmup_ratio,
         max_grad_norm=0.0,
         micro_batch_size=config.finetune.micro_batch_size,
-        batch_tokens=ctx.batch_tokens,
+        batch_tokens=ctx.training_tokens,
         seed=config.seed,
         pad_id=ctx.pad_id,
         padding_side=config.data.padding_side,
         min_steps=config.warmup.min_steps,
+        checkpointing=config.finetune.checkpointing,
     )
 
 

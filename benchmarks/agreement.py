@@ -1,0 +1,149 @@
+"""One scoring from end to end in memory, and how alike two of them are.
+
+Algorithm 1 lines 3 to 10 less the files: v_new, v_prior and G at one model, the example scores, and
+the entries of the mask; Spearman's correlation and Jaccard's index compare two of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dualsft.certificate import judge
+from dualsft.data import Example
+from dualsft.fused import HALF_DTYPES, fused_blocks
+from dualsft.ghost import GhostEngine, widened
+from dualsft.model import find_candidates
+from dualsft.passes import PassSettings, cwsd_objective, dot_alone, loss_objective, walk
+from dualsft.progress import Reporter
+from dualsft.stages.chosen import product_source
+from dualsft.stages.projection import effective_lambda
+from dualsft.stages.scores import NUM_ALONE, SLACK_FACTOR
+from dualsft.topk import top_b, topk_signed
+from dualsft.vectors import ParamVector, Vector
+
+DATA_BUDGET, PARAM_BUDGET, LAM, TAU = 0.1, 0.05, 0.8, 1.0
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The rows of each role, and how batches are made of them."""
+
+    val: list[Example]
+    anchor: list[Example]
+    warm: list[Example]
+    pool: list[Example]
+    settings: PassSettings
+
+
+@dataclass(frozen=True)
+class Scores:
+    """s_D per pool example and the chosen entries, for one direction."""
+
+    examples: np.ndarray
+    """As the pool pass gave them."""
+    settled: np.ndarray
+    """With what a half-precision run scores again near the boundary."""
+    entries: dict[str, Tensor]
+
+    def chosen(self) -> set[int]:
+        b = max(1, int(DATA_BUDGET * len(self.settled)))
+        return {int(i) for i in top_b(self.settled, np.arange(len(self.settled)), b)}
+
+
+def score(
+    model: PreTrainedModel,
+    roles: Roles,
+    teacher: PreTrainedModel | None = None,
+    preconditioner: Vector | None = None,
+) -> Scores:
+    """s_D and the entries of the mask at this model: v_new, and λ v_prior when there is a teacher.
+
+    `preconditioner` is ĉ under score.step=adam.
+    """
+    engine = GhostEngine(model, find_candidates(model, "block_linear"))
+    quiet = Reporter(lambda _: None)
+
+    def gradient(rows: list[Example], objective: Any) -> ParamVector:
+        sums = ParamVector.zeros(engine.candidates)
+        walk(engine, rows, objective, roles.settings, quiet, "gradient", sums=sums)
+        return sums
+
+    v_new = gradient(roles.val, loss_objective(model)).scaled(1.0 / len(roles.val)).held()
+    direction: Vector = v_new
+    if teacher is not None:
+        with fused_blocks(teacher, wide=True):
+            summed = gradient(roles.anchor, cwsd_objective(teacher, model, TAU))
+        v_prior = summed.scaled(1.0 / len(roles.anchor)).held()
+        direction = v_new.plus(v_prior, effective_lambda(LAM, True, v_new, v_prior))
+    if preconditioner is not None:
+        direction = direction.combine(torch.div, preconditioner)
+    direction = direction.held()
+    grad_sum = ParamVector.zeros(engine.candidates)
+    found = walk(
+        engine,
+        roles.pool,
+        loss_objective(model),
+        roles.settings,
+        quiet,
+        "pool",
+        sums=grad_sum,
+        direction=direction,
+    )
+    k = max(1, int(PARAM_BUDGET * grad_sum.num_entries))
+    mask = topk_signed(product_source(direction, grad_sum, 1.0), k)
+    settled = found.dots.copy()
+    if next(model.parameters()).dtype in HALF_DTYPES:
+        near = _near_ties(engine, roles, direction, found.dots)
+        rows = [roles.pool[i] for i in near]
+        with widened(engine, tensor_cores=True):
+            objective = loss_objective(model)
+            again = walk(
+                engine, rows, objective, roles.settings, quiet, "again", direction=direction
+            )
+        settled[near] = again.dots
+    return Scores(found.dots, settled, mask.indices)
+
+
+def _near_ties(
+    engine: GhostEngine, roles: Roles, direction: Vector, dots: np.ndarray
+) -> np.ndarray:
+    """What the selection of a half-precision run scores again (stages/selection.py)."""
+    probes = np.random.default_rng(0).choice(len(dots), min(NUM_ALONE, len(dots)), replace=False)
+    with widened(engine):
+        exact = [dot_alone(engine, roles.pool[i], direction, roles.settings)[0] for i in probes]
+    slack = SLACK_FACTOR * np.abs(dots[probes] - exact).max()
+    b = max(1, int(DATA_BUDGET * len(dots)))
+    return np.flatnonzero(judge(dots, np.full(len(dots), slack), b).open)
+
+
+def agreement(scores: Scores, reference: Scores) -> dict[str, float]:
+    """How alike two scorings are, on both sides."""
+    error = np.abs(scores.examples - reference.examples).max()
+    return {
+        "Spearman of examples": spearman(scores.examples, reference.examples),
+        "Jaccard of examples": _jaccard(scores.chosen(), reference.chosen()),
+        "Jaccard of entries": _entries_jaccard(scores.entries, reference.entries),
+        "largest error of a score": float(error / np.abs(reference.examples).max()),
+        "scored again": float((scores.examples != scores.settled).mean()),
+    }
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """Correlation of the ranks (scores hardly tie)."""
+    return float(np.corrcoef(a.argsort().argsort(), b.argsort().argsort())[0, 1])
+
+
+def _jaccard(a: set[int], b: set[int]) -> float:
+    return len(a & b) / len(a | b)
+
+
+def _entries_jaccard(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    both = sum(int(torch.isin(a[n], b[n], assume_unique=True).sum()) for n in a)
+    either = sum(a[n].numel() + b[n].numel() for n in a) - both
+    return both / either

@@ -1,0 +1,308 @@
+"""A block's elementwise work in fewer passes over memory: RMS norm, gated activation, rotation.
+
+It belongs to no line of Algorithm 1: it is what a model computes anyway between its matrix
+products, in scoring (lines 3 to 8) and in training (lines 1 and 12). Eager PyTorch reads and writes
+each tensor many times and keeps fp32 copies for the backward pass; here each operation keeps its
+own input and computes its gradient directly. `fused_blocks` puts them in the place of a model's own
+modules, on CUDA with Triton, and only where a trial on random numbers shows that module and
+replacement agree; whatever is not recognised stays as it is. The plain expressions stand beside the
+kernels: they are what the tests compare with.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dualsft.model import text_decoder
+from dualsft.vectors import accumulation_dtype
+
+log = logging.getLogger("dualsft")
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+KERNEL_DTYPES = (torch.float32, *HALF_DTYPES)
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:
+        log.warning("Triton is not installed: blocks run without fused kernels, slower")
+        return None
+    from dualsft import kernels
+
+    return kernels
+
+
+def kernels_for(x: Tensor) -> Any:
+    """The kernels, for a tensor that they take; None where the plain expressions are used."""
+    return _kernels() if x.is_cuda and x.dtype in KERNEL_DTYPES else None
+
+
+# --- the operations ----------------------------------------------------------------------------
+
+
+class RmsNorm(torch.autograd.Function):
+    """x̂ ⊙ w, or with `offset` x̂ ⊙ (1 + w) (Gemma's), in the weight's dtype; x̂ = x / rms(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+        x, kernels = x.contiguous(), kernels_for(x)
+        if kernels is not None:
+            y, rstd = kernels.rms_forward(x, weight, eps, offset)
+        else:
+            wide = x.to(accumulation_dtype(x.dtype))
+            rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+            normed = wide * rstd
+            narrow = weight.dtype
+            if offset:
+                y = (normed * (1.0 + weight.to(wide.dtype))).to(narrow)
+            else:
+                y = normed.to(narrow) * weight
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.offset = offset
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, rstd = ctx.saved_tensors
+        with_weight, kernels = ctx.needs_input_grad[1], kernels_for(x)
+        if kernels is not None:
+            grad_x, grad_weight = kernels.rms_backward(
+                grad.contiguous(), x, weight, rstd, ctx.offset, with_weight
+            )
+            return grad_x, grad_weight, None, None
+        normed = x.to(rstd.dtype) * rstd
+        wide = grad.to(rstd.dtype)
+        grad_weight = None
+        if with_weight:
+            grad_weight = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        wide = wide * (weight.to(rstd.dtype) + (1.0 if ctx.offset else 0.0))
+        mean = (wide * normed).mean(-1, keepdim=True)
+        return (rstd * (wide - normed * mean)).to(x.dtype), grad_weight, None, None
+
+
+class Gated(torch.autograd.Function):
+    """act(gate) ⊙ up with SiLU or tanh-GELU; keeps gate and up, not the activation."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        ctx.gelu = gelu
+        kernels = kernels_for(gate)
+        if kernels is not None:
+            return kernels.gated_forward(gate, up, gelu)
+        return _activation(gelu)(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        kernels = kernels_for(gate)
+        if kernels is not None:
+            return *kernels.gated_backward(grad.contiguous(), gate, up, ctx.gelu), None
+        with torch.enable_grad():
+            wide = gate.detach().to(accumulation_dtype(gate.dtype)).requires_grad_()
+            value = _activation(ctx.gelu)(wide)
+            (slope,) = torch.autograd.grad(value.sum(), wide)
+        grad_up = (grad * value.detach()).to(up.dtype)
+        return (grad * up * slope).to(gate.dtype), grad_up, None
+
+
+def _activation(gelu: bool) -> Callable[[Tensor], Tensor]:
+    return partial(nn.functional.gelu, approximate="tanh") if gelu else nn.functional.silu
+
+
+class Rotate(torch.autograd.Function):
+    """Rotary embedding of one of q and k: x ⊙ cos + rotate_half(x) ⊙ sin, in x's own dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _rotated(grad, *ctx.saved_tensors, back=True), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    kernels = kernels_for(x)
+    if kernels is not None:
+        return kernels.rotate(x if x.stride(-1) == 1 else x.contiguous(), cos, sin, back)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    half = x.shape[-1] // 2
+    turned = x * sin if back else x
+    first, second = turned[..., :half], turned[..., half:]
+    if back:
+        return (x * cos + torch.cat((second, -first), -1)).to(x.dtype)
+    return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
+
+
+# --- in the place of a model's modules ---------------------------------------------------------
+
+
+@contextmanager
+def fused_blocks(
+    model: PreTrainedModel, *, wide: bool = False, wanted: bool | None = None
+) -> Iterator[None]:
+    """The model with fused norms, gated activations and rotations, as before afterwards.
+
+    By default where the model is on CUDA in a dtype that the kernels take; `wanted` decides
+    otherwise (the tests run the plain expressions on a CPU). With `wide` the residual stream of a
+    half-precision model is fp32, since a fused norm takes it as it is: what the blocks add to it is
+    then not rounded away, and gradients flow back along it in fp32.
+    """
+    first = next(model.parameters())
+    if not (kernels_for(first) is not None if wanted is None else wanted):
+        yield
+        return
+    with ExitStack() as stack:
+        for module in model.modules():
+            forward = fused_forward(module, first.dtype)
+            if forward is not None and "forward" not in vars(module):
+                module.forward = forward
+                stack.callback(delattr, module, "forward")
+        for source in _rotary_modules(model):
+            own = source.apply_rotary_pos_emb
+            source.apply_rotary_pos_emb = _rotate_both
+            stack.callback(setattr, source, "apply_rotary_pos_emb", own)
+        if wide and first.dtype in HALF_DTYPES:
+            embedding = model.get_input_embeddings()
+            handle = embedding.register_forward_hook(lambda _m, _i, output: output.float())
+            stack.callback(handle.remove)
+            if not _takes_wide(model, first):
+                handle.remove()
+        yield
+
+
+@torch.no_grad()
+def _takes_wide(model: PreTrainedModel, like: Tensor) -> bool:
+    """Whether every block takes an fp32 residual stream and the last norm gives the model's dtype.
+
+    A module that was not recognised would hand fp32 to a half-precision product, which torch
+    refuses; such a model keeps its own dtype throughout.
+    """
+    ids = torch.zeros(1, 2, dtype=torch.long, device=like.device)
+    try:
+        output = text_decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
+    except Exception:
+        return False
+    return output.dtype == like.dtype
+
+
+def fused_forward(module: nn.Module, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """A replacement for the module's forward that was tried and agrees, or None."""
+    if any(p.dtype != dtype for p in module.parameters()):
+        return None
+    for made in (_norm_forward(module), _gated_forward(module)):
+        if made is not None:
+            return made
+    return None
+
+
+def _norm_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if names != {"weight"} or not isinstance(eps, float) or "Norm" not in type(module).__name__:
+        return None
+    if isinstance(module, nn.LayerNorm | nn.GroupNorm) or module.get_parameter("weight").ndim != 1:
+        return None
+    for offset in (False, True):
+
+        def forward(hidden_states: Tensor, offset: bool = offset) -> Tensor:
+            return RmsNorm.apply(hidden_states, module.weight, eps, offset)  # pyright: ignore
+
+        width = module.get_parameter("weight").shape[0]
+        if _agree(module, forward, width):
+            return forward
+    return None
+
+
+def _gated_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    parts = {name for name, _ in module.named_children()}
+    if not parts <= {"gate_proj", "up_proj", "down_proj", "act_fn"} or len(parts) < 3:
+        return None
+    gate = getattr(module, "gate_proj", None)
+    if not isinstance(gate, nn.Linear) or not hasattr(module, "act_fn"):
+        return None
+    kinds = [gelu for gelu in (False, True) if _same_activation(module.act_fn, gelu, gate.weight)]
+    if not kinds:
+        return None
+
+    def forward(x: Tensor) -> Tensor:
+        gated = Gated.apply(module.gate_proj(x), module.up_proj(x), kinds[0])  # pyright: ignore
+        return module.down_proj(gated)  # pyright: ignore
+
+    return forward if _agree(module, forward, gate.in_features) else None
+
+
+@torch.no_grad()
+def _same_activation(activation: Any, gelu: bool, like: Tensor) -> bool:
+    x = torch.linspace(-6.0, 6.0, 257, device=like.device)
+    return isinstance(activation, nn.Module) and torch.allclose(
+        activation(x), _activation(gelu)(x), atol=1e-6
+    )
+
+
+@torch.no_grad()
+def _agree(module: nn.Module, forward: Callable[[Tensor], Tensor], width: int) -> bool:
+    """Whether both give the same on random numbers, up to the dtype's rounding."""
+    parameter = next(module.parameters())
+    noise = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, width, generator=noise).to(parameter)
+    was_training = module.training
+    module.eval()
+    try:
+        own = module(x)
+        ours = forward(x)
+    except Exception:  # a module with another signature is simply not one of these
+        return False
+    finally:
+        module.train(was_training)
+    scale = float(own.abs().max()) or 1.0
+    return float((own - ours).abs().max()) <= 4 * torch.finfo(x.dtype).eps * scale
+
+
+def _rotate_both(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, **_: Any
+) -> tuple[Tensor, Tensor]:
+    assert unsqueeze_dim == 1
+    return Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin)  # pyright: ignore
+
+
+@torch.no_grad()
+def _rotary_modules(model: PreTrainedModel) -> list[Any]:
+    """The modelling files of this model whose `apply_rotary_pos_emb` is the plain rotation."""
+    first = next(model.parameters())
+    noise = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 2, 3, 8, generator=noise).to(first)
+    cos, sin = (torch.randn(1, 3, 8, generator=noise).to(first) for _ in range(2))
+    found = []
+    for name in {type(module).__module__ for module in model.modules()}:
+        source = sys.modules.get(name)
+        own = getattr(source, "apply_rotary_pos_emb", None)
+        if own is None:
+            continue
+        try:
+            expected, actual = own(q, q, cos, sin), _rotate_both(q, q, cos, sin)
+        except Exception:  # another signature: left alone
+            continue
+        close = 8 * torch.finfo(first.dtype).eps * float(expected[0].abs().max())
+        same = all(
+            a.shape == b.shape and float((a - b).abs().max()) <= close
+            for a, b in zip(expected, actual, strict=True)
+        )
+        if same:
+            found.append(source)
+    return found

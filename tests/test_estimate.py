@@ -1,0 +1,296 @@
+"""`dualsft estimate`: every stage, the cures, the fit over layers, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import small_run
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import dualsft
+from dualsft import cli, estimation
+from dualsft import config as settings
+from dualsft.config import Config
+from dualsft.data import Example, collate, make_batches
+from dualsft.model import shallow_model
+from dualsft.plans import GIB, HEADROOM, Activations, Line
+from dualsft.preflight import FOLDERS
+from dualsft.probe import Memory, deeper, saved_bytes
+from dualsft.training import TrainingPlan
+from dualsft.training_costs import Room, Training, finetune_cures, warmup_cures
+from dualsft.workload import Workload, cut, survey
+
+Folders = Callable[[str], Path]
+
+
+def tokens(count: int, name: str = "e") -> Example:
+    ids = [3 + i % 50 for i in range(count)]
+    return Example(name, 0, ids, ids)
+
+
+@pytest.fixture
+def config(model_folder: Folders, corpus: Path) -> Config:
+    return settings.load(None, small_run(model_folder("llama"), corpus))
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+def test_every_stage_has_a_line_and_nothing_is_written(config: Config, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    found = dualsft.estimate(config, tmp_path / "run")
+    assert sorted(tmp_path.rglob("*")) == before
+    assert [stage.name for stage in found.stages] == list(FOLDERS)
+    assert found.fits and all(stage.fits and not stage.cure for stage in found.stages)
+    assert all(stage.host_bytes > 0 and stage.seconds > 0 for stage in found.stages)
+    assert all(stage.device_bytes == 0 for stage in found.stages)  # the CPU is the host
+    json.dumps(found.as_dict())
+
+
+def test_only_the_stages_that_are_wanted(config: Config, tmp_path: Path) -> None:
+    found = dualsft.estimate(config, tmp_path / "run", until="gradients")
+    assert [stage.name for stage in found.stages] == ["split", "warmup", "gradients"]
+
+
+def test_counts_and_shapes_are_those_of_a_run(
+    config: Config, tmp_path: Path, make_run: Callable[..., Path]
+) -> None:
+    found = dualsft.estimate(config, tmp_path / "other")
+    run = make_run(until="selection")
+    split = json.loads((run / "1_split/summary.json").read_text())
+    assert found.num_rows == split["num_examples"]
+    assert found.num_tokens == pytest.approx(split["num_tokens"], rel=0.01)
+    roles = ", ".join(f"{role} {count:,}" for role, count in split["counts"].items())
+    assert found.stages[0].note == roles
+    summary = json.loads((run / "5_selection/summary.json").read_text())
+    assert found.num_candidates == summary["denominator"]
+    assert f"k = {summary['k']:,}" in found.stages[4].note
+    gradients = run / "3_gradients"
+    vectors = sum(path.stat().st_size for path in gradients.glob("*.safetensors"))
+    assert found.stages[2].disk_bytes == pytest.approx(vectors, rel=0.1)
+
+
+def pretend_gpu(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is said to be a GPU of this size; what a batch takes is still the CPU's."""
+    own = estimation.machine
+
+    def machine(ctx: estimation.RunContext, model_bytes: int, work: Workload) -> Room:
+        room = own(ctx, model_bytes, work)
+        return replace(room, on_cpu=False, device_bytes=int(gib * GIB))
+
+    monkeypatch.setattr(estimation, "machine", machine)
+
+
+@pytest.mark.parametrize("gib", [0.001, 0.2])
+def test_a_small_gpu_does_not_fit_and_the_cure_is_said(
+    gib: float, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(gib, monkeypatch)
+    found = estimation.estimate(config, tmp_path / "run")
+    assert found.device_memory == int(gib * GIB)
+    assert all(stage.device_bytes > 0 for stage in found.stages[1:])
+    assert found.fits == (gib > 0.1)
+    for stage in found.stages:
+        assert bool(stage.cure) != stage.fits
+    if not found.fits:
+        warmup = found.stages[1]
+        assert not warmup.fits and "a GPU with" in warmup.cure
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def training(**changes: object) -> Training:
+    """A billion whole parameters; a micro-batch of 1,000 tokens takes 1 GiB, or a quarter."""
+    line = Line(0.0, GIB / 1000)
+    small = Line(0.0, GIB / 4000)
+    plan = TrainingPlan(
+        lr=1e-5,
+        epochs=1,
+        batch_size=40,
+        warmup_ratio=0.0,
+        max_grad_norm=0.0,
+        micro_batch_size=None,
+        batch_tokens=1000,
+        seed=0,
+        pad_id=0,
+        padding_side="right",
+    )
+    lengths = np.full(100, 100)
+    counts = {"val": 10, "anchor": 10, "warm": 40, "pool": 40}
+    work = Workload(counts, lengths, tokens(100), tokens(100), 1.0, 1000)
+    base = Training(
+        num_entries=2**30,
+        whole=True,
+        moments="float32",
+        offload=False,
+        memory=Memory(Activations(line, line), Activations(small, small)),
+        plan=plan,
+        num_examples=40,
+        work=work,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def room(gib: float, host: float = 64, dtype: torch.dtype = torch.bfloat16) -> Room:
+    device = int(gib * GIB / (1 - HEADROOM))
+    return Room(
+        on_cpu=False,
+        device_bytes=device + 1,
+        host_bytes=int(host * GIB),
+        base=GIB,
+        model_bytes=2**30 * dtype.itemsize,
+        dtype=dtype,
+    )
+
+
+def test_bytes_an_entry_are_the_optimizers() -> None:
+    """Model 2, low half 2, moments 8, fp32 gradient sums 4, and 1 GiB for the batch."""
+    device, host, note = training().peak(room(100))
+    assert device / GIB == pytest.approx(2 + 2 + 8 + 4 + 1)
+    assert host == 0 and note == "1,000 tokens a micro-batch"
+    assert training(moments="int8").peak(room(100))[0] / GIB == pytest.approx(11)
+    wide = training().peak(room(100, dtype=torch.float32))[0]
+    assert wide / GIB == pytest.approx(4 + 8 + 4 + 1)
+    some = training(num_entries=2**30 // 32, whole=False).peak(room(100))[0]
+    assert some / GIB == pytest.approx(2 + (2 + 2 + 8 + 4) / 32 + 1)
+
+
+def test_one_micro_batch_keeps_its_gradients_in_the_weights_type() -> None:
+    plan = replace(training().plan, batch_size=10)
+    device, _, _ = training(plan=plan, num_examples=10).peak(room(100))
+    assert device / GIB == pytest.approx(2 + 2 + 8 + max(1, 2))
+
+
+def test_offloaded_state_is_in_the_host_memory() -> None:
+    device, host, _ = training(offload=True).peak(room(100))
+    assert host / GIB == pytest.approx(10)
+    assert device / GIB == pytest.approx(2 + 3 * 10 / 32 + 4 + 1)
+
+
+def test_the_loop_saves_memory_by_itself_before_anything_must_be_set() -> None:
+    assert training().peak(room(17))[2] == "1,000 tokens a micro-batch"
+    device, _, note = training().peak(room(16.5))
+    assert note == "1,000 tokens a micro-batch, activations recomputed"
+    assert device / GIB == pytest.approx(16.25)
+    tight = room(16.1)
+    device, _, note = training().peak(tight)
+    assert note == "400 tokens a micro-batch, activations recomputed" and tight.fits(device)
+    assert not room(16).fits(training().peak(room(16))[0])
+
+
+def test_cures_change_no_result_first_and_are_settings_that_load(config: Config) -> None:
+    words = [words for words, _ in warmup_cures(config)]
+    assert words[0] == "finetune.checkpointing=true"
+    assert words[1] == "finetune.checkpointing=true warmup.offload=true"
+    assert words[-1].endswith("warmup.moments=int8 warmup.trainable=candidates")
+    for given_words, changed in [*warmup_cures(config), *finetune_cures(config)]:
+        base = [f"model.path={config.model.path}", f"data.path={config.data.path}"]
+        loaded = settings.load(None, [*base, *given_words.split()])
+        assert (loaded.warmup.moments, loaded.warmup.offload, loaded.finetune.checkpointing) == (
+            changed.warmup.moments,
+            changed.warmup.offload,
+            changed.finetune.checkpointing,
+        )
+        assert loaded.finetune.moments == changed.finetune.moments
+
+
+# --- the fit over layers and rows -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "gpt2", "qwen3"])
+def test_one_and_two_layers_foretell_five(arch: str, model_folder: Folders) -> None:
+    folder = model_folder(arch)
+    device = torch.device("cpu")
+
+    def line(layers: int) -> Line:
+        model = shallow_model(folder, layers, torch.float32, device)
+        assert model.config.num_hidden_layers == layers
+        points = []
+        for rows in (2, 4):
+            batch = collate([tokens(12)] * rows, 0)
+            points.append((12 * rows, saved_bytes(model, batch)))
+        return Line.through(*points)
+
+    foretold, real = deeper(line(1), line(2), 5), line(5)
+    for count in (24, 48, 480):
+        assert foretold.at(count) == pytest.approx(real.at(count), rel=0.02)
+    assert real.at(480) > 2 * line(1).at(480)
+
+
+def test_deeper_never_shrinks() -> None:
+    assert deeper(Line(10, 2), Line(9, 3), 4) == Line(10, 5)
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60), most=st.integers(1, 200))
+def test_batches_are_cut_as_the_walk_cuts_them(lengths: list[int], most: int) -> None:
+    examples = [tokens(length, str(i)) for i, length in enumerate(lengths)]
+    batches = make_batches(examples, most)
+    padded = sum(len(rows) * max(lengths[i] for i in rows) for rows in batches)
+    assert cut(np.sort(lengths)[::-1], most) == (len(batches), padded)
+
+
+def test_a_sample_of_the_rows_has_the_longest_and_the_mean(
+    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ctx = estimation.RunContext(config, estimation.RunDir(tmp_path), estimation.Reporter(print))
+    whole = survey(ctx)
+    monkeypatch.setattr("dualsft.workload.SAMPLE", 30)
+    monkeypatch.setattr("dualsft.workload.LONGEST", 5)
+    some = survey(ctx)
+    assert len(some.lengths) == 30 < len(whole.lengths)
+    assert some.counts == whole.counts
+    assert some.longest.num_tokens == whole.longest.num_tokens
+    assert some.num_tokens == pytest.approx(whole.num_tokens, rel=0.1)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    source = str(Path(dualsft.__file__).parents[1])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source, "COLUMNS": "200"}
+    words = (sys.executable, "-m", "dualsft", "estimate", *words)
+    return subprocess.run(words, capture_output=True, text=True, env=env, cwd=cwd, check=False)
+
+
+def test_the_command_shows_a_table_and_writes_json_alone(
+    model_folder: Folders, corpus: Path, tmp_path: Path
+) -> None:
+    done = command(*small_run(model_folder("llama"), corpus), "--json", "e.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in FOLDERS)
+    assert [path.name for path in tmp_path.iterdir()] == ["e.json"]
+    assert json.loads((tmp_path / "e.json").read_text())["fits"] is True
+
+
+def test_the_exit_code_is_1_and_the_cure_is_printed_when_it_does_not_fit(
+    model_folder: Folders, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(0.001, monkeypatch)
+    said: list[str] = []
+    monkeypatch.setattr(cli.console, "print", lambda text, **_: said.append(str(text)))
+    done = CliRunner().invoke(cli.app, ["estimate", *small_run(model_folder("llama"), corpus)])
+    assert done.exit_code == 1
+    (line,) = [text for text in said if text.startswith("warmup does not fit: ")]
+    assert "a GPU with" in line
+
+
+def test_wrong_settings_are_refused_as_for_a_run(corpus: Path, tmp_path: Path) -> None:
+    done = command("model.path=nowhere", f"data.path={corpus}", "lr=1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "model.path" in done.stderr and "lr" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = command("--until", "scoring", cwd=tmp_path)
+    assert done.returncode == 2 and "--until" in done.stderr

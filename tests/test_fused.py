@@ -1,0 +1,143 @@
+"""Fused norms, gated activations and rotations: what the modules compute, and nothing left behind.
+
+The plain expressions run here against the models' own modules in fp64; the Triton kernels run in a
+process of their own under Triton's interpreter, against the plain expressions.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import ARCHITECTURES, tiny_model
+from test_ghost import QUIET, examples_for
+
+from dualsft.data import collate
+from dualsft.fused import HALF_DTYPES, fused_blocks, fused_forward
+from dualsft.ghost import GhostEngine
+from dualsft.losses import example_objective, last_hidden
+from dualsft.model import find_candidates
+from dualsft.passes import PassSettings, loss_objective, walk
+from dualsft.vectors import ParamVector
+
+TESTS = Path(__file__).parent
+NORMS_AND_MLPS = {"llama": 2 + 1, "gemma3": 6 + 1, "qwen3": 4 + 1, "tied": 2 + 1}
+
+
+def test_kernels_equal_their_plain_expressions() -> None:
+    """The kernels' own code, on the CPU under Triton's interpreter."""
+    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "kernel_checks.py")],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" ok") == 10
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_same_losses_and_gradients(arch: str) -> None:
+    """fp64: every parameter's gradient with and without, and the modules are as before."""
+    model = tiny_model(arch, dtype=torch.float64).eval()
+    batch = collate(examples_for(model), 0, "right")
+    before = {id(m): vars(m).get("forward") for m in model.modules()}
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        example_objective(model, batch)[0].backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    plain = gradients()
+    with fused_blocks(model, wanted=True):
+        fused = gradients()
+    assert plain.keys() == fused.keys()
+    for name, expected in plain.items():  # some models' own norms compute in fp32
+        error = (fused[name] - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
+        assert float(error) < 1e-4, name
+    assert before == {id(m): vars(m).get("forward") for m in model.modules()}
+
+
+@pytest.mark.parametrize("arch", [a for a in ARCHITECTURES if a != "gpt2"])
+def test_norms_and_mlps_are_recognised(arch: str) -> None:
+    """All RMS norms and gated MLPs of these models are replaced: none is slow unseen."""
+    model = tiny_model(arch, dtype=torch.float32).eval()
+    missed = [
+        name
+        for name, module in model.named_modules()
+        if ("Norm" in type(module).__name__ or type(module).__name__.endswith("MLP"))
+        and fused_forward(module, torch.float32) is None
+    ]
+    assert missed == []
+
+
+def test_another_norm_stays_as_it_is() -> None:
+    """A norm that computes something else is not taken for one that it resembles."""
+
+    class ShiftedNorm(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(8))
+            self.eps = 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+            return self.weight * x * scale + 0.01
+
+    assert fused_forward(ShiftedNorm(), torch.float32) is None
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "qwen3"])
+def test_wide_residual_stream_is_nearer_to_the_exact_hidden_states(arch: str) -> None:
+    """bf16 weights: the fp32 stream leaves less error than the bf16 one, and ends in bf16."""
+    model = tiny_model(arch, dtype=torch.bfloat16).eval()
+    exact = tiny_model(arch, dtype=torch.bfloat16).double().eval()
+    batch = collate(examples_for(model), 0, "right")
+    real = batch.attention_mask.bool()
+    with torch.no_grad():
+        expected = last_hidden(exact, batch)[real]
+        errors = []
+        for wide in (False, True):
+            with fused_blocks(model, wide=wide, wanted=True):
+                hidden = last_hidden(model, batch)
+                assert hidden.dtype == torch.bfloat16
+                errors.append(float((hidden[real].double() - expected).norm()))
+    assert errors[1] < errors[0]
+
+
+def test_a_model_that_cannot_take_it_keeps_its_own_stream() -> None:
+    """GPT-2's LayerNorm in bf16 refuses an fp32 input: the stream stays bf16, and it runs."""
+    model = tiny_model("gpt2", dtype=torch.bfloat16).eval()
+    batch = collate(examples_for(model), 0, "right")
+    with torch.no_grad(), fused_blocks(model, wide=True, wanted=True):
+        assert last_hidden(model, batch).dtype in HALF_DTYPES
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_only_some_candidates(arch: str) -> None:
+    """`only` observes those candidates alone, to the same numbers, and starts where they do."""
+    model = tiny_model(arch, dtype=torch.float64).eval()
+    engine = GhostEngine(model, find_candidates(model, "block_linear"))
+    rows = examples_for(model)
+    settings = PassSettings(batch_tokens=64, pad_id=0, padding_side="right")
+    whole = ParamVector.zeros(engine.candidates)
+    walk(engine, rows, loss_objective(model), settings, QUIET, "whole", sums=whole)
+    last = [n for n in engine.candidates if f".{len_of(engine) - 1}." in n]
+    part = ParamVector.zeros({n: engine.candidates[n] for n in last})
+    batch = collate(rows, 0, "right")
+    with engine.tapped(sums=part, only=set(last)) as taps:
+        taps.begin(len(rows))
+        example_objective(model, batch)[0].backward()
+    assert 0 < len(last) < len(engine.candidates)
+    for name in last:
+        assert torch.allclose(part[name], whole[name], rtol=1e-9, atol=1e-12)
+
+
+def len_of(engine: GhostEngine) -> int:
+    return engine.model.config.get_text_config().num_hidden_layers

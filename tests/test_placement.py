@@ -1,0 +1,120 @@
+"""Blocks of a vector that is elsewhere: the right numbers, wherever they are and come from."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from dualsft.placement import Scratch, Streamed, blank, in_host_memory, move, on_device, reset
+from dualsft.plans import NUM_SLOTS
+from dualsft.vectors import ParamVector
+
+CPU = torch.device("cpu")
+SHAPES = [(3, 4), (4,), (2, 2), (5, 1), (1, 6), (3,), (2, 7), (4, 4)]
+
+
+def vector(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"p{i}": torch.randn(shape, generator=generator) for i, shape in enumerate(SHAPES)}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_streamed_sums_are_the_plain_sums(seed: int) -> None:
+    """In an order that repeats, as of batches, and in one that does not."""
+    rng = random.Random(seed)
+    home, plain = vector(), vector()
+    streamed = Streamed(home, CPU)
+    order = rng.sample(list(home), len(home))
+    for turn in range(5):
+        if turn == 3:
+            rng.shuffle(order)
+        for name in order:
+            for _ in range(rng.choice([1, 1, 3])):  # the chunks of a head
+                with streamed.lent(name) as block:
+                    assert torch.equal(block, plain[name])
+                    block.add_(turn + 1.0)
+                plain[name].add_(turn + 1.0)
+        if rng.random() < 0.5:
+            streamed.settle()
+            assert all(torch.equal(home[name], plain[name]) for name in home)
+    streamed.settle()
+    assert all(torch.equal(home[name], plain[name]) for name in home)
+
+
+def test_the_next_block_is_brought_in_before_it_is_asked_for() -> None:
+    home = {f"p{i}": torch.full((2, 2), float(i)) for i in range(7)}
+    streamed = Streamed(home, CPU)
+    brought: list[str] = []
+    real = streamed._bring
+    streamed._bring = lambda name: (brought.append(name), real(name))[1]  # pyright: ignore
+    for name in home:
+        with streamed.lent(name):
+            pass
+    assert brought == list(home), "the first time nothing is known of the order"
+    brought.clear()
+    for number, name in enumerate(list(home)[:5]):
+        with streamed.lent(name):
+            assert brought == list(home)[: number + 2], "this one, and the one behind it"
+
+
+def test_last_factors_stay_valid_together() -> None:
+    home = {f"p{i}": torch.full((2, 2), float(i)) for i in range(3 * NUM_SLOTS)}
+    streamed = Streamed(home, CPU)
+    names = list(home)
+    for _ in range(3):
+        for i in range(0, len(names), 3):
+            three = [streamed.factor(name, torch.float32) for name in names[i : i + 3]]
+            for block, name in zip(three, names[i : i + 3], strict=True):
+                assert torch.equal(block, home[name])
+
+
+def test_factors_in_the_dtype_of_their_product() -> None:
+    home = {"w": torch.randn(3, 4).to(torch.bfloat16), "b": torch.randn(4)}
+    streamed = Streamed(home, CPU)
+    assert torch.equal(streamed.factor("w", torch.bfloat16), home["w"])
+    assert torch.equal(streamed.factor("b", torch.float64), home["b"].double())
+
+
+def test_blank_zeros_take_memory_when_they_are_put_somewhere() -> None:
+    like = vector()
+    sums = blank(like, torch.float64)
+    assert sums.num_entries == sum(t.numel() for t in like.values())
+    assert all(t.untyped_storage().nbytes() == 8 for t in sums.tensors.values())
+    move(sums, ["p0", "p1"], CPU)
+    sums["p0"].add_(1.0)
+    assert float(sums["p0"].sum()) == 12 and float(sums["p1"].sum()) == 0
+    reset(sums)
+    assert all(t.untyped_storage().nbytes() == 8 for t in sums.tensors.values())
+    assert float(sums["p0"].sum()) == 0
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_some_blocks_of_a_vector(lazy: bool) -> None:
+    whole: Any = ParamVector(vector())
+    source = whole.scaled(1.0) if lazy else whole
+    names = ["p2", "p5", "p6"]
+
+    def dtype_of(name: str) -> torch.dtype:
+        return torch.float32 if name == "p5" else torch.bfloat16
+
+    got = on_device(source, names, dtype_of, CPU)
+    target: dict[str, torch.Tensor] = {}
+    with in_host_memory(source, names, target, dtype_of, CPU, pytest.fail) as filled:
+        assert list(filled) == list(got) == names
+        for name in names:
+            expected = whole[name].to(dtype_of(name))
+            assert torch.equal(got[name], expected) and torch.equal(filled[name], expected)
+
+
+def test_scratch_has_every_shape() -> None:
+    like = vector()
+    scratch = Scratch(like, torch.float32, CPU)
+    for name, block in like.items():
+        with scratch.lent(name) as lent:
+            assert lent.shape == block.shape
+            lent.add_(1.0)
+        factor = scratch.factor(name, torch.bfloat16)
+        assert factor.shape == block.shape and not bool(factor.any())

@@ -3,10 +3,11 @@
 Algorithm 1 line 12 (MaskedFT). A step is one micro-batch (2 x 4,096 tokens on a GPU) forward and
 backward, clipping and the optimizer's update. Everyone has the same model, batch, chunked loss
 (`losses.example_objective`) and per-block checkpointing, so what differs is the method: 5 % of the
-block linears with `SparseAdamW`; LoRA of rank 64 on every linear layer, with adapters in the
-model's dtype (the leanest form) and in fp32 (PEFT's default); SHiRA with as many entries as ours;
-and full AdamW whose state is in the model's dtype. One more row is LoRA as it is usually run: the
-model's own loss with full logits, fp32 adapters under autocast.
+block linears with `SparseAdamW`; LoRA of rank 64 on every linear layer as PEFT makes it (adapters
+and their moments in fp32, as our masters and moments are), which the goals refer to; the same with
+bf16 adapters and moments, the leanest form; SHiRA with as many entries as ours; and full AdamW
+whose state is in the model's dtype. One more row is LoRA as it is usually run: the model's own loss
+with full logits, under autocast.
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ def methods() -> dict[str, Method]:
         OURS: partial(_sparse, moments="float32"),
         f"{OURS}, bf16 moments": partial(_sparse, moments="bfloat16"),
         f"{OURS}, int8 moments": partial(_sparse, moments="int8"),
-        LORA: partial(_lora, wide=False),
-        f"{LORA}, fp32 adapters": partial(_lora, wide=True),
-        f"{LORA}, fp32 adapters, own loss": partial(_lora, wide=True, own_loss=True),
+        LORA: partial(_lora, wide=True),
+        f"{LORA}, bf16 adapters": partial(_lora, wide=False),
+        f"{LORA}, own loss": partial(_lora, wide=True, own_loss=True),
         "SHiRA 5 %": _shira,
         FULL: _full,
     }

@@ -75,7 +75,8 @@ def check_update(device: str, dtype: torch.dtype, moments: Moments, kind: str, p
     ours = adam_step.read_masters(fused_weight, index, fused, 0, count)
     expected = adam_step.read_masters(weight, index, plain, 0, count)
     near = (ours - expected).abs() <= 2e-6 * (1 + expected.abs())
-    assert float(near.float().mean()) >= (1.0 if moments == "float32" else 0.995)
+    far = int((~near).sum())
+    assert far <= (0 if moments == "float32" else 0.005 * count), f"{far} masters of {count}"
     assert not torch.equal(expected, adam_step.read_masters(start, index, {}, 0, count))
     if index is not None:
         untouched = torch.ones(NUM_POSITIONS, dtype=torch.bool, device=device)

@@ -335,12 +335,14 @@ def test_collate_on_either_side() -> None:
     right = collate(pair, pad_id=3, padding_side="right")
     assert right.input_ids.tolist() == [[5, 6, 7], [8, 9, 3]]
     assert right.attention_mask.tolist() == [[1, 1, 1], [1, 1, 0]]
-    assert right.position_ids.tolist() == [[0, 1, 2], [0, 1, 0]]
+    assert right.position_ids.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert right.padded_right
     assert right.labels.tolist() == [[IGNORE, 6, 7], [IGNORE, 9, IGNORE]]
     left = collate(pair, pad_id=3, padding_side="left", device=torch.device("cpu"))
     assert left.input_ids.tolist() == [[5, 6, 7], [3, 8, 9]]
     assert left.attention_mask.tolist() == [[1, 1, 1], [0, 1, 1]]
     assert left.position_ids.tolist() == [[0, 1, 2], [0, 0, 1]]
+    assert not left.padded_right
     assert left.labels.tolist() == [[IGNORE, 6, 7], [IGNORE, IGNORE, 9]]
     for name in ("input_ids", "attention_mask", "position_ids", "labels"):
         assert getattr(left, name).dtype == getattr(right, name).dtype == torch.int64

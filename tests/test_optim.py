@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -622,6 +624,20 @@ def test_one_optimizer_at_a_time() -> None:
     SparseAdamW(model.named_parameters(), None, lr=1e-3).close()
 
 
+def test_a_forgotten_optimizer_is_not_kept_alive_by_its_hooks() -> None:
+    """Nor is the model; and its parameters are free for another."""
+    model = tiny_llama()
+    optimizer = SparseAdamW(model.named_parameters(), None, lr=1e-3)
+    gone, weights = weakref.ref(optimizer), weakref.ref(model.lm_head.weight)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    SparseAdamW(model.named_parameters(), None, lr=1e-3).close()
+    del model
+    gc.collect()
+    assert weights() is None
+
+
 def test_what_would_silently_go_wrong_is_refused() -> None:
     model = tiny_llama()
     optimizer = SparseAdamW(model.named_parameters(), None, lr=1e-3)
@@ -634,6 +650,7 @@ def test_what_would_silently_go_wrong_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"storage of 'lm_head\.weight' was replaced"):
         optimizer.step()
     embedding = nn.Embedding(5, 3, sparse=True)
-    SparseAdamW(embedding.named_parameters(), None, lr=1e-3)
+    attached = SparseAdamW(embedding.named_parameters(), None, lr=1e-3)
     with pytest.raises(RuntimeError, match="'weight' is in layout torch.sparse_coo"):
         embedding(torch.tensor([1])).sum().backward()
+    attached.close()

@@ -153,11 +153,16 @@ class Head:
         """The model's logits, in the dtype of `raw`."""
         return self.shape.apply_(self.raw(hidden))
 
-    def chunks(self, num_rows: int) -> list[slice]:
-        """Row ranges whose fp32 logits fit the chunk size."""
+    @property
+    def chunk_rows(self) -> int:
+        """Positions whose fp32 logits fit the chunk size."""
         weight = self.linear.weight
         limit = CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cpu"])
-        size = max(1, limit // (4 * weight.shape[0]))
+        return max(1, limit // (4 * weight.shape[0]))
+
+    def chunks(self, num_rows: int) -> list[slice]:
+        """Row ranges of that many positions."""
+        size = self.chunk_rows
         return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 

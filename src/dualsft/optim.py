@@ -17,6 +17,7 @@ bit for bit on a CPU.
 from __future__ import annotations
 
 import difflib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -80,7 +81,7 @@ class SparseAdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__([{"params": []}], defaults)
         for p in self._params.values():
-            setattr(p, _MARK, True)
+            setattr(p, _MARK, weakref.ref(self))
         self._select(selected)
         for name in self._indices:  # a gradient already there counts, as for any optimizer
             if self._params[name].grad is not None:
@@ -434,7 +435,7 @@ class SparseAdamW(torch.optim.Optimizer):
                 if name in self._hooks:
                     self._hooks.pop(name).remove()
             elif name not in self._hooks:
-                hook = partial(self._take_gradient, name)
+                hook = partial(_hand_over, weakref.ref(self), name)
                 self._hooks[name] = p.register_post_accumulate_grad_hook(hook)
 
     def _move_state(self, name: str, before: CompactIndex | None) -> None:
@@ -448,6 +449,13 @@ class SparseAdamW(torch.optim.Optimizer):
             else:
                 new[key][target.to(value.device)] = value[source.to(value.device)]
         self.state[p] = new
+
+
+def _hand_over(owner: weakref.ref[SparseAdamW], name: str, p: Tensor) -> None:
+    """The hook on a parameter: it does not keep an optimizer alive that nobody else holds."""
+    optimizer = owner()
+    if optimizer is not None:
+        optimizer._take_gradient(name, p)
 
 
 def _check_numbers(
@@ -474,7 +482,7 @@ def _unique(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, n
                 f"parameter {name!r} is given twice (also as {names.get(id(p), name)!r}); "
                 "give a tied weight once, as model.named_parameters() does"
             )
-        if getattr(p, _MARK, False):
+        if getattr(p, _MARK, lambda: None)() is not None:
             raise ValueError(f"parameter {name!r} has a SparseAdamW attached; close() that first")
         params[name], names[id(p)] = p, name
     return params

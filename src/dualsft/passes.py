@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dualsft.checkpointing import checkpointed
-from dualsft.data import Batch, Example, collate, make_batches, named
+from dualsft.data import IGNORE, Batch, Example, collate, make_batches, named
 from dualsft.errors import ConfigError, RunError
 from dualsft.ghost import GhostEngine, Taps, alone
 from dualsft.losses import (
@@ -229,11 +229,17 @@ class _Walk:
         return replace(plan, batch_tokens=min(plan.batch_tokens, piece.facts["batch_tokens"]))
 
     def _measured(self, longest: Example, checkpointing: bool) -> Activations | None:
-        example = replace(longest, labels=list(longest.input_ids))
+        most = max(e.num_response_tokens for e in self.examples)
+        full, bare = _with_labels(longest, most), _with_labels(longest, 1)
+
+        def batch_of(count: int, labelled: int) -> Batch:
+            rows = [full] * labelled + [bare] * (count - labelled)
+            return _collate(rows, self.settings, self.engine.device)
+
         return measure(
             self.engine,
             self.objective,
-            lambda count: _collate([example] * count, self.settings, self.engine.device),
+            batch_of,
             sums=self.state.sums is not None,
             direction=self.direction is not None,
             bounds=self.bounds,
@@ -383,6 +389,12 @@ def remaining_batches(examples: Sequence[Example], batch_tokens: int, done: int)
     order = [i for rows in make_batches(examples, batch_tokens) for i in rows][done:]
     rest = [examples[i] for i in order]
     return [[order[i] for i in rows] for rows in make_batches(rest, batch_tokens)] if rest else []
+
+
+def _with_labels(example: Example, count: int) -> Example:
+    """The same tokens, of which the last `count` are labels."""
+    first = max(1, example.num_tokens - count)
+    return replace(example, labels=[IGNORE] * first + example.input_ids[first:])
 
 
 def _collate(examples: Sequence[Example], settings: PassSettings, device: torch.device) -> Batch:

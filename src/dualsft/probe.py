@@ -208,7 +208,7 @@ def _walk_peaks(
         found = measure(
             engine,
             objective,
-            lambda count, many=at_once: batch(count * many),
+            lambda count, _, many=at_once: batch(count * many),
             sums=True,
             direction=not teacher,
             bounds=not teacher,

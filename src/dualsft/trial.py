@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from dualsft.checkpointing import checkpointed
-from dualsft.data import Batch
+from dualsft.data import IGNORE, Batch
 from dualsft.ghost import GhostEngine
-from dualsft.losses import HeadObserver
+from dualsft.losses import Head, HeadObserver
 from dualsft.memory import give_back, is_out_of_memory
 from dualsft.placement import Scratch
 from dualsft.plans import Activations, Line
@@ -32,7 +32,7 @@ Objective = Callable[[Batch, HeadObserver | None], tuple[Tensor, Tensor]]
 def measure(
     engine: GhostEngine,
     objective: Objective,
-    batch_of: Callable[[int], Batch],
+    batch_of: Callable[[int, int], Batch],
     *,
     sums: bool,
     direction: bool,
@@ -41,11 +41,12 @@ def measure(
 ) -> Activations | None:
     """What batches take with these taps; None when even the trial does not fit.
 
-    `batch_of(n)` is the longest example n times (or n times as often as a batch has it already),
-    every token of it a label.
+    `batch_of(n, m)` is the longest example n times (or n times as often as a batch has it already),
+    m of them with as many labels as any example has and the others with one. Logits exist a chunk
+    at a time, so labels are counted apart from tokens: what they take stops growing at a chunk.
     """
     dtype, device = engine.candidates.dtype, engine.device
-    one = batch_of(1).input_ids.numel()
+    one = batch_of(1, 1).input_ids.numel()
     few = max(1, TRIAL_TOKENS // one)
     try:
         scratch = Scratch(engine.candidates, dtype, device)
@@ -58,9 +59,9 @@ def measure(
             ) as taps,
         ):
             observer = engine.head_observer(taps)
-            points: list[tuple[int, int, int]] = []
-            for count in (few, few, 2 * few):  # the first loads kernels and workspaces
-                batch = batch_of(count)
+            points: list[tuple[int, int, int, int]] = []
+            for count, labelled in ((few, few), (few, 0), (few, few), (2 * few, few)):
+                batch = batch_of(count, labelled)  # the first loads kernels and workspaces
                 taps.begin(len(batch.input_ids))
                 points.append(_peaks(objective, batch, observer, device))
     except Exception as problem:
@@ -69,21 +70,27 @@ def measure(
         return None
     finally:
         give_back(device)
-    (tokens, forward, backward), (more, forward_more, backward_more) = points[1:]
+    (_, forward_bare, _, bare), (tokens, forward, backward, labels) = points[1:3]
+    more, forward_more, backward_more, _ = points[3]
+    a_label = max(0.0, (forward - forward_bare) / max(1, labels - bare))
+    chunk = a_label * max(0, Head.of(engine.model).chunk_rows - labels)
+    line = Line.through((tokens, forward), (more, forward_more))
     return Activations(
-        Line.through((tokens, forward), (more, forward_more)),
+        Line(line.fixed + chunk, line.slope),
         Line.through((tokens, backward), (more, backward_more)),
     )
 
 
 def _peaks(
     objective: Objective, batch: Batch, observer: HeadObserver | None, device: torch.device
-) -> tuple[int, int, int]:
-    """(tokens, bytes at the peak of the forward pass, of the backward) above what is held."""
+) -> tuple[int, int, int, int]:
+    """(tokens, bytes at the peak of the forward pass, of the backward, labels); bytes above what is
+    held."""
     before = torch.cuda.memory_allocated(device)
     with PeakMemory() as forward:
         total, _ = objective(batch, observer)
     with PeakMemory() as backward:
         total.backward()
     peaks = [(peak.cuda_bytes or 0) - before for peak in (forward, backward)]
-    return batch.input_ids.numel(), peaks[0], peaks[1]
+    labels = int((batch.labels[:, 1:] != IGNORE).sum())
+    return batch.input_ids.numel(), peaks[0], peaks[1], labels

@@ -30,7 +30,7 @@ from dualsft.model import load_tokenizer, read_model_config
 from dualsft.passes import PassSettings
 from dualsft.pretrained import cache_root, resolve_model
 
-ROWS = {"cpu": 40, "cuda": 1600}
+ROWS = {"cpu": 40, "cuda": 4000}
 SHARES = {"val": 0.1, "anchor": 0.1, "warm": 0.2}  # the rest is the pool
 GOALS = {"Spearman of examples": 0.999, "Jaccard of examples": 0.98, "Jaccard of entries": 0.98}
 

@@ -30,7 +30,7 @@ from dualsft.stages.warmup import adam_rms
 from dualsft.training import TrainingPlan, train
 from dualsft.vectors import ParamVector, Products
 
-STEPS = {"cpu": 4, "cuda": 120}
+STEPS = {"cpu": 4, "cuda": 60}
 BATCH_SIZE = {"cpu": 4, "cuda": 16}
 LR = {"warmup": 1e-4, "fine-tuning": 5e-4}
 

@@ -16,7 +16,7 @@ import gc
 import json
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -102,19 +102,21 @@ def measure(
     rounds: int,
     warmups: int = 0,
     calls: int = 1,
-    rehearse: bool = False,
+    rehearse: Collection[str] = (),
     say: Callable[[str], None] = print,
 ) -> tuple[dict[str, Measured], dict[str, str]]:
     """All contenders in turn, `rounds` times: (what was measured, why some were not).
 
-    Each round sets a contender up, calls it `warmups` times untimed and `calls` times timed.
-    `rehearse` puts a round before the others whose seconds do not count.
+    Each round sets a contender up, calls it `warmups` times untimed and `calls` times timed. Those
+    in `rehearse` have a round before the others whose seconds do not count. What a round gave is
+    said at once, so that it is not lost when the rest takes too long.
     """
     measured = {name: Measured() for name in contenders}
     skipped: dict[str, str] = {}
-    for number in range(rounds + rehearse):
+    for number in range(rounds + bool(rehearse)):
+        timed = number >= bool(rehearse)
         for name, contender in contenders.items():
-            if name in skipped:
+            if name in skipped or not (timed or name in rehearse):
                 continue
             meter.release() if meter.device.type == "cpu" else gc.collect()
             before = meter.allocated()
@@ -128,7 +130,10 @@ def measure(
                 del measured[name]
                 problem.__traceback__ = None
             else:
-                _add(measured[name], one, timed=number >= rehearse)
+                _add(measured[name], one, timed)
+                peak = "" if one.peak_bytes is None else f", peak {one.peak_bytes / 2**30:.2f} GiB"
+                kind = "round" if timed else "rehearsal"
+                say(f"  {kind}: {name}: {min(one.seconds):.3f} s{peak}")
             gc.collect()
             if name in skipped:
                 meter.release()

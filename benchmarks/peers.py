@@ -51,7 +51,7 @@ def run(options: Options) -> Section:
     ways = _ways(options, engine, pool, direction)
     contenders: dict[str, Contender] = {PLAIN: plain(model, pool, options.batch_tokens)}
     contenders |= {way: _recorded(way, call, dots) for way, call in ways.items()}
-    found, skipped = measure(meter, contenders, rounds=options.rounds, rehearse=True)
+    found, skipped = measure(meter, contenders, rounds=options.rounds, rehearse=contenders)
     conditions = {
         "model": name,
         "dtype": str(options.dtype).removeprefix("torch."),

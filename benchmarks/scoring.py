@@ -107,7 +107,8 @@ def run(options: Options) -> Section:
     for name, one in WALKS.items():
         if options.wanted(name) and (name != SMALL or options.on_gpu):
             contenders[name] = walking(options, model, pool, one, plans.setdefault(name, {}))
-    found, skipped = measure(meter, contenders, rounds=options.rounds, rehearse=True)
+    rehearse = [name for name in contenders if name.startswith(PLAIN) or name in (ONE_PASS, CWSD)]
+    found, skipped = measure(meter, contenders, rounds=options.rounds, rehearse=rehearse)
     section = Section("scoring", conditions(options, size, rate, where), skipped=skipped)
     _fill(section, found, size, rate, plans)
     if options.on_gpu:

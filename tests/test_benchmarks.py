@@ -158,8 +158,10 @@ def test_measure_leaves_out_what_does_not_fit_and_what_is_untimed() -> None:
 
     meter = Meter(torch.device("cpu"))
     contenders = {"greedy": greedy, "modest": modest}
-    found, skipped = measure(meter, contenders, rounds=2, rehearse=True, say=said.append)
-    assert skipped == {"greedy": "out of memory"} and len(said) == 1
+    found, skipped = measure(meter, contenders, rounds=2, rehearse=contenders, say=said.append)
+    assert skipped == {"greedy": "out of memory"}
+    kinds = [line.split(":")[0].strip() for line in said]
+    assert kinds == ["greedy", "rehearsal", "round", "round"]
     assert len(found["modest"].seconds) == 2 and found["modest"].fastest == pytest.approx(3, abs=1)
 
 

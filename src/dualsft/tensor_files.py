@@ -59,10 +59,10 @@ class Form:
     def num_bytes(self) -> int:
         return self.num_entries * self.dtype.itemsize
 
-    def chunks(self) -> Iterator[tuple[int, int]]:
+    def chunks(self, size: int = CHUNK) -> Iterator[tuple[int, int]]:
         """Borders of its flat chunks; one empty chunk when there is no entry."""
-        for start in range(0, max(1, self.num_entries), CHUNK):
-            yield start, min(start + CHUNK, self.num_entries)
+        for start in range(0, max(1, self.num_entries), size):
+            yield start, min(start + size, self.num_entries)
 
 
 def write_tensors(

@@ -1,8 +1,8 @@
 """What a selection leaves on disk, and the parameter scores it is made from.
 
-s_θ = u ⊙ G (Algorithm 1 line 8) is formed chunk by chunk at each reading of the top-k. A mask is written
-as sorted flat indices under the parameters' names, a subset as the source's own lines, byte for
-byte: the files of 5_selection and of each of its rounds, for the selection, re-selection and
+s_θ = u ⊙ G (Algorithm 1 line 8) is formed chunk by chunk at each reading of the top-k. A mask is
+written as sorted flat indices under the parameters' names, a subset as the source's own lines, byte
+for byte: the files of 5_selection and of each of its rounds, for the selection, re-selection and
 fine-tuning.
 """
 

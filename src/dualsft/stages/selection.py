@@ -1,11 +1,11 @@
 """Selection: Algorithm 1 lines 9 to 11, m_θ ← TopK(s_θ, k) and D_sel ← TopB(s_D, b).
 
-Exact, signed, global over all candidates. The parameter scores u ⊙ G are formed chunk by chunk
-at each reading of the top-k and never exist as a whole. In one-pass mode the certificate (ALGORITHM.md
-§4) says which examples this budget leaves open; those, and only those, are scored exactly here.
-Reads 1_split to 4_scores and the source file; writes mask.safetensors, selected.jsonl,
-rescored.parquet, summary.json, and round_<t>/ for each round of fixed-side re-selection
-(`stages/reselection.py`).
+Exact, signed, global over all candidates. The parameter scores u ⊙ G are formed chunk by chunk at
+each reading of the top-k and never exist as a whole. In one-pass mode the certificate (ALGORITHM.md
+§4) says which examples this budget leaves open; those, and in half precision those that rounding
+could move across the boundary, are scored exactly here. Reads 1_split to 4_scores and the source
+file; writes mask.safetensors, selected.jsonl, rescored.parquet, summary.json, and round_<t>/ for
+each round of fixed-side re-selection (`stages/reselection.py`).
 """
 
 from __future__ import annotations

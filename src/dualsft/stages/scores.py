@@ -24,6 +24,7 @@ from dualsft.certificate import bounds
 from dualsft.context import RunContext, pass_settings
 from dualsft.data import Example
 from dualsft.errors import RunError
+from dualsft.fused import HALF_DTYPES
 from dualsft.ghost import GhostEngine, widened
 from dualsft.model import Candidates
 from dualsft.passes import TOLERANCE, dot_alone, loss_objective, walk
@@ -35,6 +36,7 @@ from dualsft.vectors import Products, Vector
 
 NUM_ALONE = 3
 SLACK_FACTOR = 4.0  # the rounding slack is this many times the largest error seen on an example
+ROUNDING_LIMIT = 0.05  # of ‖u‖‖g‖: half precision that changes a score by more is of no use
 
 
 @dataclass(frozen=True)
@@ -154,43 +156,57 @@ def _check_alone(
 ) -> dict[str, Any]:
     """ALGORITHM.md §3.1, second half: random examples again, alone, by plain autograd.
 
-    A half-precision model is widened for it: what is seen is the whole effect of rounding. Without
-    scores of the pool (DualSFT-Param) the probes are scored here, so that the rules G was summed
-    with are checked all the same.
+    A half-precision model is widened for it, and then the engine scores them once more as well:
+    that it computes what it should is seen without rounding, and what rounding does to a score is
+    seen whole. Without scores of the pool (DualSFT-Param) the probes are scored here, so that the
+    rules G was summed with are checked all the same.
     """
-    tolerance, eta_sc = TOLERANCE[ctx.dtype], scored.terms.eta_sc
+    half = ctx.dtype in HALF_DTYPES
+    tolerance, eta_sc = TOLERANCE[engine.candidates.dtype], scored.terms.eta_sc
     rng = np.random.default_rng(ctx.config.seed)
     probes = rng.choice(len(examples), min(NUM_ALONE, len(examples)), replace=False)
     rows = [examples[i] for i in probes]
-    settings = pass_settings(ctx)
-    if dots is None:
-        objective, silent = loss_objective(engine.model), Reporter(lambda _: None)
-        got = walk(engine, rows, objective, settings, silent, "probes", direction=direction).dots
-        largest = float(np.abs(got).max())
-    else:
-        got, largest = dots[probes], float(np.abs(dots).max())
-    scale, errors, told = products.norm("direction"), [], []
-    direction = at_hand(direction)
+    settings, silent = pass_settings(ctx), Reporter(lambda _: None)
+
+    def scored_together(label: str) -> np.ndarray:
+        objective = loss_objective(engine.model)
+        return walk(engine, rows, objective, settings, silent, label, direction=direction).dots
+
+    got = scored_together("probes") if dots is None else dots[probes]
+    largest = float(np.abs(got if dots is None else dots).max())
+    scale, rounding, told = products.norm("direction"), [], []
     with (
         ctx.reporter.track("self-check (scored alone)", len(rows), "examples") as progress,
         widened(engine),
     ):
-        for example, ours in zip(rows, got, strict=True):
-            exact, norm = dot_alone(engine, example, direction, settings)
-            errors.append(abs(exact - ours))
-            error = errors[-1] / (scale * norm) if scale * norm > 0 else 0.0
+        again = scored_together("probes, widened") if half else got
+        near = at_hand(direction)
+        for example, ours, repeated in zip(rows, got, again, strict=True):
+            exact, norm = dot_alone(engine, example, near, settings)
+            size = scale * norm
+            rounding.append(abs(exact - ours))
+            error = abs(exact - repeated) / size if size > 0 else 0.0
+            off = rounding[-1] / size if size > 0 else 0.0
             told.append(
-                {"id": example.id, "score": ours * eta_sc, "alone": exact * eta_sc, "error": error}
+                {"id": example.id, "score": ours * eta_sc, "alone": exact * eta_sc}
+                | {"error": error, "rounding": off}
             )
             progress.advance(1, tokens=example.num_tokens)
             if not error <= tolerance:
                 raise RunError(
-                    f"self-check failed: example {example.id} scores {ours * eta_sc:.6g} in its "
-                    f"batch and {exact * eta_sc:.6g} alone by plain autograd (error {error:.2g} of "
-                    f"‖u‖‖g‖ > {tolerance:g}); nothing was written"
+                    f"self-check failed: example {example.id} scores {repeated * eta_sc:.6g} in "
+                    f"its batch and {exact * eta_sc:.6g} alone by plain autograd (error "
+                    f"{error:.2g} of ‖u‖‖g‖ > {tolerance:g}); nothing was written"
+                )
+            if not off <= ROUNDING_LIMIT:
+                raise RunError(
+                    f"self-check failed: example {example.id} scores {ours * eta_sc:.6g} in "
+                    f"{ctx.dtype} and {exact * eta_sc:.6g} in fp32 (difference {off:.2g} of ‖u‖‖g‖ "
+                    f"> {ROUNDING_LIMIT:g}): rounding drowns the scores; nothing was written (use "
+                    "model.dtype=float32)"
                 )
     floor = float(torch.finfo(engine.candidates.dtype).eps) * largest
-    slack = SLACK_FACTOR * max(floor, *errors) * eta_sc
+    slack = SLACK_FACTOR * max(floor, *rounding) * eta_sc
     return {"tolerance": tolerance, "alone": told, "rounding_slack": slack}
 
 

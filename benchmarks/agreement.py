@@ -19,11 +19,11 @@ from dualsft.data import Example
 from dualsft.fused import HALF_DTYPES, fused_blocks
 from dualsft.ghost import GhostEngine, widened
 from dualsft.model import find_candidates
-from dualsft.passes import PassSettings, cwsd_objective, dot_alone, loss_objective, walk
+from dualsft.passes import PassResult, PassSettings, cwsd_objective, dot_alone, loss_objective, walk
 from dualsft.progress import Reporter
 from dualsft.stages.chosen import product_source
 from dualsft.stages.projection import effective_lambda
-from dualsft.stages.scores import NUM_ALONE, SLACK_FACTOR
+from dualsft.stages.scores import NUM_ALONE_HALF, SLACK_FACTOR
 from dualsft.topk import top_b, topk_signed
 from dualsft.vectors import ParamVector, Vector
 
@@ -94,12 +94,13 @@ def score(
         "pool",
         sums=grad_sum,
         direction=direction,
+        bounds=True,
     )
     k = max(1, int(PARAM_BUDGET * grad_sum.num_entries))
     mask = topk_signed(product_source(direction, grad_sum, 1.0), k)
     settled = found.dots.copy()
     if next(model.parameters()).dtype in HALF_DTYPES:
-        near = _near_ties(engine, roles, direction, found.dots)
+        near = _near_ties(engine, roles, direction, found)
         rows = [roles.pool[i] for i in near]
         with widened(engine, tensor_cores=True):
             objective = loss_objective(model)
@@ -111,15 +112,18 @@ def score(
 
 
 def _near_ties(
-    engine: GhostEngine, roles: Roles, direction: Vector, dots: np.ndarray
+    engine: GhostEngine, roles: Roles, direction: Vector, found: PassResult
 ) -> np.ndarray:
     """What the selection of a half-precision run scores again (stages/selection.py)."""
-    probes = np.random.default_rng(0).choice(len(dots), min(NUM_ALONE, len(dots)), replace=False)
+    dots, scales = found.dots, np.sqrt((found.inner_sums.astype(np.float64) ** 2).sum(1))
+    probes = np.random.default_rng(0).choice(
+        len(dots), min(NUM_ALONE_HALF, len(dots)), replace=False
+    )
     with widened(engine):
         exact = [dot_alone(engine, roles.pool[i], direction, roles.settings)[0] for i in probes]
-    slack = SLACK_FACTOR * np.abs(dots[probes] - exact).max()
+    ratio = SLACK_FACTOR * (np.abs(dots[probes] - exact) / scales[probes]).max()
     b = max(1, int(DATA_BUDGET * len(dots)))
-    return np.flatnonzero(judge(dots, np.full(len(dots), slack), b).open)
+    return np.flatnonzero(judge(dots, ratio * scales, b).open)
 
 
 def agreement(scores: Scores, reference: Scores) -> dict[str, float]:

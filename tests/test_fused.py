@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from architectures import ARCHITECTURES as FAMILIES
 from models import ARCHITECTURES, tiny_model
 from test_ghost import QUIET, examples_for
 
-from dualsft.data import collate
-from dualsft.fused import HALF_DTYPES, fused_blocks, fused_forward
+from dualsft.data import Batch, collate
+from dualsft.fused import HALF_DTYPES, _rotation, fused_blocks, fused_forward
 from dualsft.ghost import GhostEngine
 from dualsft.losses import example_objective, last_hidden
 from dualsft.model import find_candidates
@@ -25,7 +26,6 @@ from dualsft.passes import PassSettings, loss_objective, walk
 from dualsft.vectors import ParamVector
 
 TESTS = Path(__file__).parent
-NORMS_AND_MLPS = {"llama": 2 + 1, "gemma3": 6 + 1, "qwen3": 4 + 1, "tied": 2 + 1}
 
 
 def test_kernels_equal_their_plain_expressions() -> None:
@@ -141,3 +141,62 @@ def test_only_some_candidates(arch: str) -> None:
 
 def len_of(engine: GhostEngine) -> int:
     return engine.model.config.get_text_config().num_hidden_layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_computes_the_same(family: str) -> None:
+    """fp32, all the families of the table: whatever is replaced, the hidden states stay."""
+    model = FAMILIES[family].build().eval().float()
+    ids = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(0))
+    ones, places = torch.ones_like(ids), torch.arange(9).expand(2, 9)
+    batch = Batch(ids, ones, places, ids, padded_right=True)
+    with torch.no_grad():
+        expected = last_hidden(model, batch)
+        with fused_blocks(model, wanted=True):
+            got = last_hidden(model, batch)
+    assert float((got - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+
+
+def test_look_alikes_stay_as_they_are() -> None:
+    """A norm that subtracts the mean, an MLP with dropout, one with a clamp, a norm with a gate."""
+    from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+    from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+    from transformers.models.seed_oss.configuration_seed_oss import SeedOssConfig
+    from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
+
+    class Clamped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj = torch.nn.Linear(8, 12), torch.nn.Linear(8, 12)
+            self.down_proj, self.act_fn = torch.nn.Linear(12, 8), torch.nn.SiLU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate = self.gate_proj(x).clamp(max=10.0)
+            return self.down_proj(self.act_fn(gate) * self.up_proj(x))
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for module in (
+            CohereLayerNorm(512),
+            MambaRMSNormGated(16),
+            SeedOssMLP(SeedOssConfig(hidden_size=16, intermediate_size=24, residual_dropout=0.1)),
+            Clamped(),
+        ):
+            assert fused_forward(module.to(dtype), dtype) is None, type(module).__name__
+
+
+def test_another_rotation_is_left_to_the_model() -> None:
+    """cos narrower than q, or another place for the heads: its own function is called."""
+    calls: list[tuple[int, ...]] = []
+
+    def own(q, k, cos, sin, unsqueeze_dim=1):  # noqa: ANN001, ANN202
+        calls.append(tuple(cos.shape))
+        return q, k
+
+    rotate = _rotation(own)
+    q, wide, narrow = torch.randn(2, 4, 3, 8), torch.randn(2, 3, 8), torch.randn(2, 3, 4)
+    rotate(q, q, wide, wide)
+    assert calls == []
+    rotate(q, q, narrow, narrow)
+    rotate(q.transpose(1, 2), q.transpose(1, 2), wide, wide, unsqueeze_dim=2)
+    rotate(q, q, wide, wide, 2)
+    assert calls == [(2, 3, 4), (2, 3, 8), (2, 3, 8)]

@@ -624,6 +624,18 @@ def test_one_optimizer_at_a_time() -> None:
     SparseAdamW(model.named_parameters(), None, lr=1e-3).close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_state_dict_before_the_first_step(dtype: torch.dtype) -> None:
+    """Nothing is held yet, and a parameter without a gradient never holds anything."""
+    model = tiny_llama()
+    model.to(dtype=dtype)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with SparseAdamW(model.named_parameters(), None, lr=1e-3) as optimizer:
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        assert all(optimizer.num_updates(name) == 0 for name in before)
+
+
 def test_a_forgotten_optimizer_is_not_kept_alive_by_its_hooks() -> None:
     """Nor is the model; and its parameters are free for another."""
     model = tiny_llama()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -57,10 +58,16 @@ def run_parts(parts: Iterable[Part], device: torch.device) -> None:
                 t.copy_(vectors[name])
 
 
+@cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """In and out, the same at every step: the allocator keeps memory by stream."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
 def _run_on_cuda(parts: Iterable[Part], device: torch.device) -> None:
     """Copies in, steps and copies out on three streams; returns when the host holds the state."""
     here = torch.cuda.current_stream(device)
-    inward, outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    inward, outward = _streams(device)
     under_way: deque[tuple[torch.cuda.Event, Held]] = deque()
     arrived: deque[tuple[Part, Held, torch.cuda.Event]] = deque()
 

@@ -145,14 +145,18 @@ def read_masters(
 
 
 def write_masters(weight: Tensor, index: CompactIndex | None, held: Held, masters: Tensor) -> None:
-    """Make these the masters of all selected entries: weights, and what is kept beside them."""
+    """Make these the masters of all selected entries: weights, and what is kept beside them.
+
+    A parameter that was never stepped holds nothing beside: its master is the weight.
+    """
     for first in range(0, masters.numel(), CHUNK):
         last = min(first + CHUNK, masters.numel())
         values = masters[first:last].to(weight.device)
         if weight.dtype == torch.bfloat16:
             values, low = split_halves(values)
-            held["low"][first:last] = low
-        elif weight.dtype == torch.float16:
+            if held:
+                held["low"][first:last] = low
+        elif weight.dtype == torch.float16 and held:
             held["master"][first:last] = values
         weight[positions(index, first, last)] = values.to(weight.dtype)
 

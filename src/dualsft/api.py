@@ -21,10 +21,12 @@ from transformers import PreTrainedModel
 from dualsft.certificate import bounds, judge, settle
 from dualsft.data import Example
 from dualsft.errors import ConfigError, RunError
-from dualsft.ghost import GhostEngine
+from dualsft.fused import fused_blocks
+from dualsft.ghost import GhostEngine, widened
 from dualsft.model import find_candidates
 from dualsft.passes import (
     TOLERANCE,
+    Objective,
     PassSettings,
     check_fused_loss,
     cwsd_objective,
@@ -37,7 +39,7 @@ from dualsft.stages.chosen import product_source
 from dualsft.stages.projection import ProjectionTerms, effective_lambda
 from dualsft.stages.split import resolve_budget
 from dualsft.topk import topk_signed
-from dualsft.vectors import ParamVector
+from dualsft.vectors import ParamVector, Vector
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ def score(
     if theta_old is not None:
         theta_old.eval()
         distil = cwsd_objective(theta_old, model, tau)
-        walk(engine, anchors, distil, settings, say, "v_prior (CWSD)", sums=prior_grad)
+        with fused_blocks(theta_old, wide=True):  # the teacher computes as the student does
+            walk(engine, anchors, distil, settings, say, "v_prior (CWSD)", sums=prior_grad)
         prior_grad = prior_grad.scaled(1.0 / len(anchors)).held()
     factor = effective_lambda(lam, lam_relative, val_grad, prior_grad)
     terms = ProjectionTerms(
@@ -148,12 +151,7 @@ def score(
         direction=terms.estimate(),
         bounds=True,
     )
-    exact, norm = dot_alone(engine, pool[0], terms.estimate(), settings)
-    if not abs(exact - result.dots[0]) <= tolerance * terms.estimate().norm() * norm:
-        raise RunError(
-            f"self-check failed: example {pool[0].id} scores {result.dots[0]:.6g} in its batch and "
-            f"{exact:.6g} alone by plain autograd"
-        )
+    _check_alone(engine, pool[0], objective, settings, terms.estimate())
     residual = terms.residual(grad_sum).block_norms()
     bound = bounds(result.inner_sums, np.array([residual[name] for name in engine.columns]))
     projection = terms.projection(grad_sum).held()
@@ -174,6 +172,26 @@ def score(
         eta_sc=terms.eta_sc,
         rescore=rescore,
     )
+
+
+def _check_alone(
+    engine: GhostEngine,
+    example: Example,
+    objective: Objective,
+    settings: PassSettings,
+    direction: Vector,
+) -> None:
+    """One example by the engine and by plain autograd, both with fp32 weights or better."""
+    with widened(engine):
+        exact, norm = dot_alone(engine, example, direction, settings)
+        quiet = Reporter(lambda _: None)
+        found = walk(engine, [example], objective, settings, quiet, "alone", direction=direction)
+    ours = float(found.dots[0])
+    if not abs(exact - ours) <= TOLERANCE[engine.candidates.dtype] * direction.norm() * norm:
+        raise RunError(
+            f"self-check failed: example {example.id} scores {ours:.6g} by the engine and "
+            f"{exact:.6g} alone by plain autograd"
+        )
 
 
 def select(

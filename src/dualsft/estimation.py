@@ -179,7 +179,7 @@ class _Estimator:
 
     def _split(self) -> StageEstimate:
         work = self.work
-        host = self.room.base + 2 * work.num_bytes
+        host = 2 * work.num_bytes
         note = ", ".join(f"{role} {count:,}" for role, count in work.counts.items())
         return self._stage("split", 0, host, work.split_seconds, 4 * work.num_tokens, note)
 
@@ -381,8 +381,10 @@ class _Estimator:
         cure: str = "",
     ) -> StageEstimate:
         assert name in FOLDERS
-        fits = self.room.fits(device, host)
-        total = self.room.hosted(device, host) if name != "split" else host
+        fits, total = self.room.fits(device, host), self.room.hosted(device, host)
+        if name == "split":  # no model is loaded
+            total = self.room.base + host
+            fits = total <= self.room.host_bytes
         return StageEstimate(
             name=name,
             device_bytes=0 if self.room.on_cpu else device,

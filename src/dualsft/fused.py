@@ -11,12 +11,15 @@ kernels: they are what the tests compare with.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import logging
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dualsft.memory import is_out_of_memory
 from dualsft.model import text_decoder
 from dualsft.vectors import accumulation_dtype
 
@@ -175,7 +179,7 @@ def fused_blocks(
                 stack.callback(delattr, module, "forward")
         for source in _rotary_modules(model):
             own = source.apply_rotary_pos_emb
-            source.apply_rotary_pos_emb = _rotate_both
+            source.apply_rotary_pos_emb = _rotation(own)
             stack.callback(setattr, source, "apply_rotary_pos_emb", own)
         if wide and first.dtype in HALF_DTYPES:
             embedding = model.get_input_embeddings()
@@ -183,7 +187,15 @@ def fused_blocks(
             stack.callback(handle.remove)
             if not _takes_wide(model, first):
                 handle.remove()
+                _say_once(model, "its residual stream stays in half precision")
         yield
+
+
+def _say_once(model: PreTrainedModel, what: str) -> None:
+    said: set[str] = vars(model).setdefault("_dualsft_said", set())
+    if what not in said:
+        said.add(what)
+        log.info("%s: not every norm is one that can be fused: %s", type(model).__name__, what)
 
 
 @torch.no_grad()
@@ -196,7 +208,9 @@ def _takes_wide(model: PreTrainedModel, like: Tensor) -> bool:
     ids = torch.zeros(1, 2, dtype=torch.long, device=like.device)
     try:
         output = text_decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
-    except Exception:
+    except RuntimeError as problem:
+        if is_out_of_memory(problem):
+            raise
         return False
     return output.dtype == like.dtype
 
@@ -216,78 +230,114 @@ def _norm_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if names != {"weight"} or not isinstance(eps, float) or "Norm" not in type(module).__name__:
         return None
-    if isinstance(module, nn.LayerNorm | nn.GroupNorm) or module.get_parameter("weight").ndim != 1:
+    if module.get_parameter("weight").ndim != 1 or not _takes_one_tensor(module):
         return None
+
+    def forward_of(norm: nn.Module, offset: bool) -> Callable[[Tensor], Tensor]:
+        return lambda x: RmsNorm.apply(x, norm.weight, eps, offset)  # pyright: ignore
+
+    width = module.get_parameter("weight").shape[0]
+    twin = _twin(module)
+    noise = torch.Generator().manual_seed(1)
+    twin._parameters["weight"] = nn.Parameter(torch.randn(width, generator=noise))
     for offset in (False, True):
-
-        def forward(hidden_states: Tensor, offset: bool = offset) -> Tensor:
-            return RmsNorm.apply(hidden_states, module.weight, eps, offset)  # pyright: ignore
-
-        width = module.get_parameter("weight").shape[0]
-        if _agree(module, forward, width):
-            return forward
+        if _agree(twin, forward_of(twin, offset), width):
+            return forward_of(module, offset)
     return None
 
 
 def _gated_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     parts = {name for name, _ in module.named_children()}
-    if not parts <= {"gate_proj", "up_proj", "down_proj", "act_fn"} or len(parts) < 3:
+    if not {"gate_proj", "up_proj", "down_proj"} <= parts <= {*_PROJECTIONS, "act_fn"}:
         return None
-    gate = getattr(module, "gate_proj", None)
-    if not isinstance(gate, nn.Linear) or not hasattr(module, "act_fn"):
+    if not all(isinstance(getattr(module, name), nn.Linear) for name in _PROJECTIONS):
         return None
-    kinds = [gelu for gelu in (False, True) if _same_activation(module.act_fn, gelu, gate.weight)]
-    if not kinds:
+    if not hasattr(module, "act_fn") or not _takes_one_tensor(module):
         return None
 
-    def forward(x: Tensor) -> Tensor:
-        gated = Gated.apply(module.gate_proj(x), module.up_proj(x), kinds[0])  # pyright: ignore
-        return module.down_proj(gated)  # pyright: ignore
+    def forward_of(mlp: Any, gelu: bool) -> Callable[[Tensor], Tensor]:
+        return lambda x: mlp.down_proj(Gated.apply(mlp.gate_proj(x), mlp.up_proj(x), gelu))
 
-    return forward if _agree(module, forward, gate.in_features) else None
+    twin = _twin(module)
+    noise = torch.Generator().manual_seed(1)
+    for name, (inner, outer) in _PROJECTIONS.items():  # small ones: the trial is of what is between
+        linear = twin._modules[name] = nn.Linear(inner, outer)
+        linear.weight.data = torch.randn(outer, inner, generator=noise)
+    for gelu in (False, True):
+        if _agree(twin, forward_of(twin, gelu), _PROJECTIONS["gate_proj"][0]):
+            return forward_of(module, gelu)
+    return None
 
 
-@torch.no_grad()
-def _same_activation(activation: Any, gelu: bool, like: Tensor) -> bool:
-    x = torch.linspace(-6.0, 6.0, 257, device=like.device)
-    return isinstance(activation, nn.Module) and torch.allclose(
-        activation(x), _activation(gelu)(x), atol=1e-6
-    )
+_PROJECTIONS = {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}
 
 
-@torch.no_grad()
-def _agree(module: nn.Module, forward: Callable[[Tensor], Tensor], width: int) -> bool:
-    """Whether both give the same on random numbers, up to the dtype's rounding."""
-    parameter = next(module.parameters())
+def _takes_one_tensor(module: nn.Module) -> bool:
+    """A norm with a gate, or an MLP that is told more than its input, is another thing."""
+    return len(signature(module.forward).parameters) == 1
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """The module's own code with parameters and parts that can be exchanged, on the CPU."""
+    twin = copy.copy(module)
+    twin._parameters, twin._modules = dict(module._parameters), dict(module._modules)
+    twin._forward_hooks, twin._forward_pre_hooks = OrderedDict(), OrderedDict()
+    vars(twin).pop("forward", None)
+    return twin
+
+
+def _agree(twin: nn.Module, forward: Callable[[Tensor], Tensor], width: int) -> bool:
+    """Whether both give the same in fp32, to rounding: on numbers small and large, with and
+    without a mean, in evaluation and in training (a dropout between would show)."""
     noise = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 3, width, generator=noise).to(parameter)
-    was_training = module.training
-    module.eval()
-    try:
-        own = module(x)
-        ours = forward(x)
-    except Exception:  # a module with another signature is simply not one of these
-        return False
-    finally:
-        module.train(was_training)
-    scale = float(own.abs().max()) or 1.0
-    return float((own - ours).abs().max()) <= 4 * torch.finfo(x.dtype).eps * scale
+    for scale, mean in ((1.0, 0.0), (1.0, 1.5), (40.0, -20.0), (1e-3, 0.0)):
+        x = scale * torch.randn(4, 3, width, generator=noise) + mean
+        for training in (False, True):
+            vars(twin)["training"] = training
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    own = twin(x)
+                    ours = forward(x)
+            except (TypeError, ValueError, RuntimeError, AttributeError):
+                return False  # code that does not take a plain tensor: not one of these
+            largest = float(own.abs().max())
+            if own.dtype != ours.dtype or not _near(own, ours, largest):
+                return False
+    return True
 
 
-def _rotate_both(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, **_: Any
-) -> tuple[Tensor, Tensor]:
-    assert unsqueeze_dim == 1
-    return Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin)  # pyright: ignore
+def _near(own: Tensor, ours: Tensor, largest: float) -> bool:
+    return own.shape == ours.shape and float((own - ours).abs().max()) <= 1e-5 * largest
+
+
+Rotary = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _rotation(own: Rotary) -> Rotary:
+    """The fused rotation of q and k; whatever is not a plain one is left to the model's own."""
+
+    def rotate_both(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        plain = (more or (1,)) == (1,) and all(
+            value == 1 if name == "unsqueeze_dim" else value is None
+            for name, value in named.items()
+        )
+        whole = cos.ndim == 3 and all(x.ndim == 4 and x.shape[-1] == cos.shape[-1] for x in (q, k))
+        if not plain or not whole or sin.shape != cos.shape:
+            return own(q, k, cos, sin, *more, **named)
+        return Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin)  # pyright: ignore
+
+    return rotate_both
 
 
 @torch.no_grad()
 def _rotary_modules(model: PreTrainedModel) -> list[Any]:
     """The modelling files of this model whose `apply_rotary_pos_emb` is the plain rotation."""
-    first = next(model.parameters())
     noise = torch.Generator().manual_seed(0)
-    q = torch.randn(1, 2, 3, 8, generator=noise).to(first)
-    cos, sin = (torch.randn(1, 3, 8, generator=noise).to(first) for _ in range(2))
+    q = torch.randn(2, 2, 3, 8, generator=noise)
+    k = torch.randn(2, 1, 3, 8, generator=noise)
+    cos, sin = (torch.randn(2, 3, 8, generator=noise) for _ in range(2))
     found = []
     for name in {type(module).__module__ for module in model.modules()}:
         source = sys.modules.get(name)
@@ -295,14 +345,9 @@ def _rotary_modules(model: PreTrainedModel) -> list[Any]:
         if own is None:
             continue
         try:
-            expected, actual = own(q, q, cos, sin), _rotate_both(q, q, cos, sin)
-        except Exception:  # another signature: left alone
+            expected, actual = own(q, k, cos, sin), _rotation(own)(q, k, cos, sin)
+        except (TypeError, ValueError, RuntimeError):  # another signature: left alone
             continue
-        close = 8 * torch.finfo(first.dtype).eps * float(expected[0].abs().max())
-        same = all(
-            a.shape == b.shape and float((a - b).abs().max()) <= close
-            for a, b in zip(expected, actual, strict=True)
-        )
-        if same:
+        if all(_near(a, b, 10.0) for a, b in zip(expected, actual, strict=True)):
             found.append(source)
     return found

@@ -258,6 +258,8 @@ def _rotate(
 def rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, back: bool) -> Tensor:
     """x ⊙ cos + rotate_half(x) ⊙ sin, or its transpose; the result lies as [B, T, H, D]."""
     batch, heads, length, width = x_BHTD.shape
+    assert cos_BTD.shape == sin_BTD.shape and cos_BTD.shape[0] in (1, batch)
+    assert cos_BTD.shape[1:] == (length, width) and cos_BTD.is_contiguous()
     y = x_BHTD.new_empty(batch, length, heads, width).transpose(1, 2)
     shared = cos_BTD.shape[0] == 1
     _rotate[(batch * length,)](

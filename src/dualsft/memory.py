@@ -16,7 +16,12 @@ import torch
 
 from dualsft.errors import RunError
 
-_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory")
+_PHRASES = (
+    "out of memory",
+    "cublas_status_alloc_failed",
+    "can't allocate memory",
+    "cannot allocate memory",
+)
 
 
 def is_out_of_memory(problem: BaseException) -> bool:

@@ -290,8 +290,13 @@ class _Walk:
             taps = stack.enter_context(
                 self.engine.tapped(sums=sums, direction=direction, bounds=self.bounds, only=only)
             )
-            self._batches(span, taps, label)
-            self.state.settle()
+            try:
+                self._batches(span, taps, label)
+                self.state.settle()
+            except BaseException:
+                # what is on its way home, or half a batch, must not be taken for a state
+                self.settings.pieces.forget()
+                raise
         self.state.finish(span, plan.placement)
 
     def _placed(
@@ -444,5 +449,6 @@ def dot_alone(
         totals[0] += block.dot(direction)
         totals[1] += block.norm() ** 2
 
-    alone(engine.model, engine.candidates, batch, visit)
+    with checkpointed(engine.model, engine.device.type == "cuda"):  # memory before speed
+        alone(engine.model, engine.candidates, batch, visit)
     return totals[0], totals[1] ** 0.5

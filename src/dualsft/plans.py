@@ -210,7 +210,7 @@ def choose(
     enough = min(SMALL_BATCH, batch_tokens)
     good = [i for i in fitting if plans[i].batch_tokens >= enough]
     if wishes.placement != "auto" or wishes.checkpointing is not None:
-        asked = [i for i in good or fitting if _is_wished(plans[i], wishes)]
+        asked = [i for few in (good, fitting) for i in few if _is_wished(plans[i], wishes)]
         first = asked[0] if asked else 0
     elif good:
         first = good[0]

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from dualsft.checkpointing import checkpointed
 from dualsft.data import Batch, Example, collate
 from dualsft.errors import ConfigError, RunError
+from dualsft.fused import fused_blocks
 from dualsft.ghost import GhostEngine
 from dualsft.losses import CHUNK_BYTES, example_objective
 from dualsft.memory import give_back, is_out_of_memory
@@ -148,7 +149,6 @@ def _deeper_memory(one: Memory, two: Memory, depth: int) -> Memory:
 def _measured(model: PreTrainedModel, trial: Trial, device: torch.device) -> Probe:
     """All numbers of one shallow model."""
     engine = _engine(model, trial.candidates)
-    step, walk = _training(model), _walking(engine)
     everything = [name for name, _ in text_parameters(model)]
     if device.type == "cuda":
         memory = {
@@ -164,14 +164,18 @@ def _measured(model: PreTrainedModel, trial: Trial, device: torch.device) -> Pro
         counted = _counted(model, trial, everything)
         memory = dict.fromkeys(("warmup", "finetune", "walk", "cwsd"), counted)
         forward = Line(_logits(model, trial), 8.0 * _width(model) * 4)
+    with fused_blocks(model):
+        step_seconds = _seconds(_training(model), trial, device)
+    with _walking(engine) as walk:
+        walk_seconds = _seconds(walk, trial, device)
     return Probe(
         warmup=memory["warmup"],
         finetune=memory["finetune"],
         walk=memory["walk"],
         cwsd=memory["cwsd"],
         forward=forward,
-        step_seconds=_seconds(step, trial, device),
-        walk_seconds=_seconds(walk, trial, device),
+        step_seconds=step_seconds,
+        walk_seconds=walk_seconds,
         forward_seconds=_seconds(_looking(model), trial, device),
         update_seconds=_update_seconds(model, trial, device),
     )
@@ -229,6 +233,7 @@ def _step_peaks(
         with (
             suppress(torch.OutOfMemoryError),
             _gradients_of(model, names),
+            fused_blocks(model),
             checkpointed(model, checkpointing),
         ):
             points = [_peaks(model, batch(count * at_once)) for count in (1, 1, 2)][1:]
@@ -363,18 +368,19 @@ def _looking(model: PreTrainedModel) -> Callable[[Batch], None]:
     return look
 
 
-def _walking(engine: GhostEngine) -> Callable[[Batch], None]:
+@contextmanager
+def _walking(engine: GhostEngine) -> Iterator[Callable[[Batch], None]]:
     """A batch of the pool pass, with a scratch vector for G and the direction."""
+    scratch = Scratch(engine.candidates, engine.candidates.dtype, engine.device)
+    objective = loss_objective(engine.model)
+    with engine.tapped(sums=scratch, direction=scratch, bounds=True) as taps:
 
-    def walk(batch: Batch) -> None:
-        scratch = Scratch(engine.candidates, engine.candidates.dtype, engine.device)
-        with engine.tapped(sums=scratch, direction=scratch, bounds=True) as taps:
+        def walk(batch: Batch) -> None:
             taps.begin(len(batch.input_ids))
-            objective = loss_objective(engine.model)
             objective(batch, engine.head_observer(taps))[0].backward()
             taps.dots.cpu()
 
-    return walk
+        yield walk
 
 
 def _seconds(call: Callable[[Batch], None], trial: Trial, device: torch.device) -> Line:

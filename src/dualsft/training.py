@@ -104,7 +104,9 @@ def train(
                 lr = learning_rate(step, num_steps, plan.lr, plan.warmup_ratio)
                 for group in optimizer.param_groups:
                     group["lr"] = lr
-                loss, norm, plan = _fitting_step(model, rows, optimizer, plan, step, reporter)
+                loss, norm, plan = _fitting_step(
+                    model, rows, optimizer, plan, step, reporter, pieces.forget
+                )
                 tokens = sum(e.num_tokens for e in rows)
                 progress.advance(1, tokens=tokens, loss=loss)
                 log_step(step=step + 1, loss=loss, grad_norm=norm, lr=lr, epoch=step / per_epoch)
@@ -152,7 +154,10 @@ def restore(
     held = {name: {kind: t[name] for kind, t in parts.items() if name in t} for name in masters}
     in_order = {name: masters[name] for name in optimizer.names}
     optimizer.restore(in_order, {name: state for name, state in held.items() if state})
-    return piece.facts["steps"], replace(plan, **piece.facts["cut"])
+    cut = dict(piece.facts["cut"])
+    if plan.checkpointing is not None:
+        del cut["checkpointing"]  # as set; only what lack of memory decided is taken over
+    return piece.facts["steps"], replace(plan, **cut)
 
 
 def _fitting_step(
@@ -162,12 +167,13 @@ def _fitting_step(
     plan: TrainingPlan,
     step: int,
     reporter: Reporter,
+    before_update: Callable[[], None],
 ) -> tuple[float, float, TrainingPlan]:
     """`_step` with less memory when it does not fit: (loss, gradient norm, the plan)."""
     while True:
         try:
             with checkpointed(model, bool(plan.checkpointing)):
-                return *_step(model, rows, optimizer, plan, step), plan
+                return *_step(model, rows, optimizer, plan, step, before_update), plan
         except _Full as full:  # nothing was updated yet
             if plan.checkpointing is None:
                 reporter.warn(
@@ -200,10 +206,12 @@ def _step(
     optimizer: SparseAdamW,
     plan: TrainingPlan,
     step: int,
+    before_update: Callable[[], None],
 ) -> tuple[float, float]:
     """One optimizer step over one batch; stops before the update on a non-finite number.
 
-    Losses and norm are read together, once: the device is waited for once a step.
+    Losses and norm are read together, once: the device is waited for once a step. From
+    `before_update` on the state of the step before is no more.
     """
     device = next(model.parameters()).device
     pieces = micro_batches(rows, plan)
@@ -224,6 +232,7 @@ def _step(
             f"step {step + 1}: {what} is not finite; nothing was updated (lower the learning "
             "rate, or look at these rows)"
         )
+    before_update()
     try:
         optimizer.step()
     except Exception as problem:

@@ -35,6 +35,7 @@ from dualsft.stages.projection import ProjectionTerms, param_scores, projection_
 from dualsft.vectors import Products, Vector
 
 NUM_ALONE = 3
+NUM_ALONE_HALF = 16  # in half precision, where they also tell how much rounding to expect
 SLACK_FACTOR = 4.0  # the rounding slack is this many times the largest error seen on an example
 ROUNDING_LIMIT = 0.05  # of ‖u‖‖g‖: half precision that changes a score by more is of no use
 
@@ -80,15 +81,20 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
             dots = exact_dots(ctx, engine, pool_examples, direction, "pool (scores)")
             bound = np.zeros(len(pool_examples))
         checks = _check_sum(ctx, dots, products, scored)
-        checks |= _check_alone(ctx, engine, pool_examples, dots, direction, products, scored)
+        scales = rounding_scales(pool)
+        checks |= _check_alone(
+            ctx, engine, pool_examples, dots, direction, products, scored, scales
+        )
         _write_examples(part, pool_examples, pool, scored.terms.eta_sc, dots, bound)
         summary["total_examples"] = checks["sum_of_scores"]
         summary["direction_dot_G"] = checks["direction_dot_G"]
     else:
-        checks = _check_alone(ctx, engine, pool_examples, None, direction, products, scored)
+        scales = np.ones(len(pool_examples))
+        checks = _check_alone(ctx, engine, pool_examples, None, direction, products, scored, scales)
         _write_examples(part, pool_examples, pool, scored.terms.eta_sc, None, None)
         summary["total_examples"] = None
-    summary |= {"checks": checks, "rounding_slack": checks.pop("rounding_slack")}
+    rounding = {key: checks.pop(key) for key in ("rounding_slack", "rounding_ratio")}
+    summary |= {"checks": checks, **rounding}
     _keep(ctx, part, scored)
     _warn(ctx, summary)
     (part / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -153,6 +159,7 @@ def _check_alone(
     direction: Vector,
     products: Products,
     scored: Scored,
+    scales: np.ndarray,
 ) -> dict[str, Any]:
     """ALGORITHM.md §3.1, second half: random examples again, alone, by plain autograd.
 
@@ -164,7 +171,8 @@ def _check_alone(
     half = ctx.dtype in HALF_DTYPES
     tolerance, eta_sc = TOLERANCE[engine.candidates.dtype], scored.terms.eta_sc
     rng = np.random.default_rng(ctx.config.seed)
-    probes = rng.choice(len(examples), min(NUM_ALONE, len(examples)), replace=False)
+    wanted = NUM_ALONE_HALF if half else NUM_ALONE
+    probes = rng.choice(len(examples), min(wanted, len(examples)), replace=False)
     rows = [examples[i] for i in probes]
     settings, silent = pass_settings(ctx), Reporter(lambda _: None)
 
@@ -207,7 +215,21 @@ def _check_alone(
                 )
     floor = float(torch.finfo(engine.candidates.dtype).eps) * largest
     slack = SLACK_FACTOR * max(floor, *rounding) * eta_sc
-    return {"tolerance": tolerance, "alone": told, "rounding_slack": slack}
+    ratio = SLACK_FACTOR * float((np.array(rounding) / scales[probes]).max()) * eta_sc
+    return {
+        "tolerance": tolerance,
+        "alone": told,
+        "rounding_slack": slack,
+        "rounding_ratio": ratio,
+    }
+
+
+def rounding_scales(pool: dict[str, np.ndarray]) -> np.ndarray:
+    """What the rounding of a score is taken to grow with, per example: the size of its gradient as
+    the certificate's sums bound it; without them the same for all."""
+    if "inner_sums" not in pool:
+        return np.ones(len(pool["id"]))
+    return np.sqrt((pool["inner_sums"].astype(np.float64) ** 2).sum(1))
 
 
 def _summary(ctx: RunContext, scored: Scored, products: Products) -> dict[str, Any]:

@@ -26,8 +26,9 @@ from dualsft.errors import ConfigError
 from dualsft.fused import HALF_DTYPES
 from dualsft.ghost import GhostEngine, widened
 from dualsft.stages.chosen import product_source, write_mask, write_selected
+from dualsft.stages.gradients import read_pool
 from dualsft.stages.reselection import reselect
-from dualsft.stages.scores import Scored, exact_dots, load_scored
+from dualsft.stages.scores import Scored, exact_dots, load_scored, rounding_scales
 from dualsft.stages.split import resolve_budget
 from dualsft.topk import topk_signed
 
@@ -64,6 +65,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
         k = param_budget(ctx, scored.grad_sum.num_entries)
         source = product_source(scored.projection, scored.grad_sum, scored.terms.eta_sc)
         mask = topk_signed(source, k)
+        del source  # it may hold two vectors on the card
         summary |= write_mask(ctx, part, mask)
     if variant != "param":
         b = data_budget(ctx, num_full, len(pool))
@@ -111,7 +113,7 @@ def choose_examples(
     """
     table = pq.read_table(ctx.folder("scores") / "examples.parquet")
     score, bound = table["score"].to_numpy().copy(), table["bound"].to_numpy().copy()
-    bound += half_rounding(ctx)
+    bound += half_rounding(ctx, len(pool))
     verdict = judge(score, bound, b)
     open_rows = np.flatnonzero(verdict.open)
     inexact = open_rows[bound[open_rows] > 0]
@@ -137,21 +139,24 @@ def rescore(
     return dots * scored.terms.eta_sc
 
 
-def half_rounding(ctx: RunContext) -> float:
-    """How far half precision may have moved a score; zero when the model is in fp32 or fp64."""
-    return rounding_slack(ctx) if ctx.dtype in HALF_DTYPES else 0.0
+def half_rounding(ctx: RunContext, count: int) -> np.ndarray:
+    """How far half precision may have moved each score, by the probes of the self-check; zero when
+    the model is in fp32 or fp64."""
+    if ctx.dtype not in HALF_DTYPES:
+        return np.zeros(count)
+    scales = rounding_scales(read_pool(ctx.folder("gradients") / "pool.parquet"))
+    return _summary_of_scores(ctx)["rounding_ratio"] * scales
 
 
-def rounding_slack(ctx: RunContext) -> float:
-    """What the self-check saw: 4_scores/summary.json."""
-    return json.loads((ctx.folder("scores") / "summary.json").read_text())["rounding_slack"]
+def _summary_of_scores(ctx: RunContext) -> dict[str, Any]:
+    return json.loads((ctx.folder("scores") / "summary.json").read_text())
 
 
 def _describe_data(
     ctx: RunContext, folder: Path, pool: list[Example], data: DataChoice, b: int, num_full: int
 ) -> dict[str, Any]:
     """rescored.parquet and the data side of the summary."""
-    slack = rounding_slack(ctx)
+    slack = _summary_of_scores(ctx)["rounding_slack"]
     pq.write_table(
         pa.table(
             {
@@ -167,8 +172,9 @@ def _describe_data(
     highest_out = float(data.scores[~chosen].max()) if b < len(pool) else None
     near = 0
     if highest_out is not None:
-        margin = np.full(len(pool), slack)
-        if half_rounding(ctx):
+        half = ctx.dtype in HALF_DTYPES
+        margin = half_rounding(ctx, len(pool)) if half else np.full(len(pool), slack)
+        if half:
             margin[data.rescored] /= WIDER
         distance = np.where(chosen, data.scores - highest_out, lowest - data.scores)
         near = int((distance <= margin).sum())

@@ -628,7 +628,8 @@ def test_one_optimizer_at_a_time() -> None:
 def test_state_dict_before_the_first_step(dtype: torch.dtype) -> None:
     """Nothing is held yet, and a parameter without a gradient never holds anything."""
     model = tiny_llama()
-    model.to(dtype=dtype)
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with SparseAdamW(model.named_parameters(), None, lr=1e-3) as optimizer:
         optimizer.load_state_dict(optimizer.state_dict())

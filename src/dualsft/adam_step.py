@@ -17,7 +17,6 @@ one pass over memory.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -29,6 +28,7 @@ from torch.optim.adamw import adamw
 from dualsft import adam_moments
 from dualsft.adam_moments import Key, Moments
 from dualsft.compact_index import CHUNK, CompactIndex, positions
+from dualsft.fused import triton_works
 
 _NORM_CHUNK = 1 << 24  # entries whose wide copy a norm may need at a time
 MASTER_DTYPES = {
@@ -70,16 +70,10 @@ class Numbers:
 @cache
 def kernels_for(device_type: str, dtype: torch.dtype) -> ModuleType | None:
     """The fused kernels, where they run: on CUDA, for weights of at most 32 bits."""
-    if device_type != "cuda" or dtype == torch.float64:
+    if device_type != "cuda" or dtype == torch.float64 or not triton_works():
         return None
-    try:
-        from dualsft import adam_kernels
-    except ImportError as problem:
-        logging.getLogger("dualsft").warning(
-            f"Triton cannot be imported ({problem}): the optimizer's steps take the plain PyTorch "
-            "path, which is slower and gives the same results up to rounding"
-        )
-        return None
+    from dualsft import adam_kernels
+
     return adam_kernels
 
 

@@ -12,7 +12,6 @@ kernels: they are what the tests compare with.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import logging
 import sys
 from collections import OrderedDict
@@ -38,9 +37,31 @@ KERNEL_DTYPES = (torch.float32, *HALF_DTYPES)
 
 
 @cache
+def triton_works() -> bool:
+    """Whether Triton is there and compiles for the present GPU; said once when it does not."""
+    try:
+        from dualsft import kernels
+
+        row = torch.zeros(1, 16, device="cuda")
+        kernels.cross_entropy(row, row.new_zeros(1, dtype=torch.int64), row.new_ones(1), None)
+    except (
+        Exception
+    ) as problem:  # no Triton, no compiler, an unknown GPU: each fails in its own way
+        if is_out_of_memory(problem):
+            raise
+        log.warning(
+            "Triton kernels cannot be used (%s: %s): the same results up to rounding, slower and "
+            "with more memory (install a Triton that fits this torch, and a C compiler)",
+            type(problem).__name__,
+            str(problem).splitlines()[0] if str(problem) else "",
+        )
+        return False
+    return True
+
+
+@cache
 def _kernels() -> ModuleType | None:
-    if importlib.util.find_spec("triton") is None:
-        log.warning("Triton is not installed: blocks run without fused kernels, slower")
+    if not triton_works():
         return None
     from dualsft import kernels
 

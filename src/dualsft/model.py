@@ -135,17 +135,27 @@ def shallow_model(
     config = copy.deepcopy(_load_config(folder, remote))
     text = config.get_text_config()
     depth = text.num_hidden_layers
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == depth:  # one item a layer, as layer_types
+    for name, value in list(vars(text).items()):  # one item a layer, as layer_types
+        if isinstance(value, list) and len(value) == depth and "layer" in name:
             setattr(text, name, (value * num_layers)[:num_layers])
+    if getattr(text, "num_kv_shared_layers", 0):  # layers that reuse an earlier one's keys
+        text.num_kv_shared_layers = 0
     text.num_hidden_layers = num_layers
-    with torch.random.fork_rng(), torch.device(device):
-        model = _auto_class(config).from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=None if attention == "auto" else attention,
-            trust_remote_code=remote,
-        )
+    try:
+        with torch.random.fork_rng(), torch.device(device):
+            model = _auto_class(config).from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=None if attention == "auto" else attention,
+                trust_remote_code=remote,
+            )
+    except Exception as problem:  # a model class may raise anything on a strange configuration
+        if is_out_of_memory(problem):
+            raise
+        raise ConfigError(
+            f"model.path: {type(config).__name__} cannot be made with {num_layers} layers to "
+            f"measure on ({type(problem).__name__}: {problem}); `dualsft run` does not need that"
+        ) from problem
     return model.to(device).eval()
 
 

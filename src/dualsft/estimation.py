@@ -21,6 +21,7 @@ from dualsft import config as settings
 from dualsft.config import Config
 from dualsft.context import RunContext, pass_settings
 from dualsft.disk import free_bytes
+from dualsft.fused import HALF_DTYPES
 from dualsft.memory import free_memory
 from dualsft.model import empty_model, find_candidates, shallow_model, text_parameters
 from dualsft.plans import GIB, Demand, Plan, choose, unmeasured
@@ -30,7 +31,7 @@ from dualsft.progress import Reporter, peak_memory_gib
 from dualsft.rundir import RunDir
 from dualsft.stages.finetune import finetune_plan
 from dualsft.stages.gradients import one_pass_wanted
-from dualsft.stages.scores import NUM_ALONE, kept_vectors
+from dualsft.stages.scores import NUM_ALONE, NUM_ALONE_HALF, kept_vectors
 from dualsft.stages.selection import data_budget, param_budget
 from dualsft.stages.warmup import warmup_plan
 from dualsft.training_costs import Room, Training, finetune_cures, warmup_cures
@@ -274,11 +275,10 @@ class _Estimator:
         wanted = self.config.select.variant != "param"
         seconds = self._io(self.model_bytes + 4 * self.vector_bytes + disk)
         if one_pass_wanted(self.ctx) or not wanted:
-            alone = self.probe.walk.kept or self.probe.walk.recomputed
-            device = self.model_bytes + self._at_hand(self.vector_bytes)
-            device += int(alone.at(self.work.longest.num_tokens)) if alone else 0
+            device = self._alone() + self._at_hand(self.vector_bytes)
             line, tokens = self.probe.step_seconds, self.work.lengths.mean()
-            seconds += NUM_ALONE * (line.fixed + tokens * line.slope) if wanted else 0
+            count = NUM_ALONE_HALF if self._half else NUM_ALONE
+            seconds += count * (line.fixed + tokens * line.slope) if wanted else 0
             return self._stage("scores", device, 0, seconds, disk, "from the pool pass")
         plan, device, host = self._walk(True, self.probe.walk, sums=False)
         seconds += self._walk_seconds(plan, self.work.counts["pool"])
@@ -287,11 +287,25 @@ class _Estimator:
     def _selection(self) -> StageEstimate:
         chosen = 0 if self.config.select.variant == "data" else self._num_selected()
         device = self.model_bytes + 2 * self._at_hand(self.vector_bytes)
+        if self._half and self.config.select.variant != "param":  # what is scored again
+            device = max(device, self._alone() + self.vector_bytes)
         seconds = self.num_candidates * TOPK_SECONDS[self.ctx.device.type]
         seconds += self._io(self.model_bytes + 4 * self.vector_bytes)
         subset = int(self.work.num_bytes * min(1.0, self._share_selected()))
         note = f"k = {chosen:,}" if chosen else "all parameters"
         return self._stage("selection", device, 16 * chosen, seconds, 8 * chosen + subset, note)
+
+    @property
+    def _half(self) -> bool:
+        return self.ctx.dtype in HALF_DTYPES
+
+    def _alone(self) -> int:
+        """One example by plain autograd: the model, in half precision widened to fp32, and what its
+        activations take then."""
+        lean = self.probe.walk.recomputed if not self.room.on_cpu else None
+        activations = lean or self.probe.walk.kept
+        batch = int(activations.at(self.work.longest.num_tokens)) if activations else 0
+        return (2 if self._half else 1) * (self.model_bytes + batch)
 
     def _share_selected(self) -> float:
         if self.config.select.variant == "param":
@@ -356,8 +370,10 @@ class _Estimator:
     ) -> StageEstimate:
         note, cure = plan.describe(), ""
         if not self.room.fits(device, host):
-            shorter = self.work.longest.num_tokens // 2
-            cure = f"set data.max_length={shorter}, or {self.room.larger(device, host)}"
+            score = self.config.score
+            asked = score.plan != "auto" or score.checkpointing is False
+            free = "leave score.plan and score.checkpointing to the run, " if asked else ""
+            cure = f"{free}lower data.max_length, or {self.room.larger(device, host)}"
         return self._stage(name, device, host, seconds, disk, note, cure)
 
     # --- room -----------------------------------------------------------------------------------

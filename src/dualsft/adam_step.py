@@ -22,7 +22,7 @@ from functools import cache
 from types import ModuleType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from dualsft import adam_moments
@@ -248,3 +248,17 @@ def _update_chunk(
         held["low"].copy_(low)
     elif weight.dtype == torch.float16 or index is not None:
         weight[where] = master.to(weight.dtype)
+
+
+def check_trainable(name: str, p: nn.Parameter, requires_grad: bool) -> None:
+    """Raise when a parameter with selected entries cannot be trained as it is."""
+    if p.dtype not in MASTER_DTYPES:
+        allowed = ", ".join(str(dtype) for dtype in MASTER_DTYPES)
+        raise ValueError(f"parameter {name!r} is {p.dtype}; only {allowed} can be trained")
+    if not p.is_contiguous():
+        raise ValueError(f"parameter {name!r} is not contiguous: its flat indices are undefined")
+    if not requires_grad:
+        raise ValueError(
+            f"parameter {name!r} has selected entries but requires_grad is False; "
+            "call requires_grad_(True) on it, or leave it out of the indices"
+        )

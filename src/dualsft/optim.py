@@ -382,7 +382,7 @@ class SparseAdamW(torch.optim.Optimizer):
                 if 0 < chosen.numel() < p.numel():
                     index = CompactIndex.encode(chosen, p.numel())
             if (p if chosen is None else chosen).numel() > 0:
-                _check_trainable(name, p, self._requires_grad[name])
+                adam_step.check_trainable(name, p, self._requires_grad[name])
                 selected[name] = index
         return selected
 
@@ -486,17 +486,3 @@ def _unique(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, n
             raise ValueError(f"parameter {name!r} has a SparseAdamW attached; close() that first")
         params[name], names[id(p)] = p, name
     return params
-
-
-def _check_trainable(name: str, p: nn.Parameter, requires_grad: bool) -> None:
-    """Raise when a parameter with selected entries cannot be trained as it is."""
-    if p.dtype not in MASTER_DTYPES:
-        allowed = ", ".join(str(dtype) for dtype in MASTER_DTYPES)
-        raise ValueError(f"parameter {name!r} is {p.dtype}; only {allowed} can be trained")
-    if not p.is_contiguous():
-        raise ValueError(f"parameter {name!r} is not contiguous: its flat indices are undefined")
-    if not requires_grad:
-        raise ValueError(
-            f"parameter {name!r} has selected entries but requires_grad is False; "
-            "call requires_grad_(True) on it, or leave it out of the indices"
-        )

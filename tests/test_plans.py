@@ -127,6 +127,19 @@ def test_a_larger_batch_never_fits_where_it_was_not_chosen() -> None:
     assert base + DEMAND.kept.at(plan.batch_tokens + 2) > 40 * GIB * (1 - HEADROOM)
 
 
+def test_a_wished_plan_that_fits_only_with_small_batches_is_still_the_first() -> None:
+    """Between 24 and 25 GiB the device plan has room for a small batch, recomputed."""
+    wished = Wishes(placement="device", exact_batch=True)
+    demand: dict[str, Any] = {"longest": 500}
+    seen = set()
+    for memory in (24.4, 24.6, 24.8):
+        plan = chosen(memory, wished, **demand)[0]
+        assert plan.placement == "device"
+        assert plan.peak is not None, "it begins with a plan that is predicted to fit"
+        seen.add(plan.batch_tokens < SMALL_BATCH)
+    assert True in seen
+
+
 def test_batches_stop_where_they_are_ample() -> None:
     """Unless a size is set: 12 GiB of activations, but 4,096 tokens and the longest example."""
     light = Activations(Line(1.0 * GIB, 2e6), Line(0.5 * GIB, 2e6))

@@ -19,9 +19,9 @@ from dualsft.data import Example
 from dualsft.errors import RunError
 from dualsft.losses import example_objective
 from dualsft.optim import SparseAdamW
-from dualsft.pieces import Pieces
+from dualsft.pieces import Piece, Pieces
 from dualsft.progress import Progress, Reporter
-from dualsft.training import TrainingPlan, learning_rate, micro_batches, train
+from dualsft.training import TrainingPlan, learning_rate, micro_batches, restore, train
 
 QUIET = Reporter(lambda _: None)
 
@@ -242,3 +242,15 @@ def test_progress_line_tells_rate_time_and_memory() -> None:
     assert "tok/s" in lines[0] and " left" in lines[0] and "GiB" in lines[0]
     assert "4/4 examples (100 %)" in lines[-1] and " left" not in lines[-1]
     assert records[-1]["percentage"] == 100 and records[-1]["remaining_time"] == 0
+
+
+def test_a_resume_keeps_the_checkpointing_that_is_set() -> None:
+    """What lack of memory decided is taken over from a piece, what the user sets is not undone."""
+    for asked, then, expected in ((True, None, True), (False, True, False), (None, True, True)):
+        model = tiny_model("llama", torch.float32)
+        with SparseAdamW(model.named_parameters(), None, lr=1e-3) as optimizer:
+            held = {f"master.{n}": optimizer.master(n).clone() for n in optimizer.names}
+            cut = {"batch_tokens": 64, "micro_batch_size": None, "checkpointing": then}
+            piece = Piece(held, {"steps": 1, "cut": cut})
+            steps, found = restore(optimizer, piece, plan(checkpointing=asked))
+        assert (steps, found.checkpointing, found.batch_tokens) == (1, expected, 64)

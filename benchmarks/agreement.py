@@ -6,6 +6,7 @@ the entries of the mask; Spearman's correlation and Jaccard's index compare two 
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from dualsft.passes import PassResult, PassSettings, cwsd_objective, dot_alone, 
 from dualsft.progress import Reporter
 from dualsft.stages.chosen import product_source
 from dualsft.stages.projection import effective_lambda
-from dualsft.stages.scores import NUM_ALONE_HALF, SLACK_FACTOR
+from dualsft.stages.scores import NUM_ALONE_HALF, rounding_ratio
 from dualsft.topk import top_b, topk_signed
 from dualsft.vectors import ParamVector, Vector
 
@@ -61,24 +62,30 @@ def score(
     roles: Roles,
     teacher: PreTrainedModel | None = None,
     preconditioner: Vector | None = None,
+    precision: str = "mixed",
 ) -> Scores:
     """s_D and the entries of the mask at this model: v_new, and λ v_prior when there is a teacher.
 
-    `preconditioner` is ĉ under score.step=adam.
+    `preconditioner` is ĉ under score.step=adam; `precision` is score.precision, mixed or half.
     """
     engine = GhostEngine(model, find_candidates(model, "block_linear"))
     quiet = Reporter(lambda _: None)
 
     def gradient(rows: list[Example], objective: Any) -> ParamVector:
         sums = ParamVector.zeros(engine.candidates)
-        walk(engine, rows, objective, roles.settings, quiet, "gradient", sums=sums)
+        models = [model, *([teacher] if teacher and rows is roles.anchor else [])]
+        with ExitStack() as stack:
+            if precision != "half":
+                stack.enter_context(widened(*models, tensor_cores=True))
+            if len(models) > 1:
+                stack.enter_context(fused_blocks(models[1], wide=True))
+            walk(engine, rows, objective, roles.settings, quiet, "gradient", sums=sums)
         return sums
 
     v_new = gradient(roles.val, loss_objective(model)).scaled(1.0 / len(roles.val)).held()
     direction: Vector = v_new
     if teacher is not None:
-        with fused_blocks(teacher, wide=True):
-            summed = gradient(roles.anchor, cwsd_objective(teacher, model, TAU))
+        summed = gradient(roles.anchor, cwsd_objective(teacher, model, TAU))
         v_prior = summed.scaled(1.0 / len(roles.anchor)).held()
         direction = v_new.plus(v_prior, effective_lambda(LAM, True, v_new, v_prior))
     if preconditioner is not None:
@@ -102,7 +109,7 @@ def score(
     if next(model.parameters()).dtype in HALF_DTYPES:
         near = _near_ties(engine, roles, direction, found)
         rows = [roles.pool[i] for i in near]
-        with widened(engine, tensor_cores=True):
+        with widened(engine.model, tensor_cores=True):
             objective = loss_objective(model)
             again = walk(
                 engine, rows, objective, roles.settings, quiet, "again", direction=direction
@@ -119,9 +126,9 @@ def _near_ties(
     probes = np.random.default_rng(0).choice(
         len(dots), min(NUM_ALONE_HALF, len(dots)), replace=False
     )
-    with widened(engine):
+    with widened(engine.model):
         exact = [dot_alone(engine, roles.pool[i], direction, roles.settings)[0] for i in probes]
-    ratio = SLACK_FACTOR * (np.abs(dots[probes] - exact) / scales[probes]).max()
+    ratio = rounding_ratio(np.abs(dots[probes] - exact), scales[probes])
     b = max(1, int(DATA_BUDGET * len(dots)))
     return np.flatnonzero(judge(dots, ratio * scales, b).open)
 

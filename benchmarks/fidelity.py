@@ -11,6 +11,9 @@ made in each dtype, with λ = 0 (v_new alone) and with CWSD at the relative λ, 
 from __future__ import annotations
 
 import copy
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +34,34 @@ from dualsft.passes import PassSettings
 from dualsft.pretrained import cache_root, resolve_model
 
 ROWS = {"cpu": 40, "cuda": 4000}
+WARMUP_POOL = {"cpu": 40, "cuda": 800}  # examples scored for each option of the warmup
 SHARES = {"val": 0.1, "anchor": 0.1, "warm": 0.2}  # the rest is the pool
 GOALS = {"Spearman of examples": 0.999, "Jaccard of examples": 0.98, "Jaccard of entries": 0.98}
 
 
 def run(options: Options) -> Section:
-    """Arithmetic, fine-tuning curves and warmup options, in that order."""
+    """Arithmetic, fine-tuning curves and warmup options, in that order; each said when it ends."""
     roles = read_roles(options)
+    start = time.perf_counter()
+
+    def said(what: str) -> None:
+        print(f"  {what}: {time.perf_counter() - start:.0f} s", flush=True)
+
     theta_old = build_model(options.real_model, options.device, torch.float32)
     round_to_bf16(theta_old)
     theta_bar = copy.deepcopy(theta_old)
     curvature = training.warm_up(options, theta_bar, roles)
     round_to_bf16(theta_bar)
+    said("warmup")
     section = Section("fidelity", _conditions(options, roles))
     entries = compare_arithmetic(
-        section, theta_old, theta_bar, roles, trained=options.real_model not in SHAPES
+        section, theta_old, theta_bar, roles, said, trained=options.real_model not in SHAPES
     )
+    print("\n".join(section.lines()), flush=True)
     training.compare_curves(section, options, theta_old, roles, entries)
-    training.compare_warmups(section, options, theta_old, roles, curvature)
+    said("loss curves")
+    fewer = replace(roles, pool=roles.pool[: WARMUP_POOL[options.device.type]])
+    training.compare_warmups(section, options, theta_old, fewer, curvature, said)
     return section
 
 
@@ -57,6 +70,7 @@ def _conditions(options: Options, roles: Roles) -> dict[str, Any]:
         "model": Path(options.real_model).name,
         "data": _data_name(options),
         "rows": {role: len(getattr(roles, role)) for role in ("val", "anchor", "warm", "pool")},
+        "pool_of_warmup_options": min(len(roles.pool), WARMUP_POOL[options.device.type]),
         "pool_tokens": sum(e.num_tokens for e in roles.pool),
         "data_budget": DATA_BUDGET,
         "param_budget": PARAM_BUDGET,
@@ -119,6 +133,7 @@ def compare_arithmetic(
     theta_old: PreTrainedModel,
     theta_bar: PreTrainedModel,
     roles: Roles,
+    said: Callable[[str], None],
     trained: bool,
 ) -> dict[str, Tensor]:
     """bf16 and fp32 against fp64 from the same weights; returns the fp64 mask of v_new alone."""
@@ -131,7 +146,12 @@ def compare_arithmetic(
         student = copy_as(theta_bar, dtype)
         teacher = copy_as(theta_old, dtype)
         made[name, "v_new"] = score(student, roles)
+        said(f"scores in {name}")
         made[name, "v_new and CWSD"] = score(student, roles, teacher)
+        said(f"scores in {name}, CWSD")
+        if name == "bf16":
+            made["bf16 throughout", "v_new"] = score(student, roles, precision="half")
+            said("scores in bf16 throughout")
     for (name, what), scores in made.items():
         if name == "fp64":
             continue

@@ -137,7 +137,7 @@ def _fill(
     section: Section, found: dict[str, Measured], size: Size, rate: float, plans: dict[str, Any]
 ) -> None:
     epochs = [name for name in found if name.startswith(PLAIN)]
-    best = min(epochs, key=lambda name: found[name].fastest)
+    best = min(epochs, key=lambda name: found[name].fastest, default="none fits")
     section.conditions["reference"] = best
     for name, measured in found.items():
         section.add(name, measured, **plans.get(name, {}))

@@ -10,6 +10,7 @@ order: what chance alone changes.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,7 @@ def compare_warmups(
     theta_old: PreTrainedModel,
     roles: Roles,
     reference: ParamVector,
+    said: Callable[[str], None],
 ) -> None:
     """Each option's ĉ, and the scores it leads to, against the default's."""
     ways: dict[str, dict[str, Any]] = {
@@ -148,6 +150,7 @@ def compare_warmups(
         default = default or scores
         figures = {**_curvature_figures(curvature, reference), **agreement(scores, default)}
         section.rows[f"warmup, {name}"] = {"figures": figures}
+        said(f"warmup, {name}")
 
 
 def _curvature_figures(curvature: ParamVector, reference: ParamVector) -> dict[str, float]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from conftest import Runner
 from models import tiny_model
 
 from dualsft.ghost import GhostEngine, widened
 from dualsft.model import find_candidates, load_model
-from dualsft.passes import PassSettings, dot_alone
+from dualsft.passes import PassSettings, cwsd_objective, dot_alone, loss_objective, walk
+from dualsft.progress import Reporter
 from dualsft.stages.gradients import read_pool
 from dualsft.stages.scores import rounding_scales
 from dualsft.stages.split import read_split
@@ -38,6 +41,74 @@ def exact_scores(run: Path) -> dict[str, float]:
         e.id: dot_alone(engine, e, direction, settings)[0]
         for e in read_split(run / "1_split")["pool"]
     }
+
+
+def directions_error(run: Path) -> dict[str, float]:
+    """‖v − v*‖ / ‖v*‖ of v_new and v_prior: the stored ones against fp64 at the stored weights."""
+    theta_bar, theta_old = (
+        load_model(folder, torch.bfloat16, torch.device("cpu")).double()
+        for folder in (run / "2_warmup/theta_bar", Path(read_config(run)["model"]["path"]))
+    )
+    engine = GhostEngine(theta_bar, find_candidates(theta_bar, "block_linear"))
+    roles = read_split(run / "1_split")
+    settings = PassSettings(batch_tokens=64, pad_id=0, padding_side="right")
+    found: dict[str, float] = {}
+    for name, role, objective in (
+        ("val_grad", "val", loss_objective(theta_bar)),
+        ("prior_grad", "anchor", cwsd_objective(theta_old, theta_bar, 1.0)),
+    ):
+        exact = ParamVector.zeros(engine.candidates)
+        quiet = Reporter(lambda _: None)
+        walk(engine, roles[role], objective, settings, quiet, name, sums=exact)
+        stored = ParamVector.load(run / f"3_gradients/{name}.safetensors", engine.candidates.names)
+        mean = {n: block / len(roles[role]) for n, block in exact.items()}
+        apart = sum(float((stored[n].double() - mean[n]).square().sum()) for n in mean)
+        found[name] = (apart / sum(float(b.square().sum()) for b in mean.values())) ** 0.5
+    return found
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    return yaml.safe_load((run / "config.yaml").read_text())
+
+
+def test_directions_are_taken_with_fp32_weights(make_run: Runner) -> None:
+    """mixed and full: v_new and v_prior as exact as fp32; half: rounded a thousand times more."""
+    errors = {
+        precision: directions_error(
+            make_run(
+                "model.dtype=bfloat16",
+                "warmup.min_steps=4",
+                f"score.precision={precision}",
+                until="gradients",
+                out=precision,
+            )
+        )
+        for precision in ("mixed", "full", "half")
+    }
+    for name in ("val_grad", "prior_grad"):
+        assert errors["mixed"][name] < 1e-4 and errors["full"][name] < 1e-4, (name, errors)
+        assert errors["half"][name] > 1e-3, (name, errors)
+
+
+def test_full_precision_scores_the_pool_with_fp32_weights(make_run: Runner) -> None:
+    options = ("model.dtype=bfloat16", "warmup.min_steps=4", "score.precision=full")
+    run = make_run(*options, "score.keep=projection", until="scores")
+    exact = exact_scores(run)
+    rows = pq.read_table(run / "4_scores/examples.parquet").to_pydict()
+    largest = max(abs(s) for s in exact.values())
+    errors = [abs(s - exact[i]) for i, s in zip(rows["id"], rows["score"], strict=True)]
+    bounds = np.array(rows["bound"])
+    assert (np.array(errors) <= bounds + 1e-4 * largest).all()
+
+
+def test_no_room_for_fp32_weights_is_said(
+    make_run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dualsft.precision.free_memory", lambda _: 1000)
+    run = make_run("model.dtype=bfloat16", "warmup.min_steps=4", until="gradients")
+    manifest = json.loads((run / "3_gradients/manifest.json").read_text())
+    told = [w for w in manifest["facts"]["warnings"] if "stays in half precision" in w]
+    assert len(told) == 2, manifest["facts"]["warnings"]  # v_new, v_prior
 
 
 def test_near_ties_are_scored_again_and_better(half_run: Path) -> None:
@@ -78,7 +149,7 @@ def test_widened_gives_the_weights_back_bit_for_bit() -> None:
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     buffers = {n: b.dtype for n, b in model.named_buffers()}
     engine = GhostEngine(model, find_candidates(model, "all"))
-    with widened(engine, tensor_cores=True):
+    with widened(engine.model, tensor_cores=True):
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert torch.backends.cuda.matmul.allow_tf32
     assert not torch.backends.cuda.matmul.allow_tf32
@@ -95,7 +166,7 @@ def test_widened_keeps_the_rounded_scale_of_gemma_s_embeddings() -> None:
     scales = [b.clone() for b in embedding.buffers()]
     weight = embedding.get_parameter("weight").detach()
     factor = scales[0].to(torch.bfloat16)
-    with widened(engine), torch.no_grad():
+    with widened(engine.model), torch.no_grad():
         assert torch.equal(embedding(ids), weight.float()[ids] * factor.float())
     assert scales and all(
         torch.equal(a, b) for a, b in zip(scales, embedding.buffers(), strict=True)
@@ -106,6 +177,6 @@ def test_widened_leaves_fp32_alone() -> None:
     model = tiny_model("llama", dtype=torch.float32).eval()
     engine = GhostEngine(model, find_candidates(model, "all"))
     pointers = [p.data_ptr() for p in model.parameters()]
-    with widened(engine, tensor_cores=True):
+    with widened(engine.model, tensor_cores=True):
         assert not torch.backends.cuda.matmul.allow_tf32
         assert pointers == [p.data_ptr() for p in model.parameters()]

@@ -182,7 +182,7 @@ def _check_alone(
     direction: Vector,
 ) -> None:
     """One example by the engine and by plain autograd, both with fp32 weights or better."""
-    with widened(engine):
+    with widened(engine.model):
         exact, norm = dot_alone(engine, example, direction, settings)
         quiet = Reporter(lambda _: None)
         found = walk(engine, [example], objective, settings, quiet, "alone", direction=direction)

@@ -166,6 +166,10 @@ class ScoreConfig:
     checkpointing: bool | None = None
     """Recompute activations in the backward pass instead of keeping them; null is when they would
     not fit otherwise."""
+    precision: Literal["mixed", "half", "full"] = "mixed"
+    """For a model in bfloat16 or float16: which walks have fp32 weights (TF32 products on a GPU,
+    about half the speed). mixed: those over D_val and D_anchor, where rounding would be in every
+    score; half: none; full: the pool's too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

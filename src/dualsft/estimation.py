@@ -252,12 +252,16 @@ class _Estimator:
     def _gradients(self) -> StageEstimate:
         one_pass, counts = one_pass_wanted(self.ctx), self.work.counts
         warmed = warmup_plan(self.ctx).num_steps(counts["warm"]) > 0
-        walks = [("v_new", self._walk(False, self.probe.walk), counts["val"])]
+        walks = [("v_new", self._direction(self._walk(False, self.probe.walk), 1), counts["val"])]
         if self.config.score.preservation == "cwsd" and warmed:
             found = self._walk(False, self.probe.cwsd, num_models=2)
-            walks.append(("v_prior", found, counts["anchor"]))
+            walks.append(("v_prior", self._direction(found, 2), counts["anchor"]))
         walks.append(("pool", self._walk(one_pass, self.probe.walk), counts["pool"]))
-        seconds = sum(self._walk_seconds(plan, count) for _, (plan, _, _), count in walks)
+        wide = ("v_new", "v_prior", *(["pool"] if self.config.score.precision == "full" else []))
+        seconds = sum(
+            self._walk_seconds(plan, count) * (2 if self._fp32 and label in wide else 1)
+            for label, (plan, _, _), count in walks
+        )
         if len(walks) == 3:  # the teacher looks at the anchors as well
             num_batches, tokens = self.work.batches(counts["anchor"], self.ctx.batch_tokens)
             line = self.probe.forward_seconds
@@ -269,6 +273,17 @@ class _Estimator:
         return self._walked(
             "gradients", plan, device, host, seconds + self._io(2 * disk + self.model_bytes), disk
         )
+
+    @property
+    def _fp32(self) -> bool:
+        """Whether the walks over D_val and D_anchor have fp32 weights (`precision.py`)."""
+        return self._half and self.config.score.precision != "half"
+
+    def _direction(self, found: tuple[Plan, int, int], num_models: int) -> tuple[Plan, int, int]:
+        """A walk for v_new or v_prior: fp32 weights where they fit."""
+        plan, device, host = found
+        wider = device + num_models * self.model_bytes
+        return plan, wider if self._fp32 and self.room.fits(wider) else device, host
 
     def _scores(self) -> StageEstimate:
         disk = len(kept_vectors(self.ctx)) * self.vector_bytes

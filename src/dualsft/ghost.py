@@ -265,16 +265,17 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def widened(engine: GhostEngine, *, tensor_cores: bool = False) -> Iterator[None]:
-    """A half-precision model with fp32 weights (the same numbers) inside the block.
+def widened(*models: PreTrainedModel, tensor_cores: bool = False) -> Iterator[None]:
+    """Half-precision models with fp32 weights (the same numbers) inside the block.
 
     What rounding does to a score is seen, and mended, by computing it so. `tensor_cores` allows
     TF32 products on CUDA: three bits more than bf16 at about half its speed.
     """
-    own = {p: p.dtype for p in engine.model.parameters() if p.dtype in HALF_DTYPES}
+    own = {p: p.dtype for m in models for p in m.parameters() if p.dtype in HALF_DTYPES}
     scales = {  # Gemma multiplies its embeddings by a number rounded to the weight's dtype
         b: b.data
-        for b in engine.model.get_input_embeddings().buffers()
+        for m in models
+        for b in m.get_input_embeddings().buffers()
         if own and b.is_floating_point()
     }
     before = torch.backends.cuda.matmul.allow_tf32

@@ -65,7 +65,7 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can still be taken: on a GPU, or of the host's memory for any other device."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(_index(device)))
         most = min(free + torch.cuda.memory_reserved(device), allowed)
         return max(0, most - torch.cuda.memory_allocated(device))
     found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
@@ -88,7 +88,12 @@ def limit_memory(device: torch.device, gib: float | None) -> None:
         return
     total = torch.cuda.get_device_properties(device).total_memory
     share = 1.0 if gib is None else min(1.0, gib * 2**30 / total)
-    torch.cuda.set_per_process_memory_fraction(share, device)
+    torch.cuda.set_per_process_memory_fraction(share, _index(device))
+
+
+def _index(device: torch.device) -> int:
+    """Which GPU; these calls of PyTorch do not take a bare "cuda"."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def give_back(device: torch.device) -> None:

@@ -20,6 +20,7 @@ from dualsft import config as settings
 from dualsft.config import Config
 from dualsft.context import RunContext, repeatable
 from dualsft.disk import explained
+from dualsft.fused import HALF_DTYPES
 from dualsft.interrupt import Interrupted
 from dualsft.pieces import Pieces
 from dualsft.preflight import FOLDERS, STAGE_NAMES, check_paths, check_stage
@@ -90,6 +91,11 @@ def _compute(ctx: RunContext) -> Settings:
     return {"dtype": dtype, "device": ctx.device.type, "batch_tokens": ctx.batch_tokens} | chosen
 
 
+def _precision(ctx: RunContext) -> Settings:
+    """Which walks have fp32 weights; without half precision all of them do."""
+    return _pick(ctx, "score.precision") if ctx.dtype in HALF_DTYPES else {}
+
+
 def _warmup_settings(ctx: RunContext) -> Settings:
     chosen = _pick(
         ctx, "warmup.*", "finetune.warmup_ratio", "finetune.micro_batch_size", "score.candidates"
@@ -118,7 +124,7 @@ _DIRECTION = (
 
 
 def _gradients_settings(ctx: RunContext, product: bool | None = None) -> Settings:
-    chosen = _pick(ctx, "score.preservation") | _compute(ctx)
+    chosen = _pick(ctx, "score.preservation") | _compute(ctx) | _precision(ctx)
     if ctx.config.score.preservation == "cwsd":
         chosen |= _pick(ctx, "score.tau")
     product = gradients.one_pass_wanted(ctx) if product is None else product
@@ -135,7 +141,7 @@ def _gradients_with_product(ctx: RunContext) -> Settings | None:
 def _scores_settings(ctx: RunContext) -> Settings:
     per_example = ctx.config.select.variant != "param"
     chosen = _pick(ctx, *_DIRECTION, "score.mode", "score.keep")
-    return chosen | {"per-example scores": per_example}
+    return chosen | {"per-example scores": per_example} | _precision(ctx)
 
 
 def _selection_settings(ctx: RunContext) -> Settings:

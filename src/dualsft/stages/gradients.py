@@ -29,6 +29,7 @@ from dualsft.passes import (
     walk,
 )
 from dualsft.placement import blank
+from dualsft.precision import precise
 from dualsft.stages.preservation import prior_gradient
 from dualsft.stages.projection import projection_terms
 from dualsft.vectors import LazyVector, Vector
@@ -44,10 +45,9 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     objective = loss_objective(model)
     say = ctx.reporter
 
-    sums = blank(engine.candidates, engine.candidates.dtype)
-    validation = walk(
-        engine, roles["val"], objective, settings, say, "v_new (validation)", sums=sums
-    )
+    sums, label = blank(engine.candidates, engine.candidates.dtype), "v_new (validation)"
+    with precise(ctx, "directions", label, model):
+        validation = walk(engine, roles["val"], objective, settings, say, label, sums=sums)
     mean = sums.scaled(1.0 / len(roles["val"]))
     del sums
     val_grad = _stored(ctx, mean, part / "val_grad.safetensors")
@@ -65,17 +65,18 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
         direction = terms.estimate()
     grad_sum = blank(engine.candidates, engine.candidates.dtype)
     label = "pool (G and f)" if one_pass else "pool (G)"
-    result = walk(
-        engine,
-        pool,
-        objective,
-        settings,
-        say,
-        label,
-        sums=grad_sum,
-        direction=direction,
-        bounds=one_pass,
-    )
+    with precise(ctx, "pool", label, model):
+        result = walk(
+            engine,
+            pool,
+            objective,
+            settings,
+            say,
+            label,
+            sums=grad_sum,
+            direction=direction,
+            bounds=one_pass,
+        )
     grad_sum.save(part / "grad_sum.safetensors", n_sc=len(pool))
     write_pool(part / "pool.parquet", pool, result, list(engine.columns), one_pass)
     return {

@@ -18,6 +18,7 @@ from dualsft.fused import fused_blocks
 from dualsft.ghost import GhostEngine, alone
 from dualsft.passes import PassSettings, cwsd_objective, walk
 from dualsft.placement import blank
+from dualsft.precision import precise
 from dualsft.vectors import ParamVector, Vector
 
 
@@ -35,7 +36,10 @@ def prior_gradient(
         objective = cwsd_objective(theta_old, engine.model, ctx.config.score.tau)
         label = "v_prior (CWSD on the anchors)"
         sums = blank(engine.candidates, engine.candidates.dtype)
-        with fused_blocks(theta_old, wide=True):  # the teacher computes as the student does
+        with (
+            precise(ctx, "directions", label, engine.model, theta_old),
+            fused_blocks(theta_old, wide=True),  # the teacher computes as the student does
+        ):
             result = walk(engine, anchors, objective, settings, ctx.reporter, label, sums=sums)
         return sums.scaled(1.0 / len(anchors)), float(result.values.mean())
     moved = _weights(engine, engine.model).plus(_weights(engine, theta_old), -1.0)  # θ̄ − θ_old

@@ -28,6 +28,7 @@ from dualsft.fused import HALF_DTYPES
 from dualsft.ghost import GhostEngine, widened
 from dualsft.model import Candidates
 from dualsft.passes import TOLERANCE, dot_alone, loss_objective, walk
+from dualsft.precision import precise
 from dualsft.progress import Reporter
 from dualsft.stages.chosen import at_hand
 from dualsft.stages.gradients import one_pass_wanted, read_pool
@@ -36,7 +37,7 @@ from dualsft.vectors import Products, Vector
 
 NUM_ALONE = 3
 NUM_ALONE_HALF = 16  # in half precision, where they also tell how much rounding to expect
-SLACK_FACTOR = 4.0  # the rounding slack is this many times the largest error seen on an example
+SLACK_FACTOR = 4.0  # rounding is taken to be this many times what the probes show
 ROUNDING_LIMIT = 0.05  # of ‖u‖‖g‖: half precision that changes a score by more is of no use
 
 
@@ -106,7 +107,10 @@ def exact_dots(
 ) -> np.ndarray:
     """⟨direction, g_n⟩ of these examples by a walk of its own."""
     objective, settings = loss_objective(engine.model), pass_settings(ctx)
-    result = walk(engine, examples, objective, settings, ctx.reporter, label, direction=direction)
+    with precise(ctx, "pool", label, engine.model):
+        result = walk(
+            engine, examples, objective, settings, ctx.reporter, label, direction=direction
+        )
     return result.dots
 
 
@@ -185,7 +189,7 @@ def _check_alone(
     scale, rounding, told = products.norm("direction"), [], []
     with (
         ctx.reporter.track("self-check (scored alone)", len(rows), "examples") as progress,
-        widened(engine),
+        widened(engine.model),
     ):
         again = scored_together("probes, widened") if half else got
         near = at_hand(direction)
@@ -215,13 +219,18 @@ def _check_alone(
                 )
     floor = float(torch.finfo(engine.candidates.dtype).eps) * largest
     slack = SLACK_FACTOR * max(floor, *rounding) * eta_sc
-    ratio = SLACK_FACTOR * float((np.array(rounding) / scales[probes]).max()) * eta_sc
     return {
         "tolerance": tolerance,
         "alone": told,
         "rounding_slack": slack,
-        "rounding_ratio": ratio,
+        "rounding_ratio": rounding_ratio(np.array(rounding), scales[probes]) * eta_sc,
     }
+
+
+def rounding_ratio(errors: np.ndarray, scales: np.ndarray) -> float:
+    """How far rounding is taken to move a score, in its scale: four standard deviations, by the
+    probes."""
+    return SLACK_FACTOR * float(np.sqrt(((errors / scales) ** 2).mean()))
 
 
 def rounding_scales(pool: dict[str, np.ndarray]) -> np.ndarray:

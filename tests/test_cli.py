@@ -18,6 +18,7 @@ from conftest import corpus_rows, small_run, write_jsonl
 from safetensors.torch import load_file
 
 import dualsft
+from dualsft.methods import registry
 
 Folders = Callable[[str], Path]
 
@@ -188,9 +189,12 @@ def test_check_says_what_would_happen(model_folder: Folders, corpus: Path) -> No
     assert "gradient of an example alone" in said and "would train" in said
 
 
-def test_methods_lists_the_variants() -> None:
+def test_methods_lists_every_method() -> None:
     said = cli("methods").stdout
-    assert all(name in said for name in ("dualsft-data", "dualsft-param", "select.variant=dual"))
+    for axis, entries in registry().items():
+        for entry in entries.values():
+            assert f"method.{axis}={entry.name}\n" in said
+            assert entry.deviations in said and all(key in said for key in entry.specs())
 
 
 def test_evaluation_of_given_files(
@@ -216,7 +220,7 @@ def test_evaluation_of_given_files(
         (("run", "model.path=no/such/model", "data.path=x.jsonl"), "data.path: 'x.jsonl'"),
         (("run", "no_such_recipe"), "no such file or recipe"),
         (("run", "one.yaml", "two.yaml"), "second recipe"),
-        (("run", "method.data=less"), "reserved"),
+        (("run", "method.data=lass"), "did you mean"),
         (("run", "--until", "nothing"), "--until: 'nothing' is not a stage"),
         (("run", "--until", "split"), "model.path: missing"),
         (("select", "no_such_run"), "not a run folder"),

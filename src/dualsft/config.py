@@ -23,12 +23,13 @@ from typing import Annotated, Any
 
 import yaml
 
-from dualsft import config_fields
+from dualsft import config_fields, methods
 from dualsft.config_checks import contradictions, idle_options
 from dualsft.config_fields import (
     DataConfig,
     EvaluationConfig,
     FinetuneConfig,
+    MethodConfig,
     ModelConfig,
     ResumeConfig,
     ScoreConfig,
@@ -52,7 +53,7 @@ from dualsft.config_parse import (
 from dualsft.errors import ConfigError
 from dualsft.manifest import broken_seal
 
-RESERVED = "method.* is reserved for a later release; use select.variant"
+METHOD = "method."
 MAX_CONFIG_BYTES = 1_000_000
 
 
@@ -68,6 +69,7 @@ class Config:
     warmup: WarmupConfig = dataclasses.field(default_factory=WarmupConfig)
     score: ScoreConfig = dataclasses.field(default_factory=ScoreConfig)
     select: SelectConfig = dataclasses.field(default_factory=SelectConfig)
+    method: MethodConfig = dataclasses.field(default_factory=MethodConfig)
     finetune: FinetuneConfig = dataclasses.field(default_factory=FinetuneConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     resume: ResumeConfig = dataclasses.field(default_factory=ResumeConfig)
@@ -174,10 +176,9 @@ def _resolve(flat: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """The value of every key; raises with `problems` and everything found here."""
     problems = list(problems)
     values: dict[str, Any] = {}
+    flat = _gather_options(flat, problems)
     for key in flat:
-        if key == "method" or key.startswith("method."):
-            problems.append(f"{key}: {show(flat[key])} is not allowed; {RESERVED}")
-        elif key not in _specs():
+        if key not in _specs():
             problems.append(unknown_key(key, _specs()))
     for key, spec in _specs().items():
         value = flat.get(key, spec.default)
@@ -189,11 +190,41 @@ def _resolve(flat: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         except ConfigError as error:
             problems += error.problems
     problems += contradictions(values)
+    if "method.options" in values:
+        wrong, values["method.options"] = methods.problems_of(values)
+        problems += wrong
     if problems:
         error = ConfigError(problems)
         error.usable = values
         raise error
     return values
+
+
+def _gather_options(flat: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """`method.NAME.OPTION`, dotted or nested, moved into the one mapping `method.options`."""
+    rest: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for key, value in flat.items():
+        name = key.removeprefix(METHOD)
+        if not key.startswith(METHOD) or key in _specs():
+            rest[key] = value
+        elif isinstance(value, Mapping):
+            options |= {f"{name}.{inner}": v for inner, v in value.items()}
+        elif "." in name:
+            options[name] = value
+        else:
+            rest[key] = value
+    if not options:
+        return rest
+    whole = rest.get("method.options") or {}
+    if not isinstance(whole, Mapping):
+        return rest
+    problems += [
+        f"method.{name}: given twice, by itself and in method.options; keep one of them"
+        for name in options
+        if name in whole
+    ]
+    return rest | {"method.options": {**whole, **options}}
 
 
 def _build(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,20 +316,24 @@ def load_yaml(path: str | Path) -> Config:
     return _from_mapping(*_read(path))
 
 
-def load(source: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """A config from a recipe's name, a YAML file or nothing, with `key=value` flags over it."""
-    mapping: dict[str, Any] = {}
-    problems: list[str] = []
+def read_source(source: str | Path | None) -> tuple[dict[str, Any], list[str]]:
+    """Nested values of a recipe's name, a YAML file or nothing, and the problems met on the way."""
+    if source is None:
+        return {}, []
     if isinstance(source, str) and source in recipe_names():
         text = (_recipe_folder() / f"{source}.yaml").read_text(encoding="utf-8")
-        mapping, problems = parse_yaml(text, f"recipe {source}")
-    elif source is not None and not Path(source).exists():
+        return parse_yaml(text, f"recipe {source}")
+    if not Path(source).exists():
         names = recipe_names()
         close = difflib.get_close_matches(str(source), names, n=1)
         cure = f"did you mean '{close[0]}'?" if close else "give a YAML file or a recipe's name"
         raise ConfigError(f"{source}: no such file or recipe; recipes: {', '.join(names)}; {cure}")
-    elif source is not None:
-        mapping, problems = _read(source)
+    return _read(source)
+
+
+def load(source: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """A config from a recipe's name, a YAML file or nothing, with `key=value` flags over it."""
+    mapping, problems = read_source(source)
     merged, more = _override(mapping, overrides)
     return _from_mapping(merged, problems + more)
 

@@ -60,6 +60,13 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
             "evaluation.files: the name 'validation' is taken by the run's own D_val; write"
             " another_name:PATH"
         )
+    asked = (get("evaluation.tasks") or "").split(",")
+    if "humaneval" in asked and get("evaluation.allow_code_execution") is False:
+        problems.append(
+            f"evaluation.tasks: {show(get('evaluation.tasks'))} runs programs that the models"
+            " write; allow it with --allow-code-execution (evaluation.allow_code_execution=true),"
+            " or leave humaneval out"
+        )
     if get("data.val_path") is not None and get("split.val") is not None:
         problems.append(
             f"split.val: {show(get('split.val'))} is not allowed with data.val_path, whose rows are"
@@ -96,8 +103,14 @@ def idle_options(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
         idle("select.variant=data", "select.param_budget")
     if values["select.variant"] == "param":
         idle("select.variant=param", "select.data_budget", "score.mode")
+    for axis, key in (("data", "select.data_budget"), ("params", "select.param_budget")):
+        if values[f"method.{axis}"] == "all":
+            idle(f"method.{axis}=all", key)
     if values["evaluation.prompt"] is None:
         idle("evaluation.prompt=null", "evaluation.max_new_tokens")
+    if values["evaluation.tasks"] is None:
+        names = ("domain", "data_dir", "limit_tasks", "task_batch_size", "backend")
+        idle("evaluation.tasks=null", *(f"evaluation.{name}" for name in names))
     if values["warmup.epochs"] == 0:
         idle("warmup.epochs=0", "warmup.lr", "warmup.batch_size", "warmup.min_steps")
         at_start = "with warmup.epochs=0 (theta_bar = theta_old)"

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from dualsft.config_parse import Bounds, Names, Paths
+from dualsft.config_parse import Bounds, Names, Options, Paths
 
 Budget = Annotated[int | float, Bounds(above=0)]
 Count = Annotated[int, Bounds(least=1)]
@@ -19,6 +19,7 @@ Whole = Annotated[int, Bounds(least=0)]
 Positive = Annotated[float, Bounds(above=0)]
 NonNegative = Annotated[float, Bounds(least=0)]
 Moments = Literal["float32", "bfloat16", "int8"]
+TASK_NAMES = ("humaneval", "piqa", "arc_challenge", "mmlu", "gsm8k")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +190,31 @@ class SelectConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MethodConfig:
+    """Which method answers on each axis; `dualsft methods` lists them. Settings of a method itself
+    are method.NAME.OPTION, such as method.less.dim."""
+
+    data: str | None = None
+    """What chooses the examples; null is dualsft, or what select.variant says."""
+    params: str | None = None
+    """What chooses the entries; null is dualsft, or what select.variant says."""
+    weights: str | None = None
+    """How tokens or examples count in training; null is the mean over the response tokens."""
+    after: str | None = None
+    """What is done to the trained weights; null is nothing."""
+    preset: Literal["default", "paper"] = "default"
+    """Where the methods' own options start: our defaults, or the DualSFT paper's literal values."""
+    lr_ratio: Positive | None = None
+    """Learning rate of fine-tuning over finetune.lr; null is the ratio of the paper's tables for
+    the method that trains (1 for dualsft and for all parameters)."""
+    denominator: Literal["candidates", "all", "eligible"] = "candidates"
+    """What a fraction in select.param_budget is of: the candidates (score.candidates), all
+    parameters, or what the method itself can choose from."""
+    options: Annotated[dict[str, Any], Options()] = dataclasses.field(default_factory=dict)
+    """Options of the methods as one mapping, NAME.OPTION -> value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneConfig:
     """Restricted fine-tuning of theta_old on what was selected."""
 
@@ -230,6 +256,24 @@ class EvaluationConfig:
     """Longest answer to evaluation.prompt."""
     limit: Count | None = None
     """Most examples of each file; null is all."""
+    tasks: Annotated[str, Names(TASK_NAMES)] | None = None
+    """Benchmarks that both models are asked, with the paper's settings (extra `eval`): any of
+    humaneval, piqa, arc_challenge, mmlu, gsm8k; null is none."""
+    domain: Literal["code", "math"] = "code"
+    """Which benchmark is plasticity: humaneval (code) or gsm8k (math); stability is the mean of
+    the four others."""
+    data_dir: str | None = None
+    """Folder with the benchmarks' rows as files (docs/evaluation.md); null takes them from the
+    hub."""
+    limit_tasks: Count | None = None
+    """Most items of a benchmark (of mmlu: of each subject); null is all."""
+    task_batch_size: Count | None = None
+    """Requests in a batch of a benchmark; null is 8 (with vllm what it chooses)."""
+    backend: Literal["hf", "vllm"] = "hf"
+    """What answers the benchmarks: the loaded models, or vLLM where it is installed."""
+    allow_code_execution: bool = False
+    """Run the programs that the models write for humaneval, in a sandbox; the flag
+    --allow-code-execution sets it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

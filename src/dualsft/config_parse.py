@@ -86,6 +86,11 @@ class Paths:
     """One path or several in one comma-separated string; used inside `Annotated`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """A mapping of names to values that something else gives a type; used inside `Annotated`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSpec:
     """What one setting accepts, read off its annotation."""
@@ -110,6 +115,7 @@ class FieldSpec:
             "float": f"a number {self.bounds}".strip(),
             "budget": "a count (integer >= 1) or a fraction (decimal point, in (0, 1])",
             "names": f"a comma-separated list of {', '.join(self.names.allowed) or 'patterns'}",
+            "options": "a mapping NAME.OPTION -> value",
             "files": "a mapping name -> path, a list of paths, or name:path,name2:path2",
         }[self.kind]
         return f"{text}, or null" if self.optional else text
@@ -129,6 +135,8 @@ def field_spec(key: str, annotation: Any, default: Any) -> FieldSpec:
         return FieldSpec(kind="names", names=extra, **common)
     if isinstance(extra, Paths):
         return FieldSpec(kind="paths", **common)
+    if isinstance(extra, Options):
+        return FieldSpec(kind="options", **common)
     if typing.get_origin(annotation) is typing.Literal:
         return FieldSpec(kind="choice", choices=typing.get_args(annotation), **common)
     kinds = {str: "str", bool: "bool", int: "int", float: "float", int | float: "budget"}
@@ -161,7 +169,7 @@ def convert(spec: FieldSpec, value: Any) -> Any:
     """The field's value, or a one-problem `ConfigError` with key, value, what is allowed, cure."""
     try:
         if _is_null(spec, value):
-            if not spec.optional and spec.kind != "files":
+            if not spec.optional and spec.kind not in ("files", "options"):
                 raise _Rejected
             return None if spec.optional else {}
         if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
@@ -314,6 +322,12 @@ def _file_pair(piece: Any, flag: bool) -> tuple[Any, Any]:
     return PurePath(path.removesuffix(".gz")).stem, path
 
 
+def _as_options(spec: FieldSpec, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise _Rejected
+    return {str(name): inner for name, inner in value.items()}
+
+
 _CONVERTERS = {
     "str": _as_str,
     "paths": _as_paths,
@@ -324,6 +338,7 @@ _CONVERTERS = {
     "budget": _as_budget,
     "names": _as_names,
     "files": _as_files,
+    "options": _as_options,
 }
 
 

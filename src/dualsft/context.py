@@ -8,7 +8,7 @@ alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from dualsft.config import Config
+from dualsft.config import Config, to_flat
 from dualsft.corpus import BUILTIN, builtin_file
 from dualsft.data import Example, pad_token_id
 from dualsft.memory import limit_memory
+from dualsft.methods import Composition, compose
 from dualsft.model import (
     Candidates,
     choose_device,
@@ -53,6 +54,8 @@ class RunContext:
     reporter: Reporter
     pieces: Pieces = field(default_factory=Pieces)
     """Saved progress of the stage that runs now."""
+    lenders: Sequence[Path] = ()
+    """Run folders whose finished stages may be taken over instead of computed."""
     plans: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The memory plan of each walk of the stage that runs now, by its label."""
 
@@ -104,16 +107,32 @@ class RunContext:
         return pad_token_id(self.tokenizer)
 
     @cached_property
-    def _shapes(self) -> tuple[int, int]:
-        """(entries that compete, all entries), from the model's shapes alone."""
+    def methods(self) -> Composition:
+        """The methods of this run, one an axis."""
+        return compose(to_flat(self.config))
+
+    @cached_property
+    def parameter_shapes(self) -> dict[str, torch.Size]:
+        """Every parameter's shape by name, without the weights."""
+        empty = empty_model(self.model_folder, self.trusted)
+        return {name: p.shape for name, p in empty.named_parameters()}
+
+    @cached_property
+    def candidate_shapes(self) -> dict[str, torch.Size]:
+        """The shapes of the parameters that compete."""
         empty = empty_model(self.model_folder, self.trusted)
         chosen = find_candidates(empty, self.config.score.candidates)
-        return chosen.num_entries, sum(p.numel() for p in empty.parameters())
+        return {name: p.shape for name, p in chosen.items()}
 
     @property
     def num_candidates(self) -> int:
         """Entries that compete."""
-        return self._shapes[0]
+        return sum(shape.numel() for shape in self.candidate_shapes.values())
+
+    @property
+    def num_parameters(self) -> int:
+        """All entries of the model."""
+        return sum(shape.numel() for shape in self.parameter_shapes.values())
 
     @property
     def vector_bytes(self) -> int:
@@ -123,7 +142,7 @@ class RunContext:
     @property
     def model_bytes(self) -> int:
         """The model's weights on disk, in the run's dtype."""
-        return self._shapes[1] * self.dtype.itemsize
+        return self.num_parameters * self.dtype.itemsize
 
     @cached_property
     def model_config(self) -> Any:

@@ -23,6 +23,7 @@ from dualsft.context import RunContext, pass_settings
 from dualsft.disk import free_bytes
 from dualsft.fused import HALF_DTYPES
 from dualsft.memory import free_memory
+from dualsft.method import Job
 from dualsft.model import empty_model, find_candidates, shallow_model, text_parameters
 from dualsft.plans import GIB, Demand, Plan, choose, unmeasured
 from dualsft.preflight import FOLDERS, STAGE_NAMES, check_paths, check_stage
@@ -162,7 +163,11 @@ class _Estimator:
             self._selection,
             self._finetune,
             self._evaluation,
-        )
+        )[: last + 1]
+        needs = self.ctx.methods.needs
+        idle = [self._warmup] if "warmup" not in needs else []
+        idle += [self._gradients, self._scores] if "scores" not in needs else []
+        stages = [stage for stage in stages if stage not in idle]
         return Estimate(
             device=str(self.ctx.device),
             device_memory=self.room.host_bytes if self.room.on_cpu else self.room.device_bytes,
@@ -173,7 +178,7 @@ class _Estimator:
             num_rows=self.work.num_full,
             num_tokens=self.work.num_tokens,
             longest=self.work.longest.num_tokens,
-            stages=tuple(stage() for stage in stages[: last + 1]),
+            stages=tuple(stage() for stage in stages),
         )
 
     # --- stages ---------------------------------------------------------------------------------
@@ -206,21 +211,28 @@ class _Estimator:
 
     def _finetune(self) -> StageEstimate:
         disk = self.model_bytes
-        if self.config.select.variant != "data":
+        if self._num_selected():
             disk += self._num_selected() * (4 + self.itemsize)
         steps = finetune_cures(self.config)
         return self._training("finetune", self._finetune_needs, steps, disk)
 
     def _num_selected(self) -> int:
-        return param_budget(self.ctx, self.num_candidates)
+        """Entries in the mask; none where every parameter is trained, or an adapter."""
+        params = self.ctx.methods.load("params")
+        if not params.entry.uses_budget:
+            return 0
+        return param_budget(self.ctx, params.eligible(Job(self.ctx, "params", Path())))
+
+    def _num_trained(self) -> int:
+        """Examples that fine-tuning sees in an epoch."""
+        counts, data = self.work.counts, self.ctx.methods.load("data")
+        num_pool = sum(counts[role] for role in data.pool_roles)
+        if not data.entry.uses_budget:
+            return num_pool
+        return data_budget(self.ctx, self.work.num_full, num_pool)
 
     def _finetune_needs(self, config: Config) -> Training:
-        counts, variant = self.work.counts, config.select.variant
-        if variant == "param":
-            num_examples = counts["pool"] + counts["warm"]
-        else:
-            num_examples = data_budget(self.ctx, self.work.num_full, counts["pool"])
-        whole = variant == "data"
+        whole = not self._num_selected()
         return Training(
             num_entries=self.num_trainable if whole else self._num_selected(),
             whole=whole,
@@ -228,7 +240,7 @@ class _Estimator:
             offload=False,
             memory=self.probe.warmup if whole else self.probe.finetune,
             plan=finetune_plan(replace(self.ctx, config=config)),
-            num_examples=num_examples,
+            num_examples=self._num_trained(),
             work=self.work,
         )
 
@@ -287,7 +299,7 @@ class _Estimator:
 
     def _scores(self) -> StageEstimate:
         disk = len(kept_vectors(self.ctx)) * self.vector_bytes
-        wanted = self.config.select.variant != "param"
+        wanted = self.ctx.methods.scored("data")
         seconds = self._io(self.model_bytes + 4 * self.vector_bytes + disk)
         if one_pass_wanted(self.ctx) or not wanted:
             device = self._alone() + self._at_hand(self.vector_bytes)
@@ -300,14 +312,19 @@ class _Estimator:
         return self._walked("scores", plan, device, host, seconds, disk)
 
     def _selection(self) -> StageEstimate:
-        chosen = 0 if self.config.select.variant == "data" else self._num_selected()
+        chosen = self._num_selected()
         device = self.model_bytes + 2 * self._at_hand(self.vector_bytes)
-        if self._half and self.config.select.variant != "param":  # what is scored again
+        if self._half and self.ctx.methods.scored("data"):  # what is scored again
             device = max(device, self._alone() + self.vector_bytes)
         seconds = self.num_candidates * TOPK_SECONDS[self.ctx.device.type]
         seconds += self._io(self.model_bytes + 4 * self.vector_bytes)
         subset = int(self.work.num_bytes * min(1.0, self._share_selected()))
         note = f"k = {chosen:,}" if chosen else "all parameters"
+        methods = self.ctx.methods
+        own = [e.name for axis, e in methods.entries.items() if not methods.scored(axis)]
+        own = [name for name in own if name not in ("all", "random")]
+        if own:
+            note += f"; the passes of {', '.join(own)} are not counted"
         return self._stage("selection", device, 16 * chosen, seconds, 8 * chosen + subset, note)
 
     @property
@@ -323,10 +340,9 @@ class _Estimator:
         return (2 if self._half else 1) * (self.model_bytes + batch)
 
     def _share_selected(self) -> float:
-        if self.config.select.variant == "param":
+        if not self.ctx.methods.entries["data"].uses_budget:
             return 0.0
-        b = data_budget(self.ctx, self.work.num_full, self.work.counts["pool"])
-        return b / self.work.num_full
+        return self._num_trained() / self.work.num_full
 
     def _evaluation(self) -> StageEstimate:
         asked, num_sets = self.config.evaluation, 1 + len(self.config.evaluation.files)

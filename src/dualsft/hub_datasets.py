@@ -67,7 +67,7 @@ def materialise(hub: HubDataset, target: Path, key: str) -> Path:
     try:
         with part.open("wb") as out:
             for row in rows:
-                out.write(to_json(row) + b"\n")
+                out.write(to_json(dict(row)) + b"\n")
             out.flush()
             os.fsync(out.fileno())
         os.replace(part, target)

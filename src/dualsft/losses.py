@@ -167,10 +167,22 @@ class Head:
 
 
 class CrossEntropy:
-    """−log softmax(logits)[target], weighted per token."""
+    """−log softmax(logits)[target], weighted per token.
 
-    def __init__(self, target_M: Tensor, weight_M: Tensor) -> None:
-        self.target_M, self.weight_M = target_M, weight_M
+    `weigh`, where given, makes a further factor of the token's own loss; it carries no gradient.
+    """
+
+    def __init__(
+        self,
+        target_M: Tensor,
+        weight_M: Tensor,
+        weigh: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.target_M, self.weight_M, self.weigh = target_M, weight_M, weigh
+
+    def _weights(self, rows: slice, value_C: Tensor) -> Tensor:
+        weight = self.weight_M[rows].to(value_C.dtype)
+        return weight if self.weigh is None else weight * self.weigh(value_C)
 
     def in_one_kernel(
         self, rows: slice, logits_CV: Tensor, grad_dtype: torch.dtype | None
@@ -179,9 +191,11 @@ class CrossEntropy:
         kernels = kernels_for(logits_CV)
         if kernels is None:
             return None
-        weight = self.weight_M[rows].to(logits_CV.dtype)
+        target, weight = self.target_M[rows], self.weight_M[rows].to(logits_CV.dtype)
+        if self.weigh is not None and grad_dtype is not None:
+            weight = self._weights(rows, kernels.cross_entropy(logits_CV, target, weight, None))
         grad = None if grad_dtype is None else torch.empty_like(logits_CV, dtype=grad_dtype)
-        value = kernels.cross_entropy(logits_CV, self.target_M[rows], weight, grad)
+        value = kernels.cross_entropy(logits_CV, target, weight, grad)
         return value, logits_CV if grad is None else grad
 
     def __call__(self, rows: slice, logits_CV: Tensor, want_grad: bool) -> tuple[Tensor, Tensor]:
@@ -191,7 +205,7 @@ class CrossEntropy:
         if want_grad:
             logits_CV.sub_(lse).exp_()
             logits_CV.scatter_add_(-1, target, torch.full_like(lse, -1.0))
-            logits_CV.mul_(self.weight_M[rows, None].to(logits_CV.dtype))
+            logits_CV.mul_(self._weights(rows, value)[:, None])
         return value, logits_CV
 
 
@@ -321,6 +335,32 @@ def example_objective(
     loss = CrossEntropy(positions.target_M, weight)
     objective, value_M = head_objective(model, hidden, positions, loss, observer)
     return objective, positions.per_example_mean(value_M)
+
+
+def weighted_objective(
+    model: PreTrainedModel,
+    batch: Batch,
+    weight_M: Tensor,
+    weigh: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(Σ_m weight_m · weigh(loss_m) · loss_m to differentiate, the unweighted loss_n [B]).
+
+    m runs over the batch's response tokens, example by example; `weigh` is held constant.
+    """
+    positions = Positions.of(batch)
+    loss = CrossEntropy(positions.target_M, weight_M, weigh)
+    objective, value_M = head_objective(model, last_hidden(model, batch), positions, loss)
+    return objective, positions.per_example_mean(value_M)
+
+
+@torch.no_grad()
+def token_losses(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, ...]:
+    """−log p of every response token, one tensor an example."""
+    positions = Positions.of(batch)
+    unit = torch.ones(len(positions.row_M), device=positions.row_M.device)
+    loss = CrossEntropy(positions.target_M, unit)
+    _, value_M = head_objective(model, last_hidden(model, batch), positions, loss)
+    return value_M.split(positions.count_B.tolist())
 
 
 def distillation_objective(

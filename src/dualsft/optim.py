@@ -123,6 +123,15 @@ class SparseAdamW(torch.optim.Optimizer):
         held = self.state.get(self._params[name], {})
         return adam_step.read_masters(self._flat(name), self._indices[name], held, first, last)
 
+    def weight(self, name: str) -> Tensor:
+        """A parameter's weights as one flat view, selected or not."""
+        return self._flat(name)
+
+    def index(self, name: str, first: int, last: int) -> Tensor | None:
+        """Flat indices of the selected entries from `first` to `last`; None means all of them."""
+        index = self._indices[name]
+        return None if index is None else index.decode(first, last)
+
     def second_moment(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """Second moment of the selected entries from `first` to `last`, as the recursion left it:
 
@@ -201,17 +210,18 @@ class SparseAdamW(torch.optim.Optimizer):
         self._scale = factor if self._scale is None else self._scale * factor
         return total
 
-    def set_indices(self, indices: Indices | None) -> None:
+    def set_indices(self, indices: Indices | None, carry: bool = True) -> None:
         """Move the mask; call it between a step and the next backward.
 
-        Entries that stay keep master and moments. Entries that enter start from the weight as it is
+        Entries that stay keep master and moments; without `carry` their masters alone, and moments
+        and step counts start anew everywhere. Entries that enter start from the weight as it is
         now, with zero moments. Entries that leave keep their last weight. The step count of a
         parameter goes on as long as it has selected entries (so bias correction is over for an
         entry that enters late: its first update is up to (1 - beta1) / sqrt(1 - beta2) = 3.2 times
         lr), and a parameter that had none starts anew. Pending gradients are dropped.
         """
         self._refuse_closed()
-        self._select(self._checked(indices))
+        self._select(self._checked(indices), carry)
         self.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
@@ -417,14 +427,14 @@ class SparseAdamW(torch.optim.Optimizer):
                     )
 
     @torch.no_grad()
-    def _select(self, selected: dict[str, CompactIndex | None]) -> None:
+    def _select(self, selected: dict[str, CompactIndex | None], carry: bool = True) -> None:
         """Make `selected` the mask: state, hooks and `requires_grad`."""
         before, self._indices = self._indices, selected
         for name, p in self._params.items():
             if name not in selected:
                 self.state.pop(p, None)
-            elif p in self.state and not same_entries(before[name], selected[name]):
-                self._move_state(name, before[name])
+            elif p in self.state and not (carry and same_entries(before[name], selected[name])):
+                self._move_state(name, before[name], carry)
         self._storages = {name: self._params[name].data_ptr() for name in selected}
         self.param_groups[0]["params"] = [self._params[name] for name in selected]
         self.param_groups[0]["param_names"] = list(selected)
@@ -438,12 +448,14 @@ class SparseAdamW(torch.optim.Optimizer):
                 hook = partial(_hand_over, weakref.ref(self), name)
                 self._hooks[name] = p.register_post_accumulate_grad_hook(hook)
 
-    def _move_state(self, name: str, before: CompactIndex | None) -> None:
-        """State under the new index; what was held of the entries that stay is carried over."""
+    def _move_state(self, name: str, before: CompactIndex | None, carry: bool) -> None:
+        """State under the new index; what is kept of the entries that stay, `set_indices` says."""
         p = self._params[name]
         old, new = self.state[p], self._new_state(name)
         source, target = positions_kept(before, self._indices[name], p.numel(), p.device)
         for key, value in old.items():
+            if not carry and key not in _BESIDE_WEIGHT:
+                continue
             if key in SCALARS:
                 new[key] = value
             else:

@@ -10,18 +10,22 @@ re-runs exactly what depends on it, saying why. A stage is written whole or not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import importlib.metadata
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dualsft import config as settings
+from dualsft.benchmark_tasks import task_files, wanted_tasks
 from dualsft.config import Config
 from dualsft.context import RunContext, repeatable
 from dualsft.disk import explained
 from dualsft.fused import HALF_DTYPES
 from dualsft.interrupt import Interrupted
+from dualsft.manifest import read_stage_manifest
+from dualsft.method import Job
 from dualsft.pieces import Pieces
 from dualsft.preflight import FOLDERS, STAGE_NAMES, check_paths, check_stage
 from dualsft.pretrained import code_hash, tokenizer_hash, weights_hash
@@ -46,6 +50,8 @@ class Stage:
     """Settings of a finished stage that holds all this one would, and more."""
     need: Callable[[RunContext], int] = lambda _: 0
     """Bytes that its result takes on disk, as far as shapes tell."""
+    needed: str | None = None
+    """What a method must read for this stage to run; None is always."""
 
 
 def _pick(ctx: RunContext, *keys: str) -> Settings:
@@ -103,14 +109,15 @@ def _warmup_settings(ctx: RunContext) -> Settings:
     del chosen["warmup.offload"]  # where the optimizer's state is changes no result
     chosen["warmup.lr"] = ctx.config.warmup.lr or ctx.config.finetune.lr
     chosen["warmup.batch_size"] = ctx.config.warmup.batch_size or ctx.config.finetune.batch_size
-    return (
-        chosen
-        | _compute(ctx)
-        | {
-            "weights of model.path": weights_hash(ctx.model_folder),
-            "config.json of model.path": sha256_file(ctx.model_folder / "config.json"),
-        }
-    )
+    return chosen | _compute(ctx) | _weights(ctx)
+
+
+def _weights(ctx: RunContext) -> Settings:
+    """θ_old by its content."""
+    return {
+        "weights of model.path": weights_hash(ctx.model_folder),
+        "config.json of model.path": sha256_file(ctx.model_folder / "config.json"),
+    }
 
 
 _DIRECTION = (
@@ -139,36 +146,62 @@ def _gradients_with_product(ctx: RunContext) -> Settings | None:
 
 
 def _scores_settings(ctx: RunContext) -> Settings:
-    per_example = ctx.config.select.variant != "param"
+    per_example = ctx.methods.scored("data")
     chosen = _pick(ctx, *_DIRECTION, "score.mode", "score.keep")
     return chosen | {"per-example scores": per_example} | _precision(ctx)
 
 
 def _selection_settings(ctx: RunContext) -> Settings:
-    chosen = _pick(ctx, "select.*")
-    unused = {"data": "select.param_budget", "param": "select.data_budget"}
-    chosen.pop(unused.get(ctx.config.select.variant, ""), None)
+    chosen, methods = _pick(ctx, "select.*"), ctx.methods
+    if not methods.entries["data"].uses_budget:
+        del chosen["select.data_budget"]
+    if methods.entries["params"].uses_budget:
+        chosen |= _pick(ctx, "method.denominator")
+    else:
+        del chosen["select.param_budget"]
     if not ctx.config.select.rounds:
         del chosen["select.order"]
+    chosen |= methods.settings("data") | methods.settings("params")
+    others = [e for e in methods.entries.values() if "scores" not in e.needs and e.name != "all"]
+    if others:  # DualSFT's own reads stages that depend on these
+        chosen |= _weights(ctx) | _compute(ctx) | _pick(ctx, "score.candidates", "seed")
+    if any(entry.trains for entry in others):
+        chosen |= _pick(ctx, "finetune.*")
+        del chosen["finetune.checkpointing"]
     return chosen
 
 
 def _finetune_settings(ctx: RunContext) -> Settings:
     chosen = _pick(ctx, "finetune.*", "seed")
     del chosen["finetune.checkpointing"]  # changes memory, no result
-    return chosen
+    chosen["learning rate"] = finetune.learning_rate(ctx)
+    return chosen | ctx.methods.settings("weights") | ctx.methods.settings("after")
 
 
 def _evaluation_settings(ctx: RunContext) -> Settings:
     chosen = _pick(ctx, "evaluation.*", "data.*")
     del chosen["data.path"], chosen["data.val_path"]
+    del chosen["evaluation.allow_code_execution"]
     files = ctx.config.evaluation.files
     hashes = {
         name: source_hash(ctx.data_path(path), ctx.config.data, f"evaluation.files: {name}")
         for name, path in files.items()
     }
     _hash_template(ctx, chosen)
-    return chosen | {"evaluation.files": hashes}
+    return chosen | {"evaluation.files": hashes, "losses of examples": True} | _task_settings(ctx)
+
+
+def _task_settings(ctx: RunContext) -> Settings:
+    """Benchmarks: the harness's version decides their prompts, local rows count by content."""
+    evaluation = ctx.config.evaluation
+    if evaluation.tasks is None:
+        return {}
+    files = task_files(wanted_tasks(evaluation.tasks), evaluation.data_dir)
+    rows = {stem: sha256_file(path) for stem, path in files.items()}
+    return {
+        "lm_eval": importlib.metadata.version("lm_eval"),
+        "evaluation.data_dir": rows or None,
+    }
 
 
 STAGES: tuple[Stage, ...] = (
@@ -179,6 +212,7 @@ STAGES: tuple[Stage, ...] = (
         _warmup_settings,
         ("split",),
         need=lambda ctx: ctx.model_bytes + ctx.vector_bytes,
+        needed="warmup",
     ),
     Stage(
         "gradients",
@@ -187,6 +221,7 @@ STAGES: tuple[Stage, ...] = (
         ("split", "warmup"),
         _gradients_with_product,
         need=lambda ctx: 3 * ctx.vector_bytes,
+        needed="scores",
     ),
     Stage(
         "scores",
@@ -194,8 +229,14 @@ STAGES: tuple[Stage, ...] = (
         _scores_settings,
         ("split", "warmup", "gradients"),
         need=lambda ctx: len(scores.kept_vectors(ctx)) * ctx.vector_bytes,
+        needed="scores",
     ),
-    Stage("selection", selection.run, _selection_settings, ("split", "gradients", "scores")),
+    Stage(
+        "selection",
+        selection.run,
+        _selection_settings,
+        ("split", "warmup", "gradients", "scores"),
+    ),
     Stage(
         "finetune",
         finetune.run,
@@ -213,16 +254,18 @@ def run(
     out: str | Path = "run",
     until: str | None = None,
     reporter: Reporter | None = None,
+    lenders: Sequence[Path] = (),
 ) -> Path:
     """Run Algorithm 1 into the folder `out`, up to and including the stage `until`.
 
-    Finished stages whose settings have not changed are reused. Returns the run folder.
+    Finished stages whose settings have not changed are reused, those of the run folders `lenders`
+    too. Returns the run folder.
     """
     settings.validate(config)
     check_paths(config)
     last = check_stage(until)
     rundir = RunDir(Path(out))
-    ctx = RunContext(config, rundir, reporter or Reporter())
+    ctx = RunContext(config, rundir, reporter or Reporter(), lenders=lenders)
     for warning in settings.warnings(config):
         ctx.reporter.warn(warning)
     with explained(rundir.path):
@@ -243,7 +286,10 @@ def _run_stages(ctx: RunContext, last: str) -> None:
     assert ctx.device, "a device that is not there is said before any work"
     hashes: dict[str, str] = {}
     for stage in STAGES:
-        hashes[stage.name] = _ensure(ctx, stage, hashes)
+        if stage.needed is None or stage.needed in ctx.methods.needs:
+            hashes[stage.name] = _ensure(ctx, stage, hashes)
+        else:
+            ctx.reporter.say(f"[{stage.name}] not needed by {ctx.methods.title}")
         if stage.name == "split":
             check_budgets(ctx, last)
         if stage.name == last:
@@ -273,17 +319,29 @@ def check_budgets(ctx: RunContext, last: str = "report") -> None:
     if STAGE_NAMES.index(last) < STAGE_NAMES.index("selection"):
         return
     counts = {role: len(rows) for role, rows in ctx.roles().items()}
-    variant = ctx.config.select.variant
-    if variant != "param":
-        selection.data_budget(ctx, sum(counts.values()), counts["pool"])
-    if variant != "data":
-        selection.param_budget(ctx, ctx.num_candidates)
+    data, params = ctx.methods.load("data"), ctx.methods.load("params")
+    if data.entry.uses_budget:
+        num_pool = sum(counts[role] for role in data.pool_roles)
+        selection.data_budget(ctx, sum(counts.values()), num_pool)
+    if params.entry.uses_budget:
+        selection.param_budget(ctx, params.eligible(Job(ctx, "params", ctx.folder("selection"))))
+
+
+def _lender(ctx: RunContext, folder: str, fingerprint: Fingerprint) -> Path | None:
+    """Another run that has this very stage, finished and whole."""
+    for other in ctx.lenders:
+        same = other.absolute() == ctx.rundir.path.absolute()
+        manifest, wrong = ({}, "itself") if same else read_stage_manifest(other / folder)
+        stated = not wrong and not fingerprint.explain(manifest)
+        if stated and RunDir(other).stage_state(folder, fingerprint).ready:
+            return other
+    return None
 
 
 def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
     """Reuse the finished stage or run it; returns its fingerprint's hash."""
     folder = FOLDERS[stage.name]
-    reads = {name: hashes[name] for name in stage.reads}
+    reads = {name: hashes[name] for name in stage.reads if name in hashes}
     fingerprint = Fingerprint(stage.settings(ctx), reads)
     state = ctx.rundir.stage_state(folder, fingerprint)
     richer = stage.richer(ctx)
@@ -297,6 +355,12 @@ def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
         ctx.rundir.discard_work(folder)
         ctx.reporter.say(f"[{stage.name}] reused: nothing it depends on has changed")
         return fingerprint.hash
+    for wanted in [fingerprint, *([] if richer is None else [Fingerprint(richer, reads)])]:
+        if (lender := _lender(ctx, folder, wanted)) is not None:
+            ctx.rundir.adopt(folder, lender)
+            ctx.rundir.discard_work(folder)
+            ctx.reporter.say(f"[{stage.name}] taken over from {lender}")
+            return wanted.hash
     redo = state.status in ("stale", "corrupt")
     why = f"again ({'; '.join(state.reasons)})" if redo else "started"
     ctx.reporter.say(f"[{stage.name}] {why}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dualsft import config as settings
+from dualsft.benchmark_tasks import task_problems
 from dualsft.config import Config, DataConfig
 from dualsft.corpus import BUILTIN, builtin_names
 from dualsft.errors import ConfigError
@@ -87,7 +88,7 @@ def path_problems(values: Mapping[str, Any]) -> list[str]:
     template = data.template_file
     if template is not None and not _is_file(template):
         problems.append(f"data.template_file: {template!r} is not a file; give a Jinja file")
-    return problems
+    return problems + task_problems(values)
 
 
 def _is_file(path: str) -> bool:

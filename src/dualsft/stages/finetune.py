@@ -1,37 +1,47 @@
-"""Restricted fine-tuning: Algorithm 1 line 12, θ* ← MaskedFT(θ_old, D_sel, m_θ).
+"""Fine-tuning: Algorithm 1 line 12, θ* ← MaskedFT(θ_old, D_sel, m_θ), and every other method's.
 
-Restarts from θ_old. DualSFT trains the selected entries on D_sel; DualSFT-Param the selected
-entries on all of D_train (pool and warm); DualSFT-Data every parameter on D_sel (and then there
-is no delta: everything moved). Gradients, moments and decay exist only at the selected entries;
-all others keep their bits. Reads 1_split and 5_selection; writes delta.safetensors, model/ (the
-merged Hugging Face folder) and summary.json.
+Restarts from θ_old (or from where the method of the entries left its own start). What is trained,
+and on what, is the selection's: a mask or every parameter, D_sel or all of D_train. The run's
+methods may move the mask, put an adapter in, weigh tokens, or edit the result (`method.py`).
+Gradients, moments and decay exist only at the selected entries; all others keep their bits. Reads
+1_split and 5_selection; writes delta.safetensors where few entries changed, model/ (the merged
+Hugging Face folder) and summary.json.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from transformers import PreTrainedModel
+
 from dualsft.context import RunContext
 from dualsft.data import Example
-from dualsft.delta import take_delta
+from dualsft.delta import Delta, extract_delta, take_delta
+from dualsft.method import AfterMethod, Job, ParamMethod, WeightMethod
 from dualsft.model import save_model, text_parameters
 from dualsft.optim import SparseAdamW
 from dualsft.pretrained import weights_hash
 from dualsft.rundir import sha256_file
 from dualsft.stages.chosen import read_mask
-from dualsft.training import FEW_STEPS, TrainingPlan, train
+from dualsft.training import FEW_STEPS, Hooks, TrainingPlan, train
 
 
 def run(ctx: RunContext, part: Path) -> dict[str, Any]:
-    """Fine-tune from θ_old and write the delta and the merged model into `part`."""
+    """Fine-tune and write the delta and the merged model into `part`."""
     selection = ctx.folder("selection")
-    final = selection / json.loads((selection / "summary.json").read_text())["final"]
-    variant = ctx.config.select.variant
-    indices = None if variant == "data" else read_mask(final)
+    chosen = json.loads((selection / "summary.json").read_text())
+    final = selection / chosen["final"]
+    params: ParamMethod = ctx.methods.load("params")
+    indices = read_mask(final) if (final / "mask.safetensors").is_file() else None
     examples = training_examples(ctx, final)
-    model = ctx.theta_old()
+    job = Job(ctx, "params", part, examples)
+    start = selection / "start"
+    model = ctx.load(start) if start.is_dir() else ctx.theta_old()
     plan = finetune_plan(ctx)
     num_steps = plan.num_steps(len(examples))
     if num_steps < FEW_STEPS:
@@ -40,8 +50,12 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
             "change little (lower finetune.batch_size, raise finetune.epochs "
             "or select.data_budget)"
         )
+    weights: WeightMethod | None = ctx.methods.load("weights")
+    weighing = Job(ctx, "weights", part, examples)
+    hooks = Hooks() if weights is None else _weighting(weights, weighing, model)
+    named = [*params.attach(job, model).items()] if params.adapter else text_parameters(model)
     with SparseAdamW(
-        text_parameters(model),
+        named,
         indices,
         lr=plan.lr,
         weight_decay=ctx.config.finetune.weight_decay,
@@ -49,39 +63,127 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
         seed=ctx.config.seed,
     ) as optimizer:
         trained = optimizer.num_selected
-        train(
-            model, examples, optimizer, plan, ctx.reporter, "fine-tuning", _logger(ctx), ctx.pieces
+        every = params.refresh_every(job)
+        if every is not None and indices is not None:
+            if every >= num_steps:
+                ctx.reporter.warn(
+                    f"the mask of {params.entry.name} never moves: its interval is {every:,} "
+                    f"steps, and there are {num_steps:,} (lower the interval, or train longer)"
+                )
+            hooks = _moving(params, job, model, optimizer, indices, every, hooks, num_steps)
+        log = _logger(ctx)
+        train(model, examples, optimizer, plan, ctx.reporter, "fine-tuning", log, ctx.pieces, hooks)
+    if params.adapter:
+        model = params.detach(job, model)
+    facts: dict[str, Any] = {}
+    accounts: dict[str, Any] = {}
+    if weights is not None:
+        accounts["weights"] = weighing.accounts.as_dict()
+        if weights.facts:
+            facts[weights.entry.name] = {**weights.facts}
+    after: AfterMethod | None = ctx.methods.load("after")
+    if after is not None:
+        editing = Job(ctx, "after", part, examples)
+        facts |= after.apply(editing, ctx.theta_old(), model)
+        accounts["after"] = editing.accounts.as_dict()
+    still = every is None and after is None and not start.is_dir()
+    delta, changed = _delta(ctx, model, indices if still else None)
+    if every is not None and changed is not None:
+        ctx.reporter.say(
+            f"moving mask: {trained:,} entries at a time, {changed:,} in all differ from θ_old"
         )
-    if indices is not None:
-        origin = (Path(ctx.config.model.path).name, weights_hash(ctx.model_folder))
-        take_delta(model, indices, *origin).save(part / "delta.safetensors")
+    if delta is not None:
+        delta.save(part / "delta.safetensors")
     save_model(model, ctx.tokenizer, ctx.model_folder, part / "model")
     summary = {
-        "variant": variant,
+        "variant": ctx.config.select.variant,
+        "methods": chosen["methods"],
         "selection": final.name if final != selection else ".",
         "steps": num_steps,
         "examples": len(examples),
         "trained_entries": trained,
+        "num_parameters": ctx.num_parameters,
+        "changed_entries": changed,
+        "lr": plan.lr,
         "base_hash": weights_hash(ctx.model_folder),
         "weights": {p.name: sha256_file(p) for p in sorted((part / "model").glob("*.safetensors"))},
+        **facts,
     }
     (part / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    return {"steps": num_steps, "examples": len(examples), "trained_entries": trained}
+    counts = {"steps": num_steps, "examples": len(examples), "trained_entries": trained}
+    return counts | ({"accounts": accounts} if accounts else {})
+
+
+def _weighting(weights: WeightMethod, job: Job, model: PreTrainedModel) -> Hooks:
+    with job.measured():
+        return weights.hooks(job, model)
+
+
+def _moving(
+    params: ParamMethod,
+    job: Job,
+    model: PreTrainedModel,
+    optimizer: SparseAdamW,
+    indices: Mapping[str, Tensor],
+    every: int,
+    hooks: Hooks,
+    num_steps: int,
+) -> Hooks:
+    """`hooks`, and a new mask every so many steps, as long as one more step follows."""
+    k = sum(index.numel() for index in indices.values())
+
+    def after_step(done: int) -> None:
+        if hooks.after_step is not None:
+            hooks.after_step(done)
+        if done % every == 0 and done < num_steps:
+            optimizer.set_indices(params.refresh(job, model, k, done), params.carry)
+
+    return replace(hooks, after_step=after_step, moving=tuple(params.eligible(job)))
+
+
+def _delta(
+    ctx: RunContext, model: PreTrainedModel, indices: Mapping[str, Tensor] | None
+) -> tuple[Delta | None, int | None]:
+    """What changed, and how much: the mask's entries, or those that differ from θ_old (of a mask
+    that moved: the union); no delta when that is not sparse (it takes up to five times an entry's
+    own bytes)."""
+    origin = (Path(ctx.config.model.path).name, weights_hash(ctx.model_folder))
+    if indices is not None:
+        delta = take_delta(model, indices, *origin)
+        return delta, delta.num_entries
+    dense = ctx.methods.name("params") in ("all", None) or ctx.methods.load("params").adapter
+    if dense and ctx.methods["after"] is None:
+        return None, None
+    before = ctx.theta_old()
+    delta = extract_delta(before, model, base_model=origin[0], base_hash=origin[1])
+    dense = delta.num_entries > DENSE * sum(p.numel() for p in before.parameters())
+    return None if dense else delta, delta.num_entries
+
+
+DENSE = 0.2  # of all parameters: more changed entries than this are better kept as a model
 
 
 def training_examples(ctx: RunContext, final: Path) -> list[Example]:
-    """D_sel, or all of D_train for DualSFT-Param."""
+    """D_sel, or all of D_train where the data method chose everything."""
     roles = ctx.roles()
-    if ctx.config.select.variant == "param":
-        return sorted(roles["pool"] + roles["warm"], key=lambda e: e.index)
+    everything = sorted(roles["pool"] + roles["warm"], key=lambda e: e.index)
+    if not (final / "ids.json").is_file():
+        return everything
     wanted = set(json.loads((final / "ids.json").read_text()))
-    return [e for e in roles["pool"] if e.id in wanted]
+    return [e for e in everything if e.id in wanted]
+
+
+def learning_rate(ctx: RunContext) -> float:
+    """finetune.lr times the ratio of what trains (`method.lr_ratio`)."""
+    given = ctx.config.method.lr_ratio
+    ratio = ctx.methods.entries["params"].lr_ratio if given is None else given
+    return ctx.config.finetune.lr * ratio
 
 
 def finetune_plan(ctx: RunContext) -> TrainingPlan:
     config = ctx.config
     return TrainingPlan(
-        lr=config.finetune.lr,
+        lr=learning_rate(ctx),
         epochs=config.finetune.epochs,
         batch_size=config.finetune.batch_size,
         warmup_ratio=config.finetune.warmup_ratio,

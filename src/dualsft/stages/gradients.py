@@ -99,7 +99,7 @@ def _stored(ctx: RunContext, vector: Vector, path: Path) -> Vector:
 
 def one_pass_wanted(ctx: RunContext) -> bool:
     """Whether the pool pass also makes the per-example product."""
-    return ctx.config.score.mode == "one_pass" and ctx.config.select.variant != "param"
+    return ctx.config.score.mode == "one_pass" and ctx.methods.scored("data")
 
 
 def write_pool(

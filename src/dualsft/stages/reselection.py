@@ -21,7 +21,12 @@ from dualsft.data import Example
 from dualsft.ghost import GhostEngine
 from dualsft.passes import loss_objective, walk
 from dualsft.placement import blank
-from dualsft.stages.chosen import product_source, write_mask, write_selected
+from dualsft.stages.chosen import (
+    describe_entries,
+    product_source,
+    write_mask,
+    write_selected,
+)
 from dualsft.stages.scores import Scored, exact_dots
 from dualsft.topk import TopK, top_b, topk_signed
 
@@ -53,7 +58,8 @@ def reselect(
         folder = part / f"round_{number}"
         folder.mkdir()
         facts: dict[str, Any] = {"round": number, "moved": side, "jaccard": overlap}
-        facts |= write_mask(ctx, folder, mask)
+        facts |= write_mask(ctx, folder, mask.indices, mask.num_total)
+        facts |= describe_entries(ctx, mask)
         write_selected(ctx, folder, [pool[i] for i in positions])
         (folder / "summary.json").write_text(json.dumps(facts, indent=2) + "\n")
         history.append({"round": number, "moved": side, "jaccard": overlap})

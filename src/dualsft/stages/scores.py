@@ -73,7 +73,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     direction = scored.terms.estimate() if one_pass else scored.projection
     products = _products(scored, direction)
     summary = _summary(ctx, scored, products)
-    if ctx.config.select.variant != "param":
+    if ctx.methods.scored("data"):
         if one_pass:
             residual = products.block_norms("residual")
             norms = np.array([residual[name] for name in engine.columns])

@@ -1,16 +1,18 @@
 """Selection: Algorithm 1 lines 9 to 11, m_θ ← TopK(s_θ, k) and D_sel ← TopB(s_D, b).
 
-Exact, signed, global over all candidates. The parameter scores u ⊙ G are formed chunk by chunk at
-each reading of the top-k and never exist as a whole. In one-pass mode the certificate (ALGORITHM.md
-§4) says which examples this budget leaves open; those, and in half precision those that rounding
-could move across the boundary, are scored exactly here. Reads 1_split to 4_scores and the source
-file; writes mask.safetensors, selected.jsonl, rescored.parquet, summary.json, and round_<t>/ for
-each round of fixed-side re-selection (`stages/reselection.py`).
+The run's methods choose (`method.py`), examples first; what follows them here is DualSFT's own
+choice. Exact, signed, global over all candidates. The parameter scores u ⊙ G are formed chunk by
+chunk at each reading of the top-k and never exist as a whole. In one-pass mode the certificate
+(ALGORITHM.md §4) says which examples this budget leaves open; those, and in half precision those
+that rounding could move across the boundary, are scored exactly here. Reads 1_split to 4_scores and
+the source file; writes mask.safetensors, selected.jsonl, rescored.parquet, summary.json, and
+round_<t>/ for each round of fixed-side re-selection (`stages/reselection.py`).
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,25 +20,33 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from dualsft.certificate import judge, settle
 from dualsft.context import RunContext
 from dualsft.data import Example
-from dualsft.errors import ConfigError
+from dualsft.errors import ConfigError, RunError
 from dualsft.fused import HALF_DTYPES
 from dualsft.ghost import GhostEngine, widened
-from dualsft.stages.chosen import product_source, write_mask, write_selected
+from dualsft.method import DataMethod, Job, ParamChoice, ParamMethod
+from dualsft.stages.chosen import (
+    describe_entries,
+    product_source,
+    write_baseline_scores,
+    write_mask,
+    write_selected,
+)
 from dualsft.stages.gradients import read_pool
 from dualsft.stages.reselection import reselect
 from dualsft.stages.scores import Scored, exact_dots, load_scored, rounding_scales
 from dualsft.stages.split import resolve_budget
-from dualsft.topk import topk_signed
+from dualsft.topk import TopK, topk_signed
 
 WIDER = 8.0  # what is scored again with TF32 products or better is this much less rounded than bf16
 
 
 @dataclass(frozen=True)
-class DataChoice:
+class Chosen:
     """The selected positions of the pool and how they were found."""
 
     positions: np.ndarray
@@ -51,32 +61,103 @@ class DataChoice:
 
 
 def run(ctx: RunContext, part: Path) -> dict[str, Any]:
-    """Write the mask and the subset for this budget into `part`."""
-    roles = ctx.roles()
-    pool = roles["pool"]
-    num_full = sum(len(rows) for rows in roles.values())
-    model = ctx.theta_bar()
-    engine = GhostEngine(model, ctx.candidates(model))
-    scored = load_scored(ctx, engine.candidates, len(pool))
-    variant = ctx.config.select.variant
-    summary: dict[str, Any] = {"variant": variant, "final": "."}
-    mask, data = None, None
-    if variant != "data":
-        k = param_budget(ctx, scored.grad_sum.num_entries)
-        source = product_source(scored.projection, scored.grad_sum, scored.terms.eta_sc)
-        mask = topk_signed(source, k)
-        del source  # it may hold two vectors on the card
-        summary |= write_mask(ctx, part, mask)
-    if variant != "param":
-        b = data_budget(ctx, num_full, len(pool))
-        data = choose_examples(ctx, engine, pool, scored, b)
-        summary |= _describe_data(ctx, part, pool, data, b, num_full)
-        write_selected(ctx, part, [pool[i] for i in data.positions])
+    """Ask the run's methods for examples and entries, for this budget; write both into `part`."""
+    common: dict[str, Any] = {}
+    accounts: dict[str, Any] = {}
+    summary: dict[str, Any] = {
+        "variant": ctx.config.select.variant,
+        "methods": {axis: entry.name for axis, entry in ctx.methods.entries.items()},
+        "final": ".",
+    }
+    examples, positions = _choose_data(ctx, part, common, summary, accounts)
+    mask = _choose_params(ctx, part, common, summary, accounts, examples)
     if ctx.config.select.rounds:
-        assert mask is not None and data is not None
-        summary |= reselect(ctx, part, engine, pool, scored, mask, data.positions)
+        scoring = common["scoring"]
+        assert mask is not None and positions is not None
+        summary |= reselect(
+            ctx, part, scoring.engine, scoring.pool, scoring.scored, scoring.mask, positions
+        )
     (part / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    return {key: summary[key] for key in ("k", "b", "rescored") if key in summary}
+    facts = {key: summary[key] for key in ("k", "b", "rescored") if key in summary}
+    return facts | {"accounts": accounts}  # seconds differ from run to run: not for a result's file
+
+
+def _choose_data(
+    ctx: RunContext,
+    part: Path,
+    common: dict[str, Any],
+    summary: dict[str, Any],
+    accounts: dict[str, Any],
+) -> tuple[list[Example], np.ndarray | None]:
+    """(what is trained on, its positions in the method's pool); everything is None."""
+    method: DataMethod = ctx.methods.load("data")
+    job = Job(ctx, "data", part, common=common)
+    num_full = sum(len(rows) for rows in job.roles.values())
+    pool = sorted((e for role in method.pool_roles for e in job.roles[role]), key=_source_order)
+    b = data_budget(ctx, num_full, len(pool)) if method.entry.uses_budget else len(pool)
+    with job.measured():
+        choice = method.choose(job, pool, b)
+    accounts["data"] = job.accounts.as_dict()
+    if choice is None:
+        return pool, None
+    positions = np.sort(np.asarray(choice.positions))
+    if len(np.unique(positions)) != b or not 0 <= positions[0] <= positions[-1] < len(pool):
+        raise RunError(
+            f"method.data={method.entry.name} chose {len(np.unique(positions)):,} different "
+            f"examples instead of {b:,} of {len(pool):,}: a defect of the method"
+        )
+    lengths = np.array([e.num_response_tokens for e in pool])
+    summary |= {
+        "b": b,
+        "num_full": num_full,
+        "data_share": b / num_full,
+        "response_tokens_selected": float(lengths[positions].mean()),
+        "response_tokens_pool": float(lengths.mean()),
+        **choice.facts,
+    }
+    rows = [pool[i] for i in positions]
+    write_selected(ctx, part, rows)
+    if choice.scores is not None:
+        write_baseline_scores(part / "baseline_scores.parquet", pool, choice.scores)
+    if not ctx.methods.scored("data"):
+        ctx.reporter.say(
+            f"examples: {b:,} of {num_full:,} rows ({100 * b / num_full:.2f} %) by "
+            f"{method.entry.name}"
+        )
+    return rows, positions
+
+
+def _choose_params(
+    ctx: RunContext,
+    part: Path,
+    common: dict[str, Any],
+    summary: dict[str, Any],
+    accounts: dict[str, Any],
+    examples: list[Example],
+) -> ParamChoice | None:
+    method: ParamMethod = ctx.methods.load("params")
+    job = Job(ctx, "params", part, examples, common)
+    eligible = method.eligible(job)
+    k = param_budget(ctx, eligible) if method.entry.uses_budget else 0
+    with job.measured():
+        choice = method.choose(job, k)
+    accounts["params"] = job.accounts.as_dict()
+    if choice is None:
+        return None
+    count = sum(index.numel() for index in choice.indices.values())
+    if method.entry.uses_budget and count > k and not choice.literal:
+        raise RunError(
+            f"method.params={method.entry.name} chose {count:,} entries, more than the budget of "
+            f"{k:,}: a defect of the method"
+        )
+    summary |= write_mask(ctx, part, choice.indices, denominator(ctx, eligible))
+    asked = None if choice.literal else k or None
+    summary |= {"budget_entries": asked, **choice.facts}
+    return choice
+
+
+def _source_order(example: Example) -> int:
+    return example.index
 
 
 def data_budget(ctx: RunContext, num_full: int, num_pool: int) -> int:
@@ -91,28 +172,83 @@ def data_budget(ctx: RunContext, num_full: int, num_pool: int) -> int:
     return b
 
 
-def param_budget(ctx: RunContext, num_candidates: int) -> int:
-    """k, a share of the candidate entries."""
-    budget = ctx.config.select.param_budget
-    k = resolve_budget(budget, num_candidates, "select.param_budget")
-    if k > num_candidates:
+def denominator(ctx: RunContext, eligible: Mapping[str, torch.Size]) -> int:
+    """What a fraction in select.param_budget is of (`method.denominator`)."""
+    counts = {
+        "candidates": ctx.num_candidates,
+        "all": ctx.num_parameters,
+        "eligible": sum(shape.numel() for shape in eligible.values()),
+    }
+    return counts[ctx.config.method.denominator]
+
+
+def param_budget(ctx: RunContext, eligible: Mapping[str, torch.Size]) -> int:
+    """k, a share of the declared denominator; it must fit what the method chooses from."""
+    budget, total = ctx.config.select.param_budget, denominator(ctx, eligible)
+    most = sum(shape.numel() for shape in eligible.values())
+    k = resolve_budget(budget, total, "select.param_budget")
+    if k > most:
+        what = "candidate entries" if ctx.methods.scored("params") else "entries it chooses from"
         raise ConfigError(
-            f"select.param_budget: {budget!r} is more than the {num_candidates:,} candidate "
-            f"entries (score.candidates={ctx.config.score.candidates}); lower it"
+            f"select.param_budget: {budget!r} is {k:,} entries, more than the {most:,} {what} "
+            f"(score.candidates={ctx.config.score.candidates}); lower it"
         )
     return k
 
 
+@dataclass
+class Scoring:
+    """DualSFT's scores as both sides read them: u, G, the engine, the pool."""
+
+    ctx: RunContext
+    engine: GhostEngine
+    pool: list[Example]
+    scored: Scored
+    num_full: int
+    mask: TopK | None = None
+    """What `choose_entries` found."""
+
+    @classmethod
+    def of(cls, ctx: RunContext) -> Scoring:
+        roles = ctx.roles()
+        model = ctx.theta_bar()
+        engine = GhostEngine(model, ctx.candidates(model))
+        scored = load_scored(ctx, engine.candidates, len(roles["pool"]))
+        return cls(ctx, engine, roles["pool"], scored, sum(len(rows) for rows in roles.values()))
+
+    def choose_entries(self, k: int, reverse: bool = False) -> TopK:
+        """The exact signed top k of u ⊙ G; of its negative for the reverse."""
+        eta_sc = self.scored.terms.eta_sc * (-1.0 if reverse else 1.0)
+        source = product_source(self.scored.projection, self.scored.grad_sum, eta_sc)
+        self.mask = topk_signed(source, k)
+        return self.mask
+
+    def choose_examples(self, b: int, reverse: bool = False) -> Chosen:
+        return choose_examples(self.ctx, self.engine, self.pool, self.scored, b, reverse)
+
+    def describe_entries(self, mask: TopK) -> dict[str, Any]:
+        return describe_entries(self.ctx, mask)
+
+    def describe(self, part: Path, data: Chosen, b: int) -> dict[str, Any]:
+        return _describe_data(self.ctx, part, self.pool, data, b, self.num_full)
+
+
 def choose_examples(
-    ctx: RunContext, engine: GhostEngine, pool: list[Example], scored: Scored, b: int
-) -> DataChoice:
+    ctx: RunContext,
+    engine: GhostEngine,
+    pool: list[Example],
+    scored: Scored,
+    b: int,
+    reverse: bool = False,
+) -> Chosen:
     """The exact top b: by the certificate where it decides, by exact scores where it does not.
 
     In half precision the measured rounding widens the bounds: what it could move across the
-    boundary is scored again with fp32 weights.
+    boundary is scored again with fp32 weights. `reverse` takes the bottom b: every score negated.
     """
+    sign = -1.0 if reverse else 1.0
     table = pq.read_table(ctx.folder("scores") / "examples.parquet")
-    score, bound = table["score"].to_numpy().copy(), table["bound"].to_numpy().copy()
+    score, bound = sign * table["score"].to_numpy(), table["bound"].to_numpy().copy()
     bound += half_rounding(ctx, len(pool))
     verdict = judge(score, bound, b)
     open_rows = np.flatnonzero(verdict.open)
@@ -122,12 +258,12 @@ def choose_examples(
             f"certificate: {int(verdict.inside.sum()):,} in, {int(verdict.outside.sum()):,} out, "
             f"{len(inexact):,} of {len(pool):,} examples are scored exactly"
         )
-        score[inexact] = rescore(ctx, engine, [pool[i] for i in inexact], scored)
+        score[inexact] = sign * rescore(ctx, engine, [pool[i] for i in inexact], scored)
         bound[inexact] = 0.0
     ties = np.array([e.index for e in pool])
     positions = settle(verdict, score, ties, b)
     counts = (int(verdict.inside.sum()), int(verdict.outside.sum()))
-    return DataChoice(positions, score, bound, inexact, *counts)
+    return Chosen(positions, score, bound, inexact, *counts)
 
 
 def rescore(
@@ -153,7 +289,7 @@ def _summary_of_scores(ctx: RunContext) -> dict[str, Any]:
 
 
 def _describe_data(
-    ctx: RunContext, folder: Path, pool: list[Example], data: DataChoice, b: int, num_full: int
+    ctx: RunContext, folder: Path, pool: list[Example], data: Chosen, b: int, num_full: int
 ) -> dict[str, Any]:
     """rescored.parquet and the data side of the summary."""
     slack = _summary_of_scores(ctx)["rounding_slack"]
@@ -178,7 +314,6 @@ def _describe_data(
             margin[data.rescored] /= WIDER
         distance = np.where(chosen, data.scores - highest_out, lowest - data.scores)
         near = int((distance <= margin).sum())
-    lengths = np.array([e.num_response_tokens for e in pool])
     negative = int((data.scores[chosen] <= 0).sum())
     unsure = int((chosen & (np.abs(data.scores) <= data.bound)).sum())
     if negative:
@@ -191,9 +326,6 @@ def _describe_data(
         f"the rounding slack of {slack:.2g} around the boundary"
     )
     return {
-        "b": b,
-        "num_full": num_full,
-        "data_share": b / num_full,
         "score_threshold": lowest,
         "boundary_gap": None if highest_out is None else lowest - highest_out,
         "rounding_slack": slack,
@@ -203,6 +335,4 @@ def _describe_data(
         "rescored": len(data.rescored),
         "num_nonpositive_examples": negative,
         "num_sign_uncertain": unsure,
-        "response_tokens_selected": float(lengths[chosen].mean()),
-        "response_tokens_pool": float(lengths.mean()),
     }

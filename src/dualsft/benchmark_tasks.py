@@ -1,0 +1,352 @@
+"""The benchmarks of the paper's tables, as lm-evaluation-harness defines them (METHODS.md 0.1).
+
+HumanEval 0-shot, PIQA and ARC-Challenge 0-shot, MMLU 5-shot, GSM8K 5-shot. Prompts, targets,
+few-shot examples, filters and metrics come from the harness's own task files; what is set here is
+the number of examples in the prompt, the 512 tokens of HumanEval, and its pass@1, which runs in our
+sandbox. The rows come from the hub, as the harness takes them, or from files in
+`evaluation.data_dir`, mapped to the hub's field names. The light half (names, files, what is
+missing) imports nothing heavy and is asked before any stage runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import importlib.util
+import io
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dualsft.errors import ConfigError, DataError, RunError
+
+Row = dict[str, Any]
+
+SHOT_SEED = 1234
+"""The harness's own seed for few-shot examples that are drawn."""
+HUMANEVAL_TOKENS = 512
+NO_NUMBER = "[invalid]"
+"""What the harness's regex filter gives when it finds nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One benchmark: where the harness defines it, what it reads, what its score is."""
+
+    name: str
+    title: str
+    files: Mapping[str, str]
+    """Split of the hub's dataset -> stem of the local file."""
+    definition: str
+    """The harness's YAML file or files, below its folder of tasks."""
+    shots: int
+    metric: str
+    filter: str = "none"
+    fields: tuple[str, ...] = ()
+    generates: bool = False
+    runs_code: bool = False
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    one.name: one
+    for one in (
+        Benchmark(
+            "humaneval",
+            "HumanEval",
+            {"test": "humaneval"},
+            "humaneval/humaneval.yaml",
+            shots=0,
+            metric="pass@1",
+            filter="create_test",
+            fields=("task_id", "prompt", "test", "entry_point"),
+            generates=True,
+            runs_code=True,
+        ),
+        Benchmark(
+            "piqa",
+            "PIQA",
+            {"validation": "piqa_validation"},
+            "piqa/piqa.yaml",
+            shots=0,
+            metric="acc",
+            fields=("goal", "sol1", "sol2", "label"),
+        ),
+        Benchmark(
+            "arc_challenge",
+            "ARC-C",
+            {"test": "arc_challenge_test"},
+            "arc/arc_challenge.yaml",
+            shots=0,
+            metric="acc",
+            fields=("question", "choices", "answerKey"),
+        ),
+        Benchmark(
+            "mmlu",
+            "MMLU",
+            {"test": "mmlu_test", "dev": "mmlu_dev"},
+            "mmlu/default/mmlu_*.yaml",
+            shots=5,
+            metric="acc",
+            fields=("subject", "question", "choices", "answer"),
+        ),
+        Benchmark(
+            "gsm8k",
+            "GSM8K",
+            {"test": "gsm8k_test", "train": "gsm8k_train"},
+            "gsm8k/gsm8k.yaml",
+            shots=5,
+            metric="exact_match",
+            filter="strict-match",
+            fields=("question", "answer"),
+            generates=True,
+        ),
+    )
+}
+
+DOMAINS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "code": ("humaneval", ("piqa", "arc_challenge", "mmlu", "gsm8k")),
+    "math": ("gsm8k", ("piqa", "arc_challenge", "mmlu", "humaneval")),
+}
+"""Domain -> (the benchmark of plasticity, those of stability)."""
+
+
+def wanted_tasks(tasks: str | None) -> list[str]:
+    """The names in `evaluation.tasks`, each once, in their order."""
+    return list(dict.fromkeys(tasks.split(","))) if tasks else []
+
+
+def find_file(data_dir: str | Path, stem: str) -> Path | None:
+    """`stem.jsonl` or `stem.jsonl.gz` in the folder."""
+    folder = Path(data_dir).expanduser()
+    for path in (folder / f"{stem}.jsonl", folder / f"{stem}.jsonl.gz"):
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                return path
+    return None
+
+
+def task_files(tasks: Sequence[str], data_dir: str | None) -> dict[str, Path]:
+    """The local file of every stem that these tasks read, where there is one."""
+    if data_dir is None:
+        return {}
+    stems = [stem for name in tasks for stem in BENCHMARKS[name].files.values()]
+    found = {stem: find_file(data_dir, stem) for stem in stems}
+    return {stem: path for stem, path in found.items() if path is not None}
+
+
+def task_problems(values: Mapping[str, Any]) -> list[str]:
+    """What `evaluation.tasks` would lack, said before any stage runs; imports nothing heavy."""
+    tasks = wanted_tasks(values.get("evaluation.tasks"))
+    if not tasks:
+        return []
+    problems: list[str] = []
+    missing = [name for name in ("lm_eval", "datasets") if importlib.util.find_spec(name) is None]
+    if missing:
+        problems.append(
+            f"evaluation.tasks: {','.join(tasks)!r} needs {' and '.join(missing)}; "
+            "pip install 'dualsft[eval]', or leave evaluation.tasks out"
+        )
+    if values.get("evaluation.backend") == "vllm" and importlib.util.find_spec("vllm") is None:
+        problems.append(
+            "evaluation.backend: 'vllm' needs the package vllm, which is not installed; "
+            "pip install vllm, or use evaluation.backend=hf"
+        )
+    data_dir = values.get("evaluation.data_dir")
+    if data_dir is not None:
+        have = task_files(tasks, data_dir)
+        for name in tasks:
+            lacking = [s for s in BENCHMARKS[name].files.values() if s not in have]
+            problems += [
+                f"evaluation.data_dir: {str(data_dir)!r} has no {stem}.jsonl or {stem}.jsonl.gz, "
+                f"which {name} reads; add the file, leave {name} out of evaluation.tasks, or leave "
+                "evaluation.data_dir out to read from the hub"
+                for stem in lacking
+            ]
+    return problems
+
+
+def read_rows(path: Path, benchmark: Benchmark) -> list[Row]:
+    """The rows of a local file under the hub's field names; a wrong row is named by its line."""
+    rows: list[Row] = []
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    rows.append(_row(line, benchmark, f"{path}:{number}"))
+    except (OSError, EOFError, UnicodeDecodeError) as problem:
+        raise DataError(f"{path}: cannot be read ({problem}); give a UTF-8 JSONL file") from None
+    if not rows:
+        raise DataError(f"{path}: has no rows; give the benchmark's own rows, one object a line")
+    return rows
+
+
+def _row(line: str, benchmark: Benchmark, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as problem:
+        raise DataError(f"{where}: not valid JSON ({problem}); write one object a line") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: not an object; write one with {', '.join(benchmark.fields)}")
+    missing = [name for name in benchmark.fields if name not in row]
+    if missing:
+        raise DataError(f"{where}: field {missing[0]!r} is missing, which {benchmark.name} reads")
+    if benchmark.name == "arc_challenge" and isinstance(row["choices"], list):
+        labels = row.get("labels")
+        if not isinstance(labels, list) or len(labels) != len(row["choices"]):
+            raise DataError(f"{where}: field 'labels' must name each of 'choices'")
+        row = {**row, "choices": {"text": row["choices"], "label": labels}}
+    if benchmark.name == "arc_challenge" and row["answerKey"] not in row["choices"]["label"]:
+        raise DataError(f"{where}: answerKey {row['answerKey']!r} is none of its labels")
+    kept = (*benchmark.fields, *(("id",) if "id" in row else ()))
+    return {name: row[name] for name in kept}
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """The harness's own messages and bars are not shown; what matters we say ourselves."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "evaluate")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+PassAt1 = Callable[..., dict[str, float]]
+
+
+def definitions(name: str) -> dict[str, dict[str, Any]]:
+    """The harness's own configuration of a benchmark: one, or one a subject, by its name.
+
+    Functions that a YAML file names stay names: HumanEval's module would fetch and run code.
+    """
+    try:
+        import lm_eval.tasks
+        from lm_eval.tasks._yaml_loader import load_yaml
+    except ImportError as problem:
+        raise ConfigError(
+            f"evaluation.tasks: lm_eval cannot be used ({problem}); pip install -U 'dualsft[eval]'"
+        ) from None
+    root = Path(str(lm_eval.tasks.__file__)).parent
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(root.glob(BENCHMARKS[name].definition)):
+        config = load_yaml(path, resolve_func=False)
+        for structural in ("tag", "group", "task_list"):
+            config.pop(structural, None)
+        found[config["task"]] = config
+    if not found:
+        raise ConfigError(
+            f"evaluation.tasks: this lm_eval has no {BENCHMARKS[name].definition}; "
+            "pip install -U 'dualsft[eval]'"
+        )
+    return found
+
+
+def with_paper_settings(
+    name: str, config: dict[str, Any], pass_at_1: PassAt1 | None
+) -> dict[str, Any]:
+    """The paper's number of shots; for HumanEval also 512 tokens and pass@1 in our sandbox."""
+    config = {**config, "num_fewshot": BENCHMARKS[name].shots}
+    if not BENCHMARKS[name].runs_code:
+        return config
+    (metric,) = config["metric_list"]
+    (chain,) = config["filter_list"]
+    (step,) = chain["filter"]
+    names = (Path(metric["metric"]).name, Path(step["filter_fn"]).name)
+    if names != ("utils.pass_at_k", "utils.build_predictions") or metric["k"] != [1]:
+        raise RunError(
+            f"humaneval: this lm_eval defines it with {names}, which is not known here; install "
+            "the version in constraints.txt"
+        )
+    return {
+        **config,
+        "metric_list": [{**metric, "metric": pass_at_1}],
+        "filter_list": [{**chain, "filter": [{**step, "filter_fn": build_predictions}]}],
+        "generation_kwargs": {**config["generation_kwargs"], "max_gen_toks": HUMANEVAL_TOKENS},
+    }
+
+
+def build_predictions(resps: list[list[str]], docs: list[Row]) -> list[list[str]]:
+    """Prompt and completion together are the candidate program."""
+    return [[doc["prompt"] + text for text in many] for many, doc in zip(resps, docs, strict=True)]
+
+
+def build_tasks(name: str, data_dir: str | None, pass_at_1: PassAt1 | None = None) -> list[Any]:
+    """The harness's task objects of a benchmark (MMLU: one a subject), ready to build requests."""
+    configs = definitions(name)
+    splits = local_splits(name, data_dir, configs) if data_dir is not None else None
+    tasks: list[Any] = []
+    with quiet():
+        from lm_eval.api.task import ConfigurableTask
+
+        for leaf, config in configs.items():
+            config = with_paper_settings(name, config, pass_at_1)
+            if splits is not None:
+                config["custom_dataset"] = _dataset(splits[leaf])
+            try:
+                task = ConfigurableTask(config=config)
+            except Exception as problem:
+                if splits is not None:
+                    raise
+                raise RunError(
+                    f"{leaf}: its dataset {config.get('dataset_path')} cannot be had from the hub "
+                    f"({type(problem).__name__}: {' '.join(str(problem).split())[:200]}); set "
+                    "evaluation.data_dir to a folder with the benchmarks' files "
+                    "(docs/evaluation.md), the finished stages are kept"
+                ) from None
+            task.set_fewshot_seed(SHOT_SEED)
+            tasks.append(task)
+    return tasks
+
+
+def local_splits(
+    name: str, data_dir: str, configs: Mapping[str, dict[str, Any]]
+) -> dict[str, dict[str, list[Row]]]:
+    """Task -> split -> rows, from the files of `data_dir`; MMLU's are divided by subject."""
+    benchmark = BENCHMARKS[name]
+    rows: dict[str, list[Row]] = {}
+    for split, stem in benchmark.files.items():
+        path = find_file(data_dir, stem)
+        if path is None:
+            raise ConfigError(f"evaluation.data_dir: {data_dir!r} has no {stem}.jsonl(.gz)")
+        rows[split] = read_rows(path, benchmark)
+    if name != "mmlu":
+        return {leaf: rows for leaf in configs}
+    divided: dict[str, dict[str, list[Row]]] = {}
+    for split, many in rows.items():
+        by_subject: dict[str, list[Row]] = defaultdict(list)
+        for row in many:
+            by_subject[row["subject"]].append(row)
+        least = benchmark.shots if split == "dev" else 1
+        short = [c["dataset_name"] for c in configs.values()]
+        short = [subject for subject in short if len(by_subject[subject]) < least]
+        if short:
+            raise DataError(
+                f"{find_file(data_dir, benchmark.files[split])}: {len(short)} of {len(configs)} "
+                f"subjects have fewer than {least} rows ({', '.join(short[:5])}); MMLU is the mean "
+                "over all of them"
+            )
+        for leaf, config in configs.items():
+            divided.setdefault(leaf, {})[split] = by_subject[config["dataset_name"]]
+    return divided
+
+
+def _dataset(splits: Mapping[str, list[Row]]) -> Callable[..., Any]:
+    """What the harness calls instead of `datasets.load_dataset`.
+
+    A task without examples in its prompt never looks into `train`, but the harness opens it.
+    """
+    import datasets
+
+    made: Any = {split: datasets.Dataset.from_list(list(rows)) for split, rows in splits.items()}
+    made.setdefault("train", datasets.Dataset.from_list([]))
+    return lambda **_: datasets.DatasetDict(made)

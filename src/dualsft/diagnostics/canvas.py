@@ -1,0 +1,79 @@
+"""The paper under a diagnostic's figure: size, grid, palette, and the two files it is saved as.
+
+Figures are drawn with the Agg canvas (no display, no pyplot), as SVG and PNG, in the palette of
+`plots.py`, which colour-blind readers can tell apart; series differ in marker or hatch as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dualsft.plots import COLOURS, MARKERS
+
+HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "++")
+
+
+def panels(
+    rows: int = 1, columns: int = 1, width: float = 4.6, height: float = 3.4
+) -> tuple[Any, list[Any]]:
+    """(the figure, its axes row by row), with a light grid."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = [figure.add_subplot(rows, columns, n + 1) for n in range(rows * columns)]
+    for one in axes:
+        one.grid(alpha=0.3)
+        one.set_axisbelow(True)
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def save(figure: Any, path: Path) -> list[Path]:
+    """SVG and PNG beside each other; the same bytes for the same numbers."""
+    files = [path.with_name(f"{path.name}.svg"), path.with_name(f"{path.name}.png")]
+    for file in files:
+        silent = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(file, dpi=150, metadata=silent if file.suffix == ".svg" else None)
+    return files
+
+
+def bars(
+    axes: Any,
+    labels: Sequence[str],
+    series: dict[str, Sequence[float | None]],
+    form: str = "{:.2f}",
+) -> None:
+    """Grouped bars with their values on top; a missing value is an empty place."""
+    count = len(series)
+    for number, (name, values) in enumerate(series.items()):
+        at = [i + (number - (count - 1) / 2) * 0.8 / count for i in range(len(labels))]
+        heights = [0.0 if v is None else v for v in values]
+        drawn = axes.bar(
+            at,
+            heights,
+            0.8 / count,
+            color=COLOURS[number % len(COLOURS)],
+            hatch=HATCHES[number % len(HATCHES)],
+            edgecolor="white",
+            label=name,
+        )
+        texts = ["" if v is None else form.format(v) for v in values]
+        axes.bar_label(drawn, texts, fontsize=7, padding=2)
+    axes.set_xticks(range(len(labels)), labels, fontsize=8)
+    axes.margins(y=0.15)
+    if count > 1:
+        axes.legend(fontsize=8)
+
+
+def lines(axes: Any, across: Sequence[float], series: dict[str, Sequence[float | None]]) -> None:
+    """Curves with markers over the same places; missing values break a curve."""
+    for number, (name, values) in enumerate(series.items()):
+        known = [float("nan") if v is None else v for v in values]
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        axes.plot(across, known, marker=marker, color=colour, label=name, markersize=5)
+    if len(series) > 1:
+        axes.legend(fontsize=8)

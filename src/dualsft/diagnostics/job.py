@@ -1,0 +1,174 @@
+"""What a diagnostic is given, and how its results are kept.
+
+A diagnostic reads a run folder and never changes a stage of it. Its numbers go to
+RUN/diagnostics/NAME.json with a fingerprint of what they were made from (the stages it reads, by
+their own fingerprints, and its options), so a second call with nothing changed computes nothing and
+draws again from the JSON. Progress inside a long one is kept as pieces (`pieces.py`), so a kill
+loses little. It belongs to no line of Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from dualsft import config as settings
+from dualsft.context import RunContext
+from dualsft.data import Example, digest
+from dualsft.diagnostics import Diagnostic, Wanted
+from dualsft.errors import RunError
+from dualsft.ghost import GhostEngine
+from dualsft.interrupt import Interrupted
+from dualsft.method import Job
+from dualsft.pieces import Pieces
+from dualsft.progress import Reporter
+from dualsft.report import outdated, read_manifests
+from dualsft.rundir import PeakMemory, RunDir, atomic_write_text
+from dualsft.stages.selection import Scoring
+
+FOLDER = "diagnostics"
+
+
+@dataclass
+class DiagnosticJob:
+    """One diagnostic on one run."""
+
+    ctx: RunContext
+    options: Any
+
+    @property
+    def reporter(self) -> Reporter:
+        return self.ctx.reporter
+
+    @cached_property
+    def roles(self) -> dict[str, list[Example]]:
+        """val, anchor, warm, pool."""
+        return self.ctx.roles()
+
+    @cached_property
+    def scoring(self) -> Scoring:
+        """u, G, the engine at θ̄ and the pool, as the selection read them."""
+        return Scoring.of(self.ctx)
+
+    @cached_property
+    def selected_ids(self) -> set[str]:
+        """D_sel, as fine-tuning uses it."""
+        return set(json.loads((self.final / "ids.json").read_text()))
+
+    @property
+    def final(self) -> Path:
+        """The folder of the selection that fine-tuning uses (the last round, or 5_selection)."""
+        selection = self.ctx.folder("selection")
+        return selection / json.loads((selection / "summary.json").read_text())["final"]
+
+    def engine(self, model: PreTrainedModel) -> GhostEngine:
+        return GhostEngine(model, self.ctx.candidates(model))
+
+    def rng(self, purpose: str) -> np.random.Generator:
+        """Chance that depends on the seed and the purpose alone."""
+        words = np.frombuffer(digest(self.ctx.config.seed, purpose), np.uint32)
+        return np.random.default_rng(words.tolist())
+
+    def losses(self, model: PreTrainedModel, examples: Sequence[Example], label: str) -> np.ndarray:
+        """The example loss of each: one forward pass."""
+        return Job(self.ctx, "data", self.ctx.rundir.path).losses(model, examples, label)
+
+
+def diagnose(run: Path, wanted: Wanted, reporter: Reporter) -> list[Path]:
+    """Compute what is missing, draw everything; returns the files. Other results are kept."""
+    config = settings.load_yaml(run / "config.yaml")
+    ctx = RunContext(config, RunDir(run), reporter)
+    manifests, problems = read_manifests(run)
+    if problems:
+        raise RunError("\n".join([*problems, "run the same `dualsft run` again"]))
+    stale = outdated(manifests)
+    out = run / FOLDER
+    files: list[Path] = []
+    with ctx.rundir.lock():
+        out.mkdir(exist_ok=True)
+        for one in wanted.diagnostics:
+            absent = [s for s in one.needs if s not in manifests or s in stale]
+            if absent:
+                raise RunError(
+                    f"{one.name}: the run has no finished, up-to-date stage {absent[0]}; make it "
+                    f"with `dualsft run {run}/config.yaml --out {run}`"
+                )
+            options = one.options(**wanted.options.get(one.name, {}))
+            made_from = _fingerprint(one, options, manifests)
+            files.append(_ensure(ctx, one, options, made_from, out))
+            files += draw(one, files[-1])
+    return files
+
+
+def _fingerprint(one: Diagnostic, options: Any, manifests: Mapping[str, Any]) -> dict[str, Any]:
+    stages = {s: manifests[s]["fingerprint"]["hash"] for s in manifests if s != "evaluation"}
+    read = {s: h for s, h in stages.items() if s in one.needs or s in _before(one, stages)}
+    return {"options": asdict(options), "stages": read}
+
+
+def _before(one: Diagnostic, stages: Mapping[str, str]) -> set[str]:
+    """Stages that stand before the last one it needs."""
+    order = list(stages)
+    last = max((order.index(s) for s in one.needs if s in order), default=-1)
+    return set(order[: last + 1])
+
+
+def _ensure(
+    ctx: RunContext, one: Diagnostic, options: Any, made_from: dict[str, Any], out: Path
+) -> Path:
+    path = out / f"{one.name}.json"
+    if path.is_file():
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored.get("made_from") == json.loads(json.dumps(made_from)):
+            ctx.reporter.say(f"[{one.name}] reused: nothing it depends on has changed")
+            return path
+    ctx.reporter.say(f"[{one.name}] started: {one.summary}")
+    key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+    work = out / f"{one.name}.work"
+    ctx.pieces = Pieces(work, key, ctx.config.resume.every, ctx.reporter.say)
+    try:
+        start = time.perf_counter()
+        with PeakMemory() as memory:
+            result = load(one.target)(DiagnosticJob(ctx, options))
+    except Interrupted as stopped:
+        stopped.saved = stopped.saved or ctx.pieces.rescue()
+        raise
+    finally:
+        ctx.pieces = Pieces()
+    content = {
+        "name": one.name,
+        "paper": one.paper,
+        "made_from": made_from,
+        "seconds": round(time.perf_counter() - start, 3),
+        "peak_memory": memory.as_dict(),
+        "result": result,
+    }
+    atomic_write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
+    shutil.rmtree(work, ignore_errors=True)
+    ctx.reporter.say(f"[{one.name}] done")
+    return path
+
+
+def draw(one: Diagnostic, path: Path) -> list[Path]:
+    """The figures of a diagnostic, from its JSON alone."""
+    if one.figure is None:
+        return []
+    result = json.loads(path.read_text(encoding="utf-8"))["result"]
+    return load(one.figure)(result, path.with_suffix(""))
+
+
+def load(target: str) -> Any:
+    """What "module:name" is."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,244 @@
+"""Pieces of report.html: escaped tables, cards, bars, and the drawings that need no script.
+
+The heat map of the mask, the histogram of scores with its cut-off and the bars of time and memory
+are inline SVG or plain HTML, drawn here from numbers alone; colours are one hue from light to dark,
+and two that colour-blind readers can tell apart. Every word that comes from a run is escaped.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+STOPS = ((247, 251, 255), (107, 174, 214), (8, 48, 107))
+CHOSEN, REST = "#D55E00", "#8FB8DE"
+
+
+def esc(value: object) -> str:
+    """Text that HTML shows as it is, also inside an attribute."""
+    return html.escape(str(value), quote=True)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number as a reader wants it; a dash for none."""
+    if value is None:
+        return "–"
+    if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e15):
+        return f"{int(value):,}"
+    return f"{value:.{digits}g}"
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    return "–" if share is None else f"{100 * share:.{digits}f} %"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, minutes or hours, whichever a reader would say."""
+    if seconds < 90:
+        return f"{seconds:.1f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def peak_gib(manifest: Mapping[str, Any]) -> float:
+    """A stage's peak memory: the GPU's when one was used, otherwise this process's."""
+    memory = manifest["peak_memory"]
+    return (memory["cuda_bytes"] or memory["rss_bytes"] or 0) / 2**30
+
+
+def section(anchor: str, title: str, body: str, lead: str = "") -> str:
+    """A part of the page; nothing when it has no body."""
+    if not body:
+        return ""
+    intro = f"<p class='lead'>{lead}</p>" if lead else ""
+    return f"<section id='{esc(anchor)}'><h2>{esc(title)}</h2>{intro}{body}</section>"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]], words: int = 1) -> str:
+    """A table; the first `words` columns are text, the others numbers."""
+
+    def cells(row: Sequence[object], tag: str) -> str:
+        parts = []
+        for at, cell in enumerate(row):
+            kind = "" if at < words else " class='num'"
+            parts.append(f"<{tag}{kind} dir='auto'>{esc(cell)}</{tag}>")
+        return "<tr>" + "".join(parts) + "</tr>"
+
+    body = "".join(cells(row, "td") for row in rows)
+    return (
+        f"<div class='scroll'><table><thead>{cells(head, 'th')}</thead>"
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def card(title: str, big: str, lines: Sequence[str]) -> str:
+    """One of the four answers of the summary."""
+    items = "".join(f"<li>{esc(line)}</li>" for line in lines)
+    top = f"<h3>{esc(title)}</h3><p class='big'>{esc(big)}</p>"
+    return f"<div class='card'>{top}<ul>{items}</ul></div>"
+
+
+def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str]]]], head: Sequence[str]) -> str:
+    """A table whose numbers have a bar behind them, scaled by column."""
+    widths = [max((row[at][0] for _, row in rows), default=0) for at in range(len(head) - 1)]
+    lines = []
+    for name, values in rows:
+        cells = "".join(
+            f"<td class='num bar'><i style='width:{100 * value / (most or 1):.1f}%'></i>"
+            f"<span>{esc(text)}</span></td>"
+            for (value, text), most in zip(values, widths, strict=True)
+        )
+        lines.append(f"<tr><td>{esc(name)}</td>{cells}</tr>")
+    names = "".join(f"<th{' class=num' if at else ''}>{esc(h)}</th>" for at, h in enumerate(head))
+    return (
+        f"<div class='scroll'><table><thead><tr>{names}</tr></thead>"
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def colour(level: float) -> str:
+    """0 to 1 as one hue from light to dark."""
+    level = min(1.0, max(0.0, level)) * (len(STOPS) - 1)
+    low = min(int(level), len(STOPS) - 2)
+    mixed = (
+        round(a + (b - a) * (level - low)) for a, b in zip(STOPS[low], STOPS[low + 1], strict=True)
+    )
+    return "#" + "".join(f"{c:02x}" for c in mixed)
+
+
+def heat_map(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Layers across, modules down; colour and number: the share of a matrix that is selected."""
+    layers = list(dict.fromkeys(cell["layer"] for cell in cells))
+    modules = list(dict.fromkeys(cell["module"] for cell in cells))
+    shares = [_share(cell) for cell in cells]
+    most = max((s for s in shares if s is not None), default=0.0) or 1.0
+    left, top, wide, high = 8 + 6.6 * max(map(len, modules)), 22, 34, 24
+    parts = []
+    for at, layer in enumerate(layers):
+        x = left + wide * at + wide / 2
+        parts.append(f"<text x='{x:.1f}' y='15' text-anchor='middle'>{esc(layer)}</text>")
+    for at, module in enumerate(modules):
+        y = top + high * at + 16
+        parts.append(f"<text x='{left - 6:.1f}' y='{y}' text-anchor='end'>{esc(module)}</text>")
+    for at, (cell, share) in enumerate(zip(cells, shares, strict=True)):
+        x = left + wide * layers.index(cell["layer"])
+        y = top + high * modules.index(cell["module"])
+        fill = "#dddddd" if share is None else colour(share / most)
+        ink = "#ffffff" if share is not None and share / most > 0.55 else "#1b1b1b"
+        word = "" if share is None else f"{100 * share:.1f}" if share < 0.995 else "100"
+        said = f"{cell['name']}: {cell['count']:,} selected" + (
+            "" if share is None else f", {percent(share, 2)}"
+        )
+        parts.append(
+            f"<g class='cell' data-cell='{at}'><title>{esc(said)}</title>"
+            f"<rect x='{x:.1f}' y='{y}' width='{wide - 1}' height='{high - 1}' fill='{fill}'/>"
+            f"<text x='{x + wide / 2 - 0.5:.1f}' y='{y + 15.5}' text-anchor='middle' fill='{ink}'>"
+            f"{word}</text></g>"
+        )
+    width, height = left + wide * len(layers) + 4, top + high * len(modules) + 4
+    return (
+        f"<div class='scroll'><svg class='heat' role='img' aria-label='mask by layer and module' "
+        f"viewBox='0 0 {width:.0f} {height}' width='{width:.0f}' height='{height}'>"
+        f"{''.join(parts)}</svg></div>"
+    )
+
+
+def _share(cell: Mapping[str, Any]) -> float | None:
+    return cell["count"] / int(np.prod(cell["shape"])) if cell["shape"] else None
+
+
+def histogram(chosen: np.ndarray, rest: np.ndarray, label: str) -> str:
+    """Selected and rejected examples by score, one bar on the other, and the cut-off between."""
+    both = np.concatenate([chosen, rest])
+    if len(both) < 2 or both.min() == both.max():
+        return ""
+    low, high = np.percentile(both, [0.5, 99.5])
+    if len(chosen) and len(rest):
+        low, high = min(low, chosen.min(), rest.max()), max(high, chosen.min(), rest.max())
+    edges = np.linspace(low, high, 61)
+    sides = [np.histogram(np.clip(v, low, high), edges)[0] for v in (rest, chosen)]
+    tallest = int((sides[0] + sides[1]).max())
+    left, top, wide, tall = 56, 10, 600, 170
+    step = wide / 60
+    parts = []
+    for at in range(60):
+        y = float(top + tall)
+        for counts, fill in zip(sides, (REST, CHOSEN), strict=True):
+            height = tall * int(counts[at]) / tallest
+            y -= height
+            if height:
+                parts.append(
+                    f"<rect x='{left + at * step:.1f}' y='{y:.1f}' width='{step - 0.6:.1f}' "
+                    f"height='{height:.1f}' fill='{fill}'/>"
+                )
+    if len(chosen) and len(rest):
+        cut = left + wide * (float(chosen.min() + rest.max()) / 2 - low) / (high - low)
+        parts.append(
+            f"<line x1='{cut:.1f}' x2='{cut:.1f}' y1='{top}' y2='{top + tall}' stroke='#1b1b1b' "
+            "stroke-dasharray='4 3'><title>cut-off</title></line>"
+        )
+    base = top + tall
+    for value, anchor, x in ((low, "start", left), (high, "end", left + wide)):
+        parts.append(f"<text x='{x}' y='{base + 16}' text-anchor='{anchor}'>{value:.3g}</text>")
+    parts.append(f"<text x='{left - 6}' y='{top + 10}' text-anchor='end'>{tallest:,}</text>")
+    parts.append(f"<text x='{left - 6}' y='{base}' text-anchor='end'>0</text>")
+    parts.append(
+        f"<text x='{left + wide / 2}' y='{base + 16}' text-anchor='middle'>{esc(label)}</text>"
+        f"<line x1='{left}' x2='{left + wide}' y1='{base}' y2='{base}' stroke='#888'/>"
+    )
+    legend = (
+        f"<p class='legend'><b style='background:{CHOSEN}'></b> selected "
+        f"<b style='background:{REST}'></b> rejected; dashed: the cut-off. The outermost bars hold "
+        "what lies beyond.</p>"
+    )
+    return (
+        f"<div class='scroll'><svg class='chart' role='img' aria-label='histogram of scores' "
+        f"viewBox='0 0 680 {base + 24}' width='680' height='{base + 24}'>{''.join(parts)}</svg>"
+        f"</div>{legend}"
+    )
+
+
+def numbers_of(value: Any, depth: int = 0) -> str:
+    """Any JSON as tables: dictionaries as rows, lists of like dictionaries as columns."""
+    if isinstance(value, Mapping):
+        plain = [[k, _leaf(v)] for k, v in value.items() if not _nested(v)]
+        text = table(["quantity", "value"], plain) if plain else ""
+        for key, inner in value.items():
+            if _nested(inner):
+                opened = " open" if depth == 0 and len(value) <= 3 else ""
+                body = numbers_of(inner, depth + 1)
+                text += f"<details{opened}><summary>{esc(key)}</summary>{body}</details>"
+        return text
+    if isinstance(value, list) and value and all(_flat(row) for row in value):
+        head = list(dict.fromkeys(key for row in value for key in row))
+        rows = [[_leaf(row.get(key)) for key in head] for row in value[:200]]
+        more = f"<p>{len(value) - 200:,} more rows in the JSON.</p>" if len(value) > 200 else ""
+        return table(head, rows) + more
+    if isinstance(value, list) and any(_nested(v) for v in value):
+        return "".join(numbers_of(v, depth + 1) for v in value[:50])
+    return f"<p>{esc(_leaf(value))}</p>"
+
+
+def _flat(row: Any) -> bool:
+    return isinstance(row, Mapping) and not any(_nested(v) for v in row.values())
+
+
+def _nested(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return True
+    return isinstance(value, list) and any(isinstance(v, Mapping | list) for v in value)
+
+
+def _leaf(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "–"}[value]
+    if isinstance(value, int | float):
+        return number(value)
+    if isinstance(value, list):
+        shown = ", ".join(_leaf(v) for v in value[:40])
+        return shown + (f", … ({len(value):,} in all)" if len(value) > 40 else "")
+    return str(value)

@@ -1,0 +1,202 @@
+"""Warnings of a report: what was found, what it means, what to do.
+
+From the numbers of the stages: a curvature below rounding, preservation that dominates, scores at
+or below zero among the selected, a drift of lengths, a loss that rose. From what the stages said:
+a short warmup, few steps, memory that ran out, and everything else, each once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DRIFT = 1.5
+"""Mean response length of the selected over that of the pool, or its inverse, that is told."""
+DOMINATES = 2.0
+
+
+@dataclass(frozen=True)
+class Concern:
+    """One warning, for a reader who was not there."""
+
+    title: str
+    found: str
+    meaning: str
+    cure: str
+
+
+SAID = (
+    (
+        r"the warmup has only",
+        "Short warmup",
+        "The reference weights and the curvature come from a handful of steps. The scores are "
+        "those of an unsettled model, and another seed may choose differently.",
+        "Raise split.warm, lower warmup.batch_size, or set warmup.min_steps; then select again.",
+    ),
+    (
+        r"fine-tuning has only",
+        "Few fine-tuning steps",
+        "So few steps change the model little; that nothing was gained may say nothing about the "
+        "selection.",
+        "Lower finetune.batch_size, or raise finetune.epochs or select.data_budget.",
+    ),
+    (
+        r"out of memory",
+        "Memory ran out and the run went on",
+        "A smaller plan took over. The result is the same up to the order of sums; time was lost.",
+        "Set what the message names, so that the next run starts with it.",
+    ),
+    (
+        r"stays in half precision",
+        "Rounded gradients",
+        "There was no room for fp32 weights, so the gradients that every score is measured against "
+        "are rounded. Examples near the boundary may be on the wrong side of it.",
+        "Use a GPU with more memory or a smaller score.plan, or accept it with "
+        "score.precision=half.",
+    ),
+    (
+        r"never moves",
+        "The mask never moves",
+        "The method is meant to choose its entries anew while it trains; here it kept the first "
+        "ones, so this is not the method as published.",
+        "Lower its interval, or train longer.",
+    ),
+    (
+        r"trust_remote_code is on",
+        "Code of the model's author ran",
+        "The model came with Python code that ran with the rights of the user.",
+        "Leave model.trust_remote_code off unless the source is known.",
+    ),
+)
+COUNTED = (r"have a score ≤ 0", r"preservation dominates")
+"""Said by a stage as well, but told here from the numbers."""
+
+
+def concerns(facts: Mapping[str, Any]) -> list[Concern]:
+    """Everything that a reader should know before believing the run."""
+    found = [*_of_stages(facts)]
+    if facts["outdated"]:
+        found.append(_outdated(facts["outdated"]))
+    if "scores" in facts:
+        found += _of_scores(facts["scores"])
+    if "selection" in facts:
+        found += _of_selection(facts["selection"])
+    if "evaluation" in facts:
+        found += _of_evaluation(facts["evaluation"])
+    order = [title for _, title, *_ in SAID]
+    return sorted(found, key=lambda c: order.index(c.title) if c.title in order else len(order))
+
+
+def _outdated(stages: list[str]) -> Concern:
+    return Concern(
+        "Stages out of date",
+        f"Left out of this report: {', '.join(stages)}.",
+        "They were made before the settings changed and tell of another selection.",
+        "Run `dualsft run` on this folder again.",
+    )
+
+
+def _of_stages(facts: Mapping[str, Any]) -> Iterator[Concern]:
+    for stage, texts in facts["warnings"].items():
+        for text in dict.fromkeys(texts):
+            if any(re.search(pattern, text) for pattern in COUNTED):
+                continue
+            for pattern, title, meaning, cure in SAID:
+                if re.search(pattern, text):
+                    yield Concern(title, f"{stage}: {text}", meaning, cure)
+                    break
+            else:
+                yield Concern(
+                    f"Said by the stage {stage}",
+                    text,
+                    "The stage went on, and its result is as the message describes.",
+                    _own_cure(text),
+                )
+
+
+def _own_cure(text: str) -> str:
+    """What a message puts into brackets at its end is its cure."""
+    match = re.search(r"\(([^()]{8,})\)\s*$", text)
+    if match is None:
+        return "Nothing needs to be done unless the message surprises you."
+    return match[1][0].upper() + match[1][1:] + "."
+
+
+def _of_scores(scores: Mapping[str, Any]) -> Iterator[Concern]:
+    share, probes = scores["curvature_share"], scores["checks"]["alone"]
+    rounding = max((row.get("rounding", row["error"]) for row in probes), default=0.0)
+    if share is not None and 0 < share < rounding:
+        yield Concern(
+            "Curvature share below rounding",
+            f"The second-order part of u is {share:.2g} of the first-order part; rounding moves a "
+            f"score by up to {rounding:.2g} of ‖u‖‖g‖.",
+            "The curvature decides nothing here: the selection is the first-order one. That is "
+            "usual where η is small, and no reason to distrust the first-order scores.",
+            "Raise score.curvature_scale or finetune.lr if the second order should count, or set "
+            "score.curvature=none and save the work.",
+        )
+    pull = scores["lam_effective"] * scores["norms"]["prior_grad"]
+    learn = scores["norms"]["val_grad"]
+    if pull > DOMINATES * learn:
+        yield Concern(
+            "Preservation dominates",
+            f"λ‖v_prior‖ = {pull:.3g} is {_times(pull, learn)} ‖v_new‖ = {learn:.3g}.",
+            "The direction that scores are measured by is mostly that of keeping the old "
+            "behaviour; examples are chosen for not hurting rather than for teaching.",
+            "Lower score.lam, or set score.lam_relative=true, which makes λ scale-free.",
+        )
+
+
+def _times(a: float, b: float) -> str:
+    return f"{a / b:.1f} times" if b > 0 else "far above"
+
+
+def _of_selection(chosen: Mapping[str, Any]) -> Iterator[Concern]:
+    for key, budget, what, total in (
+        ("num_nonpositive_examples", "select.data_budget", "examples", chosen.get("b")),
+        ("num_nonpositive_params", "select.param_budget", "entries", chosen.get("k")),
+    ):
+        if chosen.get(key):
+            yield Concern(
+                f"Negative scores among the selected {what}",
+                f"{chosen[key]:,} of the {total:,} selected {what} have a score ≤ 0.",
+                "The budget is larger than what the scores recommend: by the run's own estimate "
+                "these are not expected to help.",
+                f"Lower {budget}.",
+            )
+    if chosen.get("near_ties"):
+        yield Concern(
+            "Ties at the boundary",
+            f"{chosen['near_ties']:,} examples lie within rounding of the cut-off.",
+            "Which of them are in and which are out is chance; the rest of the selection is not "
+            "touched by it.",
+            "Nothing, unless they are many; then score with model.dtype=float32.",
+        )
+    if "response_tokens_pool" not in chosen:
+        return
+    selected, pool = chosen["response_tokens_selected"], chosen["response_tokens_pool"]
+    if pool > 0 and not 1 / DRIFT <= selected / pool <= DRIFT:
+        longer = selected > pool
+        yield Concern(
+            "Length drift",
+            f"Selected responses have {selected:.1f} tokens on average, the pool {pool:.1f}.",
+            f"The selection prefers {'long' if longer else 'short'} responses. The loss is a mean "
+            "over tokens, and short rows tend to have larger gradients; the choice may be one of "
+            "length rather than of content, and the model may learn to answer at that length.",
+            "Look at the selected rows below; filter the shortest or longest rows, or select "
+            "within groups of like length, and compare with method.data=random.",
+        )
+
+
+def _of_evaluation(results: Mapping[str, Any]) -> Iterator[Concern]:
+    for name, r in results["files"].items():
+        before, after = r["before"]["loss"], r["after"]["loss"]
+        if name == "validation" and after > before:
+            yield Concern(
+                "Validation loss rose",
+                f"From {before:.4f} to {after:.4f} on the split that scoring used.",
+                "The model got worse on the very rows that the selection was aimed at.",
+                "Lower finetune.lr or finetune.epochs; look at the training loss in metrics.jsonl.",
+            )

@@ -1,0 +1,439 @@
+"""Benchmarks before and after: the harness's own requests and scores on local rows."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from conftest import Runner, small_run, write_jsonl
+from models import save_tiny_folder
+
+from dualsft import benchmark_tasks, benchmarking, pipeline
+from dualsft import config as settings
+from dualsft.benchmark_tasks import BENCHMARKS, build_tasks, definitions, quiet, task_problems
+from dualsft.code_sandbox import run_candidate, run_candidates
+from dualsft.errors import ConfigError, DataError
+from dualsft.preflight import check_paths
+from dualsft.progress import Reporter
+
+ALL = "humaneval,piqa,arc_challenge,mmlu,gsm8k"
+WORDS = ("red", "old", "sun", "cat", "map", "ice", "oak")
+
+
+def rows(count: int = 6) -> dict[str, list[dict[str, Any]]]:
+    """A few rows of every file, with the fields of the real ones."""
+    rng = random.Random(3)
+
+    def some(k: int = 4) -> str:
+        return " ".join(rng.choices(WORDS, k=k))
+
+    def math(i: int) -> dict[str, Any]:
+        return {"question": f"{some()} {i}?", "answer": f"{some()} <<1+{i}={1 + i}>>\n#### {1 + i}"}
+
+    def subject_rows(many: int) -> list[dict[str, Any]]:
+        return [
+            {
+                "subject": config["dataset_name"],
+                "question": f" {some()} {i}? ",
+                "choices": [some(2) for _ in range(4)],
+                "answer": rng.randrange(4),
+            }
+            for config in definitions("mmlu").values()
+            for i in range(many)
+        ]
+
+    return {
+        "humaneval": [
+            {
+                "task_id": f"HumanEval/{i}",
+                "prompt": f"def f{i}(x):\n",
+                "entry_point": f"f{i}",
+                "canonical_solution": f"    return x + {i}\n",
+                "test": f"def check(f):\n    assert f(1) == {1 + i}\n",
+            }
+            for i in range(count)
+        ],
+        "piqa_validation": [
+            {"goal": some(), "sol1": some(), "sol2": some(), "label": i % 2} for i in range(count)
+        ],
+        "arc_challenge_test": [
+            {
+                "id": f"row{i}",
+                "question": some(),
+                "choices": [some(2) for _ in range(4)],
+                "labels": ["1", "2", "3", "4"] if i == 1 else ["A", "B", "C", "D"],
+                "answerKey": "2" if i == 1 else "C",
+                "label": 1 if i == 1 else 2,
+            }
+            for i in range(count)
+        ],
+        "mmlu_test": subject_rows(1),
+        "mmlu_dev": subject_rows(5),
+        "gsm8k_test": [math(i) for i in range(count)],
+        "gsm8k_train": [math(i) for i in range(30, 50)],
+    }
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("benchmarks")
+    for stem, many in rows().items():
+        write_jsonl(folder / f"{stem}.jsonl", many)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with room for the 512 tokens of HumanEval."""
+    folder = tmp_path_factory.mktemp("long")
+    return save_tiny_folder(folder, texts=[" ".join(WORDS)], max_position_embeddings=4096)
+
+
+@pytest.fixture
+def finished(make_run: Runner, long_model: Path, corpus: Path, tmp_path: Path) -> Callable:
+    """Evaluate in one run folder, whose earlier stages are made once."""
+
+    def run(*overrides: str, said: list[str] | None = None) -> Path:
+        config = settings.load(None, [*small_run(long_model, corpus), *overrides])
+        reporter = Reporter((said if said is not None else []).append)
+        return pipeline.run(config, tmp_path / "run", "evaluation", reporter)
+
+    return run
+
+
+def rendered(task: Any) -> list[tuple[Any, ...]]:
+    with quiet():
+        task.build_all_requests(limit=None, rank=0, world_size=1)
+    return [(r.request_type, r.doc_id, r.idx, r.args) for r in task.instances]
+
+
+def hub_form(stem: str, many: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows as the hub has them."""
+    if stem != "arc_challenge_test":
+        return many
+    return [{**row, "choices": {"text": row["choices"], "label": row["labels"]}} for row in many]
+
+
+@pytest.mark.parametrize("name", ["piqa", "arc_challenge", "gsm8k", "mmlu", "humaneval"])
+def test_requests_are_the_harnesss_own(
+    name: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The harness's TaskManager loads its task by name, and gets the same rows from its loader."""
+    import datasets
+    import evaluate
+    import lm_eval.tasks
+    from lm_eval.tasks import TaskManager
+
+    files = {s: hub_form(t, rows()[t]) for s, t in BENCHMARKS[name].files.items()}
+
+    def load_dataset(path: str, name: str | None = None, **_: Any) -> Any:
+        chosen = {
+            split: [row for row in many if row.get("subject", name) == name or "goal" in row]
+            if "mmlu" in path
+            else many
+            for split, many in files.items()
+        }
+        made = {split: datasets.Dataset.from_list(many) for split, many in chosen.items()}
+        return datasets.DatasetDict({"train": datasets.Dataset.from_list([]), **made})
+
+    class CodeEval:
+        """Stands where the hub's code_eval would be."""
+
+        @staticmethod
+        def compute(references: list[str], predictions: list[list[str]], k: list[int]) -> Any:
+            (test,), ((candidate,),) = references, predictions
+            return {"pass@1": float(run_candidate(candidate, test).passed)}, {}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(evaluate, "load", lambda _: CodeEval)
+    root = Path(str(lm_eval.tasks.__file__)).parent / Path(BENCHMARKS[name].definition).parts[0]
+    with quiet():
+        manager = TaskManager(include_path=str(root), include_defaults=False)
+        theirs: dict[str, Any] = dict(manager.load([name])["tasks"])
+    ours = {t.task_name: t for t in build_tasks(name, str(data_dir), lambda **_: {"pass@1": 0.0})}
+    assert set(ours) == set(theirs) and len(ours) == (57 if name == "mmlu" else 1)
+    for leaf, task in theirs.items():
+        task.set_config("num_fewshot", BENCHMARKS[name].shots)
+        task.set_fewshot_seed(1234)
+        if name == "humaneval":
+            task.config.generation_kwargs["max_gen_toks"] = 512
+        assert rendered(ours[leaf]) == rendered(task)
+        for mine, other in zip(ours[leaf].instances, task.instances, strict=True):
+            text = "The answer is 31.\n#### 31" if name == "gsm8k" else "    return x + 1\n"
+            mine.resps = other.resps = [text if BENCHMARKS[name].generates else (-1.0, False)]
+        ours[leaf].apply_filters()
+        task.apply_filters()
+        for mine, other in zip(ours[leaf].instances, task.instances, strict=True):
+            assert mine.filtered_resps == other.filtered_resps
+        if name == "humaneval":
+            scores = [
+                task.process_results(r.doc, [r.filtered_resps["create_test"]])["pass@1"]
+                for r in task.instances
+            ]
+            assert scores == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_scores_equal_the_harnesss_evaluate(
+    finished: Callable, data_dir: Path, long_model: Path
+) -> None:
+    """The whole stage against `lm_eval.evaluator.evaluate` with its own model loading."""
+    from lm_eval.evaluator import evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    names = ["piqa", "arc_challenge", "mmlu", "gsm8k"]
+    folder = finished(f"evaluation.tasks={','.join(names)}", f"evaluation.data_dir={data_dir}")
+    results = json.loads((folder / "7_evaluation/results.json").read_text())
+    wrapper: Any = HFLM
+    for side, model in (("before", long_model), ("after", folder / "6_finetune/model")):
+        with quiet():
+            lm = wrapper(pretrained=str(model), device="cpu", batch_size=3, dtype="float32")
+            tasks = {t.task_name: t for n in names for t in build_tasks(n, str(data_dir))}
+            theirs: Any = evaluate(lm, {"tasks": tasks}, bootstrap_iters=0)
+        found = theirs["results"]
+        for name, key in (("piqa", "acc,none"), ("arc_challenge", "acc,none")):
+            assert results["tasks"][name][side]["score"] == pytest.approx(found[name][key])
+            norm = results["tasks"][name][side]["other_metrics"]["acc_norm"]
+            assert norm == pytest.approx(found[name]["acc_norm,none"])
+        mine = results["tasks"]["gsm8k"][side]
+        assert mine["score"] == pytest.approx(found["gsm8k"]["exact_match,strict-match"])
+        subjects = [found[t]["acc,none"] for t in found if t.startswith("mmlu_")]
+        assert len(subjects) == 57
+        assert results["tasks"]["mmlu"][side]["score"] == pytest.approx(sum(subjects) / 57)
+
+
+@pytest.mark.slow
+def test_results_samples_and_losses(finished: Callable, data_dir: Path) -> None:
+    said: list[str] = []
+    folder = finished(
+        f"evaluation.tasks={ALL}",
+        f"evaluation.data_dir={data_dir}",
+        "evaluation.limit_tasks=2",
+        "evaluation.allow_code_execution=true",
+        "evaluation.domain=math",
+        said=said,
+    )
+    results = json.loads((folder / "7_evaluation/results.json").read_text())
+    tasks, summary = results["tasks"], results["summary"]
+    assert list(tasks) == ALL.split(",") and "validation" in results["files"]
+    lines = (folder / "7_evaluation/samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    for name, facts in tasks.items():
+        own = [row for row in samples if row["task"] == name]
+        for side in ("before", "after"):
+            mean = sum(row[f"score_{side}"] for row in own) / len(own)
+            assert facts[side]["score"] == mean
+            assert facts[side]["items"] == len(own) == (57 if name == "mmlu" else 2)
+            low, high = facts[side]["interval"]
+            assert low <= mean <= high
+            wrong = facts[side]["format_errors"]
+            assert (wrong is None) == (not BENCHMARKS[name].generates)
+            if wrong is not None:
+                assert wrong == sum(row[f"format_error_{side}"] for row in own)
+                assert all(isinstance(row[f"text_{side}"], str) for row in own)
+    assert len({(row["task"], row["id"]) for row in samples}) == len(samples) == 65
+    for side in ("before", "after"):
+        rest = [tasks[n][side]["score"] for n in ("piqa", "arc_challenge", "mmlu", "humaneval")]
+        found = summary[side]
+        assert found["stability"] == pytest.approx(sum(rest) / 4)
+        assert found["plasticity"] == tasks["gsm8k"][side]["score"]
+        assert found["overall"] == pytest.approx((found["stability"] + found["plasticity"]) / 2)
+    assert summary["domain"] == "math" and any("first 2 items" in n for n in summary["notes"])
+    assert any(line.startswith("GSM8K (after): ") for line in said)
+    table = pq.read_table(folder / "7_evaluation/losses.parquet").to_pydict()
+    facts = results["files"]["validation"]
+    assert set(table["set"]) == {"validation"} and len(set(table["id"])) == facts["examples"]
+    count = facts["examples"]
+    assert sum(table["loss_before"]) / count == pytest.approx(facts["before"]["loss"])
+    assert sum(table["loss_after"]) / count == pytest.approx(facts["after"]["loss"])
+    assert sum(table["kl"]) / count == pytest.approx(facts["after"]["kl_to_base"])
+
+
+def test_a_killed_evaluation_goes_on_from_its_answers(
+    finished: Callable, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second model's last task fails once; what was answered is not asked again."""
+    overrides = ["evaluation.tasks=piqa,arc_challenge", f"evaluation.data_dir={data_dir}"]
+    overrides.append("resume.every=0")
+    whole = finished(*overrides)
+    wanted = (whole / "7_evaluation/results.json").read_bytes()
+    samples = (whole / "7_evaluation/samples.jsonl").read_bytes()
+    asked: list[str] = []
+    real = benchmarking.Answers._ask
+
+    def ask(self: Any, lm: Any) -> None:
+        asked.append(self.label)
+        if self.label == "ARC-C (after)" and len(asked) == 4:
+            raise RuntimeError("killed")
+        real(self, lm)
+
+    monkeypatch.setattr(benchmarking.Answers, "_ask", ask)
+    (whole / "7_evaluation/results.json").unlink()
+    with pytest.raises(RuntimeError, match="killed"):
+        finished(*overrides)
+    asked.clear()
+    finished(*overrides)
+    assert asked == ["ARC-C (after)"]
+    assert (whole / "7_evaluation/results.json").read_bytes() == wanted
+    assert (whole / "7_evaluation/samples.jsonl").read_bytes() == samples
+
+
+def test_the_model_and_the_tokenizer_are_left_as_they_were(long_model: Path) -> None:
+    from types import SimpleNamespace
+
+    from transformers import AutoModelForCausalLM
+
+    from dualsft.model import load_tokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(long_model).train()
+    tokenizer = load_tokenizer(long_model)
+    tokenizer.pad_token = None
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    evaluation = SimpleNamespace(task_batch_size=3)
+    ctx: Any = SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(evaluation=evaluation))
+    with benchmarking.harness_model(ctx, model) as lm:
+        assert lm.model is model and not model.training and lm.batch_size == 3
+    assert model.training and tokenizer.pad_token is None
+    assert all((before[name] == value).all() for name, value in model.state_dict().items())
+
+
+def test_summary_is_null_where_a_task_is_missing() -> None:
+    side = {"score": 0.5}
+    tasks = {n: {"limit": None, "before": side, "after": side} for n in ("piqa", "humaneval")}
+    found = benchmarking.summary(tasks, "code")
+    assert found["before"] == {"stability": None, "plasticity": 0.5, "overall": None}
+    assert "arc_challenge, mmlu, gsm8k" in found["notes"][0]
+    found = benchmarking.summary({"piqa": tasks["piqa"]}, "math")
+    assert found["after"] == {"stability": None, "plasticity": None, "overall": None}
+
+
+def test_wilson_against_published_values() -> None:
+    """Newcombe 1998, table I, method 3: 81 of 263, and 0 of 20."""
+    assert benchmarking.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert benchmarking.wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["evaluation.tasks=piqaa"], "did you mean 'piqa'"),
+        (["evaluation.tasks=humaneval"], "--allow-code-execution"),
+        (["evaluation.backend=vlm"], "did you mean 'vllm'"),
+    ],
+)
+def test_wrong_settings_are_told_with_a_cure(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        settings.load(None, ["model.path=m", "data.path=d", *overrides])
+
+
+def test_what_is_missing_is_said_before_any_stage(
+    tmp_path: Path, data_dir: Path, long_model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gsm8k_test.jsonl").symlink_to(data_dir / "gsm8k_test.jsonl")
+    base = small_run(long_model, corpus)
+    config = settings.load(
+        None, [*base, "evaluation.tasks=gsm8k", f"evaluation.data_dir={tmp_path}"]
+    )
+    with pytest.raises(ConfigError, match="gsm8k_train.jsonl"):
+        pipeline.run(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    values = {"evaluation.tasks": "piqa", "evaluation.backend": "vllm"}
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    first, second = task_problems(values)
+    assert "pip install 'dualsft[eval]'" in first and "pip install vllm" in second
+    monkeypatch.undo()
+    check_paths(settings.load(None, [*base, "evaluation.tasks=piqa"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "words"),
+    [
+        ("piqa", "{", "2: not valid JSON"),
+        ("piqa", '{"goal": "x", "sol1": "y", "label": 0}', "2: field 'sol2' is missing"),
+        (
+            "arc_challenge",
+            '{"question": "x", "choices": ["a"], "labels": ["A"], "answerKey": "B"}',
+            "answerKey 'B' is none",
+        ),
+    ],
+)
+def test_a_wrong_row_is_named(name: str, line: str, words: str, tmp_path: Path) -> None:
+    stem = next(iter(BENCHMARKS[name].files.values()))
+    path = write_jsonl(tmp_path / f"{stem}.jsonl", rows()[stem][:1])
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(DataError, match=words):
+        benchmark_tasks.read_rows(path, BENCHMARKS[name])
+
+
+def test_mmlu_is_never_a_mean_over_fewer_subjects(tmp_path: Path) -> None:
+    made = rows()
+    write_jsonl(tmp_path / "mmlu_dev.jsonl", made["mmlu_dev"])
+    write_jsonl(tmp_path / "mmlu_test.jsonl", made["mmlu_test"][1:])
+    with pytest.raises(DataError, match="1 of 57 subjects"):
+        build_tasks("mmlu", str(tmp_path))
+
+
+def test_the_right_answers_score_one(finished: Callable, data_dir: Path) -> None:
+    """Canonical solutions pass, wrong ones fail, and what is no program is a format error."""
+    from types import SimpleNamespace
+
+    from dualsft.pieces import Pieces
+
+    evaluation = SimpleNamespace(data_dir=str(data_dir), limit_tasks=3)
+    ctx: Any = SimpleNamespace(
+        config=SimpleNamespace(evaluation=evaluation),
+        pieces=Pieces(),
+        reporter=Reporter(lambda _: None),
+    )
+    texts = {"humaneval": ["    return x + 0\n", "    return 7\n", "    return (\n"]}
+    texts["gsm8k"] = ["So #### 1", "it is 2", "nothing"]
+    wanted = {"humaneval": [0, 0, 1], "gsm8k": [0, 1, 1]}
+    for name, many in texts.items():
+        answers = benchmarking.Answers(ctx, name, "before")
+        answers.given = dict(enumerate(many))
+        outcome = answers.outcome(None)
+        assert [item.score for item in outcome.items] == [1.0, 0.0, 0.0]
+        assert [item.format_error for item in outcome.items] == [bool(w) for w in wanted[name]]
+    assert outcome.others == {"exact_match (flexible-extract)": pytest.approx(2 / 3)}
+
+
+def test_the_flag_is_the_setting() -> None:
+    from dualsft.cli import parse_words, with_consent
+
+    words = ["model.path=m", "data.path=d", "evaluation.tasks=humaneval"]
+    assert settings.load(*parse_words(with_consent(words, True))).evaluation.allow_code_execution
+    with pytest.raises(ConfigError, match="allow-code-execution"):
+        settings.load(*parse_words(with_consent(words, False)))
+
+
+if "DUALSFT_DATA" in os.environ:  # a folder with the real rows; without it there is no such test
+    COUNTS = {"humaneval": 164, "piqa": 1838, "arc_challenge": 1172, "mmlu": 14042, "gsm8k": 1319}
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", COUNTS)
+    def test_real_rows_make_the_whole_benchmark(name: str) -> None:
+        tasks = build_tasks(name, os.environ["DUALSFT_DATA"], lambda **_: {"pass@1": 0.0})
+        assert sum(len(task.eval_docs) for task in tasks) == COUNTS[name]
+
+    @pytest.mark.slow
+    def test_the_canonical_solutions_pass() -> None:
+        folder = Path(os.environ["DUALSFT_DATA"])
+        path = benchmark_tasks.find_file(folder, "humaneval")
+        assert path is not None
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            problems = [json.loads(line) for line in lines]
+        (task,) = build_tasks("humaneval", str(folder), lambda **_: {"pass@1": 0.0})
+        pairs = [(p["prompt"] + p["canonical_solution"], task.doc_to_target(p)) for p in problems]
+        verdicts = run_candidates(pairs)
+        assert [v.reason for v in verdicts] == ["passed"] * 164
+        broken = [(p["prompt"] + "    pass\n", task.doc_to_target(p)) for p in problems]
+        assert not any(v.passed for v in run_candidates(broken))

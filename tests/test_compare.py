@@ -1,0 +1,221 @@
+"""`dualsft compare`: the whole matrix, shared stages, failures, tables and their numbers."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from conftest import corpus_rows, small_run, write_jsonl
+from typer.testing import CliRunner
+
+from dualsft import comparing, comparison, comparison_tables
+from dualsft.cli import app
+from dualsft.comparing import Matrix, load_matrix, run_matrix
+from dualsft.errors import ConfigError, RunError
+from dualsft.methods import AXES, registry, row_name
+from dualsft.progress import Reporter
+
+HYBRIDS = ("less+s2ft", "less+nanoadam", "spice+s2ft", "spice+nanoadam")
+
+
+@pytest.fixture
+def words(model_folder, corpus: Path, tmp_path: Path) -> list[str]:  # noqa: ANN001
+    extra = write_jsonl(tmp_path / "extra.jsonl", corpus_rows(15, seed=9))
+    return [*small_run(model_folder("llama"), corpus), f"evaluation.files=extra:{extra}"]
+
+
+def matrix_of(tmp_path: Path, words: list[str], **content: object) -> Matrix:
+    path = tmp_path / "matrix.yaml"
+    path.write_text(yaml.safe_dump({"name": "test", "seeds": [42], **content}))
+    return load_matrix(path, words)
+
+
+def quiet(said: list[str] | None = None) -> Reporter:
+    return Reporter([].append if said is None else said.append)
+
+
+def every_row() -> list[str]:
+    """Each registered method alone, the paper's hybrids, and the whole and one-sided DualSFT."""
+    rows = ["sft", "dualsft", *HYBRIDS]
+    for axis in AXES:
+        for name in registry()[axis]:
+            rows.append(row_name({"data": "all", "params": "all", axis: name}))
+    return list(dict.fromkeys(rows))
+
+
+def test_the_whole_method_list_runs_through_compare(tmp_path: Path, words: list[str]) -> None:
+    named = [
+        {"name": row, **dict(part.split("=") for part in row.split(","))} if "=" in row else row
+        for row in every_row()
+    ]
+    settings = {"warmup.min_steps": 4, "finetune.epochs": 1}
+    matrix = matrix_of(tmp_path, words, methods=named, settings=settings)
+    out = tmp_path / "out"
+    assert run_matrix(matrix, out, quiet(), strict=True) == {}
+    files = comparison_tables.write_tables(matrix, out, "dualsft")
+    assert all(path.stat().st_size > 0 for path in files)
+    tables = json.loads((out / "comparison.json").read_text())["tables"]
+    for table in tables:
+        rows = {row["name"] for row in table["rows"]}
+        assert {choice.name for choice in matrix.methods} <= rows
+        assert table["missing"] == []
+    results, resources = tables
+    assert results["rows"][0]["name"] == comparison.BASE
+    for row in resources["rows"]:
+        values = {key: value["mean"] for key, value in row["values"].items()}
+        assert 0 < values["data_share"] <= 1 and values["total_seconds"] > 0
+        assert values["finetune_gib"] > 0
+    splits = {(out / c.path / "1_split/split.parquet").stat().st_ino for c in matrix.cells()}
+    assert len(splits) == 1, "the split was made once and linked"
+
+
+def test_a_second_call_makes_only_what_is_missing(tmp_path: Path, words: list[str]) -> None:
+    matrix = matrix_of(tmp_path, words, methods=["random", "sft"], seeds=[1, 2])
+    out = tmp_path / "out"
+    run_matrix(matrix, out, quiet(), only="random*seed 1", strict=True)
+    assert [(out / c.path).is_dir() for c in matrix.cells()] == [True, False, False, False]
+    run_matrix(matrix, out, quiet(), strict=True)
+    said: list[str] = []
+    run_matrix(matrix, out, quiet(said), strict=True)
+    assert not [line for line in said if line.endswith(" started")]
+    status = json.loads((out / "cells.json").read_text())["cells"]
+    assert len(status) == 4 and not any(cell["failed"] for cell in status.values())
+
+
+def test_a_failing_cell_does_not_stop_the_rest(tmp_path: Path, words: list[str]) -> None:
+    too_much = {"name": "greedy", "data": "random", "settings": {"select.data_budget": 5000}}
+    matrix = matrix_of(tmp_path, words, methods=[too_much, "random"])
+    out = tmp_path / "out"
+    failed = run_matrix(matrix, out, quiet())
+    assert len(failed) == 1
+    [(title, why)] = failed.items()
+    assert "greedy" in title and "select.data_budget" in why
+    comparison_tables.write_tables(matrix, out, "random")
+    assert (
+        "Not finished: default · default · default · greedy" in (out / "comparison.md").read_text()
+    )
+    status = json.loads((out / "cells.json").read_text())["cells"]
+    assert [bool(cell["failed"]) for cell in status.values()] == [True, False]
+
+
+def test_other_settings_are_not_mixed_into_one_table(tmp_path: Path, words: list[str]) -> None:
+    out = tmp_path / "out"
+    first = matrix_of(tmp_path, words, methods=["random", "sft"])
+    run_matrix(first, out, quiet(), strict=True)
+    other = load_matrix(tmp_path / "matrix.yaml", [*words, "evaluation.limit=3"])
+    run_matrix(other, out, quiet(), only="sft", strict=True)
+    with pytest.raises(RunError, match=r"evaluation.limit.*cannot be in one table"):
+        comparison_tables.write_tables(other, out, "random")
+    run_matrix(other, out, quiet(), strict=True)
+    assert comparison_tables.write_tables(other, out, "random")
+
+
+def test_tables_are_means_and_places_of_the_cells(tmp_path: Path, words: list[str]) -> None:
+    """Every figure again, from the run folders, by hand."""
+    tables = [{"title": "T", "within": "table", "reference": ["sft"]}]
+    matrix = matrix_of(
+        tmp_path, words, methods=["sft", "random", "random+random"], seeds=[1, 2, 3], tables=tables
+    )
+    out = tmp_path / "out"
+    run_matrix(matrix, out, quiet(), strict=True)
+    comparison_tables.write_tables(matrix, out, "random")
+    losses: dict[str, list[float]] = {}
+    for cell in matrix.cells():
+        results = json.loads((out / cell.path / "7_evaluation/results.json").read_text())
+        losses.setdefault(cell.method.name, []).append(results["files"]["extra"]["after"]["loss"])
+    [table] = json.loads((out / "comparison.json").read_text())["tables"]
+    rows = {row["name"]: row for row in table["rows"]}
+    for name, values in losses.items():
+        value = rows[name]["values"]["loss.extra"]
+        assert value["mean"] == pytest.approx(np.mean(values), rel=1e-12)
+        assert value["std"] == pytest.approx(np.std(values, ddof=1), rel=1e-12)
+        assert value["count"] == 3
+    order = sorted(("random", "random+random"), key=lambda name: np.mean(losses[name]))
+    assert [rows[name]["place"]["loss.extra"] for name in order] == [1, 2]
+    assert rows["sft"]["place"] == {} and rows["sft"]["rank"] is None
+    with (out / "comparison.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert {line["method"] for line in lines} == {*losses, comparison.BASE}
+    text = (out / "comparison.tex").read_text()
+    assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
+    assert text.count("{") == text.count("}") and r"\textbf{" in text
+
+
+def test_paired_differences_are_those_of_the_same_examples(
+    tmp_path: Path, words: list[str]
+) -> None:
+    matrix = matrix_of(tmp_path, words, methods=["sft", "random"], seeds=[1, 2])
+    out = tmp_path / "out"
+    run_matrix(matrix, out, quiet(), strict=True)
+    records, missing = comparison.collect(matrix, out)
+    assert not missing
+    found = {d.what: d for d in comparison.differences(records, "random")}
+    by_hand = []
+    for seed in (1, 2):
+        sides = [
+            json.loads((out / c.path / "7_evaluation/results.json").read_text())["files"]["extra"][
+                "after"
+            ]["loss"]
+            for c in matrix.cells()
+            if c.seed == seed
+        ]
+        by_hand.append(sides[0] - sides[1])
+    one = found["loss extra"]
+    assert one.method == "sft" and one.pairs == 30
+    assert one.mean == pytest.approx(np.mean(by_hand), rel=1e-6)
+    assert one.low < one.mean < one.high
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"methods": ["les"]}, "did you mean 'less'"),
+        ({"methods": []}, "methods: missing"),
+        ({"methods": ["random", "random"]}, "'random' is there twice"),
+        ({"methods": ["random"], "seeds": ["a"]}, "seeds: ['a'] is not allowed"),
+        ({"methods": ["random"], "budgets": [{"rows": 3}]}, "budgets:"),
+        ({"methods": ["random"], "colour": 1}, "colour: no such key of a comparison"),
+        ({"methods": ["random"], "tables": [{"kind": "pie"}]}, "kind 'pie' is not known"),
+        ({"methods": ["random"], "settings": {"score.lamb": 1}}, "did you mean 'score.lam'"),
+        ({"methods": ["random"], "tables": [{"groups": {"a": ["sft"]}}]}, "names 'sft'"),
+    ],
+)
+def test_mistakes_in_a_matrix_are_named(
+    content: dict[str, object], told: str, tmp_path: Path, words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        matrix_of(tmp_path, words, **content)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("name", comparing.recipe_names())
+def test_every_recipe_is_parsed_and_dry_run(name: str, words: list[str]) -> None:
+    """The packaged comparisons, the paper's tables among them: every cell's settings are valid."""
+    given = [w for w in words if w.startswith("data.path=")]
+    if name.startswith("table_"):
+        given = ["evaluation.allow_code_execution=true"]
+    result = CliRunner().invoke(app, ["compare", name, "--dry-run", *given])
+    assert result.exit_code == 0, result.output
+    matrix = load_matrix(name, given)
+    assert f"{len(matrix.cells())} cells" in result.output
+    assert result.output.count(" data: ") == len(matrix.cells())
+
+
+def test_compare_by_the_command_line(tmp_path: Path, words: list[str]) -> None:
+    path = tmp_path / "matrix.yaml"
+    path.write_text("methods: [random, sft]\nseeds: [42]\n")
+    out = tmp_path / "out"
+    words = [w for w in words if not w.startswith("evaluation.")]
+    done = CliRunner().invoke(app, ["compare", str(path), "--out", str(out), *words])
+    assert done.exit_code == 0, done.output
+    page = (out / "comparison.html").read_text()
+    assert "<script" not in page and "http" not in page.replace("http://www.w3.org", "")
+    assert page.count("<svg") == len(list(out.glob("*.svg"))) > 0
+    assert os.path.getsize(out / "comparison.md") > 0
+    again = CliRunner().invoke(app, ["compare", str(path), "--out", str(out), "--tables", *words])
+    assert again.exit_code == 0 and "cell 1" not in again.output

@@ -373,7 +373,7 @@ def test_all_problems_come_at_once() -> None:
         load(
             None,
             [
-                *("score.lam=-1", "score.lmd=3", "nonsense", "score=2", "method.data=less"),
+                *("score.lam=-1", "score.lmd=3", "nonsense", "score=2", "method.data=lass"),
                 *("model.dtype=int4", "select.variant=data", "select.rounds=1", "seed=1.5"),
             ],
         )

@@ -24,7 +24,7 @@ from dualsft.progress import Reporter
 from dualsft.report import write_report
 from dualsft.rundir import Fingerprint, RunDir
 
-NEVER_READ = {"metrics.jsonl", "report.md", ".lock"}
+NEVER_READ = {"metrics.jsonl", "report.md", "report.html", "model_card.md", ".lock"}
 """Written for people; no stage reads them, and the report is made anew at every run."""
 
 

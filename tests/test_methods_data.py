@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -37,6 +37,7 @@ from dualsft.rundir import RunDir
 from dualsft.sketch import Sketch
 
 DATA_ONLY = ("method.params=all", "select.data_budget=10", "warmup.min_steps=4")
+PROJECTIONS: tuple[Literal["sides", "dense"], ...] = ("sides", "dense")
 OURS = ("top_loss", "davir", "less", "fishersft", "spice")
 
 
@@ -505,8 +506,8 @@ def test_where_eps_stands_changes_the_scores(job_of: Any) -> None:
 def test_both_projections_rank_alike(job_of: Any) -> None:
     job, pool = job_of("llama")
     found = []
-    for more in ({"projection": "dense"}, {}):
-        options = LessOptions(rank=4, lr=5e-3, epochs=1, batch_size=4, dim=4096, **more)
+    for kind in PROJECTIONS:
+        options = LessOptions(rank=4, lr=5e-3, epochs=1, batch_size=4, dim=4096, projection=kind)
         choice = Less(find("data", "less"), options).choose(job, pool, 10)
         assert choice is not None and choice.scores is not None
         found.append(choice.scores)

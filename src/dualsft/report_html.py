@@ -207,17 +207,18 @@ def _cost_card(manifests: Mapping[str, Any]) -> str:
 
 
 def _gained_card(results: Mapping[str, Any]) -> str:
+    plastic, drops = _pair(results, "plasticity"), _drops(results)
+    fell = {name: drop for name, drop in drops.items() if drop > 0}
     lines = []
-    plastic = _pair(results, "plasticity")
-    for name, r in results["files"].items():
-        before, after = r["before"]["loss"], r["after"]["loss"]
-        if after < before:
-            lines.append(f"{name}: loss {before:.3f} → {after:.3f}")
+    for name in fell:
+        sides = [results["files"][name][side]["loss"] for side in ("before", "after")]
+        lines.append(f"{name}: loss {sides[0]:.3f} → {sides[1]:.3f}")
+    given = {name: drop for name, drop in fell.items() if name != "validation"} or fell
     if plastic is not None:
         big = f"new skill {percent(plastic[0])} → {percent(plastic[1])}"
-    elif lines:
-        best = max(_drops(results).values())
-        big = f"loss down by up to {percent(best, 0)}"
+    elif given:
+        best = max(given, key=lambda name: given[name])
+        big = f"{best}: loss down by {percent(given[best])}"
     else:
         big = "no loss fell"
     return card("Gained", big, lines or ["No evaluation file has a lower loss than before."])

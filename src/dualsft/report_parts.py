@@ -116,7 +116,8 @@ def heat_map(cells: Sequence[Mapping[str, Any]]) -> str:
     modules = list(dict.fromkeys(cell["module"] for cell in cells))
     shares = [_share(cell) for cell in cells]
     most = max((s for s in shares if s is not None), default=0.0) or 1.0
-    left, top, wide, high = 8 + 6.6 * max(map(len, modules)), 22, 34, 24
+    left, top, high = 8 + 6.6 * max(map(len, modules)), 22, 24
+    wide = 34 if len(layers) <= 24 else 30
     parts = []
     for at, layer in enumerate(layers):
         x = left + wide * at + wide / 2

@@ -109,7 +109,7 @@ def _of_stages(facts: Mapping[str, Any]) -> Iterator[Concern]:
                     break
             else:
                 yield Concern(
-                    f"Said by the stage {stage}",
+                    f"Note of the stage {stage}",
                     text,
                     "The stage went on, and its result is as the message describes.",
                     _own_cure(text),

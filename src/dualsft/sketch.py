@@ -9,8 +9,8 @@ gradient exists: (Lᵀ ε_t)(Rᵀ a_t)ᵀ is summed over its tokens. Where somet
 gradient entry by entry first (LESS's Adam direction), one map's gradients at a time are formed.
 
 A dense sketch multiplies each map's gradient, as one long row, by a matrix of random signs that is
-made anew in chunks: the classic projection, with smaller errors (about 0.7 of the others' at 8192
-numbers, measured on 48 maps) and with a cost of dim signs for every entry and batch.
+made anew in chunks: the classic projection, with somewhat smaller errors and a cost of dim signs
+for every entry and batch.
 
 The signs depend on the seed, the purpose and the map's name alone. What is tapped is what the ghost
 engine taps (`ghost_rules.py`): the input and the output gradient of each use of a linear map.

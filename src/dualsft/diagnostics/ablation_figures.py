@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dualsft.diagnostics.canvas import bars, lines, panels, save
+from dualsft.diagnostics.canvas import bars, legend_above, lines, panels, save
 from dualsft.plots import COLOURS
 
 JACCARDS = {"jaccard_examples": "examples", "jaccard_params": "parameters"}
@@ -24,11 +24,12 @@ def preservation(result: dict[str, Any], path: Path) -> list[Path]:
         names = [f"{r['preservation']}\nλ‖v_prior‖/‖v_new‖\n{r['share'] or 0:.2g}" for r in rows]
         bars(one, names, {title: [r[key] for r in rows] for key, title in JACCARDS.items()})
         own = result["own"]
-        one.set_title(f"{'relative' if relative else 'absolute'} λ = {own['lam']:g}", fontsize=9)
+        word = "relative" if relative else "absolute"
+        one.set_title(f"{word} λ = {own['lam']:g}", fontsize=9, pad=18)
         one.tick_params(axis="x", labelsize=7)
         form = "relative λ" if own["lam_relative"] else "absolute λ"
         one.set_ylabel(f"Jaccard with the run ({own['preservation']}, {form})", fontsize=8)
-        one.set_ylim(0, 1.25)
+        one.set_ylim(0, 1.1)
     return save(figure, path)
 
 
@@ -91,7 +92,7 @@ def sensitivity(result: dict[str, Any], path: Path) -> list[Path]:
         own = result["own"][key]
         if isinstance(own, float):
             one.axvline(100 * own, color=COLOURS[-1], linestyle=":", label="the run's")
-            one.legend(fontsize=8)
+            legend_above(one)
     for one, key, field_name, label in (
         (axes[2], "lambdas", "lam", "λ"),
         (axes[3], "taus", "tau", "temperature τ"),
@@ -103,8 +104,8 @@ def sensitivity(result: dict[str, Any], path: Path) -> list[Path]:
             {title: [r[field] for r in rows] for field, title in JACCARDS.items()},
         )
         one.axvline(result["own"][key], color=COLOURS[-1], linestyle=":", label="the run's")
-        one.legend(fontsize=8)
-        one.set_ylim(top=1.05)
+        legend_above(one)
+        one.set_ylim(0, 1.05)
         one.set_xlabel(label)
         one.set_ylabel("Jaccard with the run")
     return save(figure, path)

@@ -4,8 +4,8 @@ The paper's Proposition `direct_score_gap` and its two corollaries, with H = ∇
 L_new + λ L_prior, on some validation rows and anchors, and D̂ = Diag(ĉ) as the run uses it.
 Three answers of rising sharpness: the corollaries' bounds, η² ‖H − D̂‖ ‖G‖² and η² B_g ‖H − D̂‖ ‖G‖;
 twice the largest measured error, from (H − D̂) G itself; and the selection that the scores with the
-full Hessian make. B_g bounds every ‖g_n‖ by the sums of the one-pass certificate (ALGORITHM.md §4). The
-operator norm comes from a power iteration, which approaches it from below: a bound that the gap
+full Hessian make. B_g bounds every ‖g_n‖ by the sums of the one-pass certificate (ALGORITHM.md §4).
+The operator norm comes from a power iteration, which approaches it from below: a bound that the gap
 does not pass refutes the certificate for sure, one that it passes proves it up to that estimate.
 
 Hessian-vector products are exact (double backward, eager attention, fp32 or fp64 weights). For

@@ -6,7 +6,8 @@ Figures are drawn with the Agg canvas (no display, no pyplot), as SVG and PNG, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def save(figure: Any, path: Path) -> list[Path]:
 def bars(
     axes: Any,
     labels: Sequence[str],
-    series: dict[str, Sequence[float | None]],
+    series: Mapping[str, Sequence[float | None]],
     form: str = "{:.2f}",
 ) -> None:
     """Grouped bars with their values on top; a missing value is an empty place."""
@@ -66,14 +67,31 @@ def bars(
     axes.set_xticks(range(len(labels)), labels, fontsize=8)
     axes.margins(y=0.15)
     if count > 1:
-        axes.legend(fontsize=8)
+        legend_above(axes)
 
 
-def lines(axes: Any, across: Sequence[float], series: dict[str, Sequence[float | None]]) -> None:
+def lines(axes: Any, across: Sequence[float], series: Mapping[str, Sequence[float | None]]) -> None:
     """Curves with markers over the same places; missing values break a curve."""
     for number, (name, values) in enumerate(series.items()):
         known = [float("nan") if v is None else v for v in values]
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
         axes.plot(across, known, marker=marker, color=colour, label=name, markersize=5)
     if len(series) > 1:
-        axes.legend(fontsize=8)
+        legend_above(axes)
+
+
+def legend_above(axes: Any, columns: int = 3) -> None:
+    """The legend over the drawing, where it hides nothing."""
+    where = {"bbox_to_anchor": (0.0, 1.0), "loc": "lower left", "borderaxespad": 0.1}
+    axes.legend(fontsize=8, frameon=False, ncols=columns, **where)
+
+
+def signed_axis(axes: Any, which: str, values: Sequence[float], scale: float) -> None:
+    """An axis that is linear around zero and logarithmic far from it, with five ticks."""
+    low, high = math.asinh(min(values) / scale), math.asinh(max(values) / scale)
+    places = {scale * math.sinh(part * end) for end in (low, high) for part in (0.6, 1.0)}
+    ticks = sorted({0.0, *places} if low < 0 < high else places)
+    labels = ["0" if t == 0 else f"{t:.0e}".replace("e-0", "e-") for t in ticks]
+    getattr(axes, f"set_{which}scale")("asinh", linear_width=scale)
+    getattr(axes, f"set_{which}ticks")(ticks, labels, fontsize=7)
+    axes.minorticks_off()

@@ -38,6 +38,7 @@ EARLY = 10 / 28
 DOWN = frozenset({"down_proj", "c_proj", "fc2", "w2", "wo", "dense_4h_to_h"})
 """Names of the FFN's last matrix in the architectures we know."""
 BINS = 80
+"""Most bins of a histogram."""
 SCALE_SAMPLE = 1 << 20
 
 
@@ -257,9 +258,10 @@ def histograms(job: DiagnosticJob) -> dict[str, Any]:
     if known is None:
         known = at.pool_scores() * at.eta_sc
     cut = float(known[at.best(known, b)].min())
-    edges = _edges(known)
+    edges, scale = _edges(known, len(known))
     sides["examples"] = {
         "edges": edges.tolist(),
+        "scale": scale,
         "counts": np.histogram(known, edges)[0].tolist(),
         "cutoff": cut,
         "selected": b,
@@ -277,7 +279,7 @@ def _histogram_of_vector(
     low, high = sample.min(), sample.max()
     for piece in _pieces(scores):
         low, high = min(low, float(piece.min())), max(high, float(piece.max()))
-    edges = _edges(sample, float(low), float(high))
+    edges, scale = _edges(sample, scores.num_entries, float(low), float(high))
     inner = torch.from_numpy(edges[1:-1])
     total, negative = torch.zeros(len(edges) - 1, dtype=torch.int64), 0
     for piece in _pieces(scores):
@@ -286,6 +288,7 @@ def _histogram_of_vector(
         negative += int((piece < 0).sum())
     return {
         "edges": edges.tolist(),
+        "scale": scale,
         "counts": total.tolist(),
         "cutoff": cutoff,
         "selected": k,
@@ -300,16 +303,18 @@ def _pieces(vector: Vector) -> Iterator[Tensor]:
             yield vector.piece(name, start, stop)
 
 
-def _edges(values: np.ndarray, low: float | None = None, high: float | None = None) -> np.ndarray:
-    """BINS + 1 edges from the least to the largest value, even in asinh(value / median size)."""
+def _edges(
+    values: np.ndarray, total: int, low: float | None = None, high: float | None = None
+) -> tuple[np.ndarray, float]:
+    """(edges from the least to the largest value, even in asinh(value / scale); that scale)."""
     low = float(values.min()) if low is None else low
     high = float(values.max()) if high is None else high
     sizes = np.abs(values[values != 0])
     scale = float(np.median(sizes)) if len(sizes) else 1.0
     if not low < high:
         low, high = low - scale, high + scale
-    edges = (
-        np.sinh(np.linspace(np.arcsinh(low / scale), np.arcsinh(high / scale), BINS + 1)) * scale
-    )
+    bins = int(np.clip(2 * total**0.5, 8, BINS))
+    even = np.linspace(np.arcsinh(low / scale), np.arcsinh(high / scale), bins + 1)
+    edges = np.sinh(even) * scale
     edges[0], edges[-1] = low, high
-    return edges
+    return edges, scale

@@ -207,9 +207,9 @@ def _rounds(
             overlap = mask_jaccard(before.mask.indices, mask.indices)
             if number == 1:
                 one_shot = at.scores(at.projection, at.scored.grad_sum)
-                pairs, _ = sampled([one_shot, aware], PAIRS, job.rng("scatter params"))
+                (old, new), _ = sampled([one_shot, aware], PAIRS, job.rng("scatter params"))
                 rank, ranked = vector_spearman(one_shot, aware, job.rng("ranks"))
-                scatter["params"] = _scatter(*pairs, rank, ranked, overlap)
+                scatter["params"] = _scatter(old, new, rank, ranked, overlap)
         else:
             masked = at.projection.restricted(pair.mask.indices)
             dots, seconds = at.timed_dots(masked, label)
@@ -218,9 +218,9 @@ def _rounds(
             overlap = jaccard(before.positions, chosen)
             if number == 1:
                 rows = job.rng("scatter examples").permutation(len(dots))[:PAIRS]
-                both = unaware[rows] * at.eta_sc, dots[rows] * at.eta_sc
+                old, new = unaware[rows] * at.eta_sc, dots[rows] * at.eta_sc
                 rank = spearman(unaware, dots)
-                scatter["examples"] = _scatter(*both, rank, len(dots), overlap)
+                scatter["examples"] = _scatter(old, new, rank, len(dots), overlap)
         spent += seconds
         moved = "params" if moves_mask else "examples"
         history.append({"moved": moved, "jaccard_before": overlap, "pair": pair, "seconds": spent})

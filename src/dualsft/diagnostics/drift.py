@@ -33,6 +33,7 @@ from dualsft.ghost import GhostEngine
 from dualsft.model import text_parameters
 from dualsft.passes import loss_objective, walk
 from dualsft.placement import blank
+from dualsft.precision import precise
 from dualsft.stages.chosen import read_mask
 from dualsft.stages.finetune import finetune_plan, training_examples
 from dualsft.stages.preservation import prior_gradient
@@ -56,14 +57,16 @@ def run(job: DiagnosticJob) -> dict[str, Any]:
         raise RunError("drift: the run's fine-tuning has no steps (finetune.epochs is 0)")
     points = sorted({round(num_steps * i / options.points) for i in range(options.points + 1)})
     reference = _Place.of(job, job.scoring.engine)
-    start = ctx.theta_old() if options.start == "old" else ctx.theta_bar()
-    engine = job.engine(start)
+    load = ctx.theta_old if options.start == "old" else ctx.theta_bar
+    start, copy = load(), load()  # an optimizer holds the one; the other is differentiated
+    engine = job.engine(copy)
     told: list[dict[str, Any]] = []
     label = f"score drift (from θ_{'old' if options.start == 'old' else 'bar'})"
     with job.reporter.track(label, len(points), "points") as progress:
 
         def look(done: int) -> None:
             if done in points:
+                copy.load_state_dict(start.state_dict())
                 told.append({"step": done} | _compare(job, reference, _Place.of(job, engine)))
                 progress.advance(1)
 
@@ -114,14 +117,15 @@ class _Place:
         return cls(ctx, engine, val, probes, direction.held())
 
     def gradient(self, example: Example) -> ParamVector:
-        """g_n over the candidates; by a walk, which leaves an optimizer that is attached alone."""
+        """g_n over the candidates."""
         return _sum(self.ctx, self.engine, [example])
 
 
 def _sum(ctx: RunContext, engine: GhostEngine, rows: list[Example]) -> ParamVector:
     sums = blank(engine.candidates, engine.candidates.dtype)
     objective, settings = loss_objective(engine.model), pass_settings(ctx)
-    walk(engine, rows, objective, settings, ctx.reporter, "drift", sums=sums)
+    with precise(ctx, "directions", "score drift", engine.model):
+        walk(engine, rows, objective, settings, ctx.reporter, "drift", sums=sums)
     return sums
 
 
@@ -152,7 +156,7 @@ def _compare(job: DiagnosticJob, old: _Place, new: _Place) -> dict[str, Any]:
         moved.append(products.norm("moved"))
         for total, one in ((total_old, before), (total_new, after)):
             for name, block in total.items():
-                block.add_(one[name])
+                block.add_(one[name].to(block.device))
     turned = new.direction.plus(old.direction, -1.0).norm()
     coordinates = _coordinates(job, old, new, total_old, total_new)
     return {
@@ -185,9 +189,7 @@ def _coordinates(
 def _distance(one: PreTrainedModel, other: PreTrainedModel) -> float:
     """‖θ_t − θ̄‖ over all parameters."""
     left, right = dict(text_parameters(one)), dict(text_parameters(other))
-    parts = [
-        float((right[n].double() - left[n].double()).square().sum()) for n in left
-    ]
+    parts = [float((right[n].double() - left[n].double()).square().sum()) for n in left]
     return sum(parts) ** 0.5
 
 

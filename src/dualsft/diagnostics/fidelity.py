@@ -45,6 +45,7 @@ from dualsft.errors import ConfigError
 from dualsft.ghost import GhostEngine
 from dualsft.passes import loss_objective, walk
 from dualsft.placement import blank
+from dualsft.precision import precise
 from dualsft.stages.chosen import at_hand
 from dualsft.stages.projection import ProjectionTerms, effective_lambda
 from dualsft.stages.selection import param_budget
@@ -423,4 +424,5 @@ def predicted(forms: Mapping[Form, Vector], gradient: Vector) -> dict[str, float
 def _walk(ctx: RunContext, engine: GhostEngine, rows: Sequence[Example], **what: Any) -> np.ndarray:
     """A short walk with nothing said or saved; returns the dots."""
     objective, settings = loss_objective(engine.model), pass_settings(ctx)
-    return walk(engine, rows, objective, settings, ctx.reporter, "set", **what).dots
+    with precise(ctx, "directions", "score fidelity", engine.model):
+        return walk(engine, rows, objective, settings, ctx.reporter, "set", **what).dots

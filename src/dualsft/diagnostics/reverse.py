@@ -6,7 +6,7 @@ dual + dual, random on either side or both, reverse on either side or both. Ever
 fine-tuned from θ_old (Algorithm 1 line 12) for the same few steps of the run's own schedule, and
 measured as the evaluation measures: loss on the validation split and on the evaluation files, KL
 to θ_old. Random sides are drawn several times; intervals are over the validation rows, paired
-with the matched random control. A run that restricts one side has the combinations of that side.
+with the matched random control. Where the scores chose one side only, that side alone varies.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ ARMS = (
     ("reverse", "reverse"),
 )
 """(examples, entries), the paper's."""
+AS_RUN = "as run"
+"""A side that DualSFT's scores did not choose: what the run trains, in every combination."""
 PIECE = "reverse"
 RESAMPLES = 2000
 
@@ -89,16 +91,21 @@ class _Sides:
         self.job, self.ctx = job, job.ctx
         final = job.final
         self.mask = read_mask(final) if (final / "mask.safetensors").is_file() else None
-        self.k = None if self.mask is None else sum(i.numel() for i in self.mask.values())
-        self.data = (final / "ids.json").is_file()
+        methods = self.ctx.methods
+        data = methods.scored("data") and (final / "ids.json").is_file()
+        params = methods.scored("params") and self.mask is not None
         self.dual = training_examples(self.ctx, final)
-        self.b = len(self.dual) if self.data else None
-        if not self.data and self.mask is None:
-            raise RunError("reverse: the run selects neither examples nor entries")
-        self.combinations = list(
-            dict.fromkeys(
-                (d if self.data else "all", p if self.mask is not None else "all") for d, p in ARMS
+        self.b = len(self.dual) if data else None
+        self.k = None
+        if params and self.mask is not None:
+            self.k = sum(index.numel() for index in self.mask.values())
+        if not data and not params:
+            raise RunError(
+                "reverse: the run selects neither examples nor entries by DualSFT's scores; use it "
+                "on a run of dualsft"
             )
+        self.combinations = list(
+            dict.fromkeys((d if data else AS_RUN, p if params else AS_RUN) for d, p in ARMS)
         )
         self._reversed: dict[str, Any] = {}
 
@@ -111,7 +118,7 @@ class _Sides:
         ]
 
     def examples(self, kind: str, draw: int) -> Sequence[Example]:
-        if kind in ("dual", "all"):
+        if kind in ("dual", AS_RUN):
             return self.dual
         pool = self.job.roles["pool"]
         assert self.b is not None
@@ -125,7 +132,7 @@ class _Sides:
         return [pool[i] for i in np.sort(chosen)]
 
     def entries(self, kind: str, draw: int) -> Mapping[str, Tensor] | None:
-        if kind in ("dual", "all"):
+        if kind in ("dual", AS_RUN):
             return self.mask
         assert self.k is not None
         if kind == "random":

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dualsft.diagnostics.canvas import bars, lines, panels, save
+from dualsft.diagnostics.canvas import bars, legend_above, lines, panels, save, signed_axis
 from dualsft.plots import COLOURS
 
 SIDES = {"examples": "examples", "params": "parameters"}
@@ -54,9 +54,10 @@ def param_statistics(result: dict[str, Any], path: Path) -> list[Path]:
     layers = sorted((int(n), v) for n, v in result["layers"].items() if n != "other")
     axes[1].bar([n for n, _ in layers], [v["enrichment"] or 0 for _, v in layers], color=COLOURS[0])
     axes[1].axhline(1.0, color=COLOURS[-1], linestyle="--", linewidth=1, label="as the candidates")
+    axes[1].locator_params(axis="x", integer=True)
     axes[1].set_xlabel("layer")
     axes[1].set_ylabel("enrichment (× share of candidates)")
-    axes[1].legend(fontsize=8)
+    legend_above(axes[1])
     return save(figure, path)
 
 
@@ -85,7 +86,7 @@ def heatmap(result: dict[str, Any], path: Path) -> list[Path]:
 
 
 def histograms(result: dict[str, Any], path: Path) -> list[Path]:
-    """Both sides' scores, symmetric-log across and log up, with the cut-off."""
+    """Both sides' scores, logarithmic both ways, with the cut-off."""
     figure, axes = panels(1, 2)
     for one, (side, title) in zip(axes, SIDES.items(), strict=True):
         facts = result[side]
@@ -97,14 +98,12 @@ def histograms(result: dict[str, Any], path: Path) -> list[Path]:
             linestyle="--",
             label=f"cut-off: {facts['selected']:,} of {facts['total']:,} selected",
         )
-        small = np.abs(edges[edges != 0]).min() if (edges != 0).any() else 1.0
-        one.set_xscale("symlog", linthresh=max(float(small), float(np.abs(edges).max()) * 1e-6))
+        signed_axis(one, "x", facts["edges"], facts["scale"])
         one.set_yscale("symlog", linthresh=1)
-        one.set_ylim(bottom=0)
-        one.locator_params(axis="x", numticks=7)
+        one.set_ylim(0, 2 * counts.max())
         one.set_xlabel(SCORE)
         one.set_ylabel(f"{title} a bin")
-        one.legend(fontsize=8)
+        legend_above(one)
     return save(figure, path)
 
 
@@ -161,7 +160,7 @@ def reselection(result: dict[str, Any], path: Path) -> list[Path]:
             )
     axes[0].set_ylabel("Jaccard with the one-shot selection")
     axes[0].set_ylim(0, 1.05)
-    axes[0].legend(fontsize=7)
+    legend_above(axes[0], columns=2)
     rounds = [r["rounds"] for r in result["orders"]["data_to_param"]]
     for one, key, factor, label in (
         (axes[1], "utility_gain", 100.0, "gain of surrogate utility (%)"),
@@ -187,10 +186,11 @@ def _scatter(scatter: dict[str, Any], path: Path) -> list[Path]:
     for one, (side, facts) in zip(axes, scatter.items(), strict=True):
         x, y = np.array(facts["one_shot"]), np.array(facts["rescored"])
         one.plot(x, y, "o", color=COLOURS[0], markersize=3, alpha=0.5, markeredgewidth=0)
-        for values, scale in ((x, one.set_xscale), (y, one.set_yscale)):
+        one.ticklabel_format(style="sci", scilimits=(0, 0))
+        for values, which in ((x, "x"), (y, "y")):
             sizes = np.abs(values[values != 0])
             if side == "params" and len(sizes):  # heavy tails: a linear axis shows one dot
-                scale("symlog", linthresh=float(np.median(sizes)))
+                signed_axis(one, which, values.tolist(), float(np.median(sizes)))
         rank = "—" if facts["spearman"] is None else f"{facts['spearman']:.3f}"
         one.set_title(f"{SIDES[side]}: Spearman {rank}, Jaccard {facts['jaccard']:.3f}", fontsize=9)
         one.set_xlabel(f"one-shot score, {SCORE}", fontsize=8)

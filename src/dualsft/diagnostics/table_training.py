@@ -48,6 +48,22 @@ class FidelityOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class HessianOptions:
+    """Settings of hessian."""
+
+    layers: Annotated[str, Names()] | None = None
+    """Layers to look at, as in 3,8,10; null is the paper's eight of 28, scaled to the depth."""
+    modules: Annotated[str, Names()] = "o_proj,down_proj"
+    """Modules to look at, by the end of their names."""
+    slice_size: Annotated[int, Bounds(least=3)] = 255
+    """Entries of a slice, a third from each third of the scores."""
+    pool_rows: Annotated[int, Bounds(least=3)] = 256
+    """Pool examples that make up G and are ranked."""
+    val_rows: Count = 64
+    """Validation rows (and anchors) behind v and the Hessian."""
+
+
+@dataclass(frozen=True, slots=True)
 class DriftOptions:
     """Settings of drift."""
 
@@ -77,11 +93,21 @@ TRAINING: tuple[dict[str, Any], ...] = (
         "target": f"{_HERE}.fidelity:run",
         "figure": f"{_HERE}.figures_training:fidelity",
         "summary": "do sets that the scores prefer lower the validation loss more when trained on?",
-        "paper": "Tables score_consistency_main, score_fidelity_long_horizon, score_fidelity_domain",
+        "paper": "Tables score_consistency_main, score_fidelity_long_horizon and _domain",
         "cost": "(subsets + masks) × checkpoints short trainings of the largest K steps",
-        "needs": ("finetune",),
+        "needs": ("scores", "finetune"),
         "options": FidelityOptions,
         "default": False,
+    },
+    {
+        "name": "hessian",
+        "target": f"{_HERE}.hessian:run",
+        "figure": f"{_HERE}.figures_training:hessian",
+        "summary": "does the diagonal curvature rank as the exact Hessian does?",
+        "paper": "Tables diag_full_main, diag_full_multilayer",
+        "cost": "per checkpoint: pool_rows single backward passes, val_rows double ones a slice",
+        "needs": ("scores", "selection"),
+        "options": HessianOptions,
     },
     {
         "name": "drift",
@@ -90,7 +116,7 @@ TRAINING: tuple[dict[str, Any], ...] = (
         "summary": "how far do scores move while the model is fine-tuned, and how far could they?",
         "paper": "Eq. score_drift_bound (appendix local_surrogate)",
         "cost": "the fine-tuning once more; points × (2 val_rows + 2 probes) backward passes",
-        "needs": ("finetune",),
+        "needs": ("scores", "finetune"),
         "options": DriftOptions,
         "default": False,
     },
@@ -101,7 +127,7 @@ TRAINING: tuple[dict[str, Any], ...] = (
         "summary": "are the lowest-scored examples and entries worse than random ones?",
         "paper": "Fig. reverse_selection",
         "cost": "4 + 3 × draws trainings of `steps` steps, each evaluated",
-        "needs": ("finetune",),
+        "needs": ("scores", "finetune"),
         "options": ReverseOptions,
         "default": False,
     },

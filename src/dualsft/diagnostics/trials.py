@@ -154,16 +154,12 @@ def prior_losses(
     for chosen in make_batches(rows, ctx.batch_tokens):
         batch = [rows[i] for i in chosen]
         tensors = collate(batch, ctx.pad_id, ctx.config.data.padding_side, model.device)
-        _, divergence, omega = distillation_objective(
-            teacher, model, tensors, ctx.config.score.tau
-        )
+        _, divergence, omega = distillation_objective(teacher, model, tensors, ctx.config.score.tau)
         found[chosen] = (divergence * omega).cpu().numpy()
     return found
 
 
-def sample(
-    rng: np.random.Generator, rows: Sequence[Example], count: int | None
-) -> list[Example]:
+def sample(rng: np.random.Generator, rows: Sequence[Example], count: int | None) -> list[Example]:
     """`count` of the rows at random in their own order; all of them when there are no more."""
     if count is None or count >= len(rows):
         return list(rows)

@@ -56,7 +56,7 @@ class LessOptions:
     """Numbers that an example's gradient is projected to."""
     projection: Literal["sides", "dense"] = "sides"
     """Random signs on both sides of each map's gradient, or, as in the original, one dense matrix
-    of them: errors about 0.7 as large, but `dim` signs made for every entry and batch, which only
+    of them: somewhat smaller errors, but `dim` signs made for every entry and batch, which only
     small models afford."""
     eps_inside: bool = True
     """Adam's eps inside the root, as the released code has it: a floor of 1e-4 under the root; off
@@ -219,8 +219,9 @@ DATA: tuple[Entry, ...] = (
         source="Xia et al., ICML 2024; written from its published procedure",
         deviations="cosine instead of linear decay of the warmup's rate; projection by random signs"
         " on both sides of each map's gradient, added up over the maps, instead of one dense matrix"
-        " of random signs (projection=dense), in fp32 instead of fp16; loss of response tokens; all of D_val is one "
-        "subtask; gradients in batches and no store of them, the same scores",
+        " of random signs (projection=dense has that), in fp32 instead of fp16; loss of response "
+        "tokens; all of D_val is one subtask; gradients in batches and no store of them, the "
+        "same scores",
         options=LessOptions,
         extra="peft",
     ),

@@ -1,0 +1,664 @@
+"""The diagnostics of the scores against brute force: every gradient written out, in float64.
+
+One tiny run; the oracle holds the whole [examples, entries] matrix of gradients at θ̄ and at θ_old,
+from tests/oracle.py alone, and every definition of the paper is a line of numpy on it. RMSNorm
+computes in float32 (see models.exact_norms), so numbers agree to about 1e-6; sets agree exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from conftest import small_run
+from models import exact_norms
+from oracle_run import Run, candidate_names, load_run
+from transformers import AutoModelForCausalLM
+
+from dualsft import config as settings
+from dualsft import pipeline
+from dualsft.context import RunContext
+from dualsft.diagnostics import Wanted, registry
+from dualsft.diagnostics.ablations import anchor_sizes
+from dualsft.diagnostics.boundary import add_hessian_product
+from dualsft.diagnostics.job import DiagnosticJob, diagnose
+from dualsft.diagnostics.ranking import counts, jaccard, mask_jaccard, numbers, sampled, spearman
+from dualsft.errors import ConfigError
+from dualsft.model import locate
+from dualsft.progress import Reporter
+from dualsft.rundir import RunDir
+from dualsft.vectors import ParamVector
+
+NEAR = 2e-5
+MODULES = ("coordination", "chosen_statistics", "ablations", "boundary")
+SCALE = 2000.0  # of the curvature, so that the second-order term can be seen
+
+
+@dataclass
+class Lab:
+    """The run, and everything of it by brute force."""
+
+    run: Run
+
+    def model(self, which: str, exact: bool = False) -> Any:
+        folder = self.run.folder / "2_warmup/theta_bar"
+        path = folder if which == "bar" else self.run.config["model"]["path"]
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+        if exact:
+            exact_norms(model)
+        return model
+
+    @cached_property
+    def bar(self) -> Any:
+        return self.model("bar")
+
+    @cached_property
+    def old(self) -> Any:
+        return self.model("old")
+
+    @cached_property
+    def names(self) -> list[str]:
+        return candidate_names(self.bar, "block_linear", None)
+
+    @cached_property
+    def pool(self) -> list[Any]:
+        return sorted(self.run.role("pool"), key=lambda e: e.index)
+
+    def flat(self, vector: Any) -> np.ndarray:
+        return torch.cat([vector[n].reshape(-1).double() for n in self.names]).detach().numpy()
+
+    def gradients(self, model: Any, examples: list[Any]) -> np.ndarray:
+        """One row an example."""
+        rows = [
+            self.flat(oracle.example_gradient(model, e.input_ids, e.labels, self.names))
+            for e in examples
+        ]
+        return np.stack(rows)
+
+    @cached_property
+    def at(self) -> dict[str, dict[str, np.ndarray]]:
+        """g, v_new, v_prior, u of both checkpoints (u with its factor eta)."""
+        found = {}
+        for name, model in (("init", self.old), ("warmup", self.bar)):
+            g = self.gradients(model, self.pool)
+            new = self.gradients(model, self.run.role("val")).mean(0)
+            prior = self.cwsd(self.run.role("anchor")) if name == "warmup" else 0 * new
+            found[name] = {"g": g, "new": new, "prior": prior}
+            found[name]["u"] = self.u(name, found[name])
+        return found
+
+    def cwsd(self, anchors: list[Any], tau: float = 1.0) -> np.ndarray:
+        return self.flat(oracle.cwsd_gradient(self.old, self.bar, anchors, tau, self.names))
+
+    @cached_property
+    def curvature(self) -> np.ndarray:
+        return self.flat(self.run.vectors["curvature"])
+
+    @property
+    def eta(self) -> float:
+        return self.run.config["finetune"]["lr"] / len(self.pool)
+
+    def u(self, where: str, parts: dict[str, np.ndarray] | None = None, **other: Any) -> np.ndarray:
+        """Eq. (u) with anything replaced: prior, lam, scale."""
+        mine = parts or self.at[where]
+        prior, lam = other.get("prior", mine["prior"]), other.get("lam", 0.8)
+        v_val = mine["new"] + lam * prior
+        second = self.eta**2 / 2 * other.get("scale", SCALE) * self.curvature * mine["g"].sum(0)
+        return self.eta * v_val - second
+
+    @property
+    def k(self) -> int:
+        return int(0.05 * self.at["warmup"]["g"].shape[1])
+
+    @property
+    def b(self) -> int:
+        return int(0.1 * len(self.run.examples))
+
+    def indices(self, flat: np.ndarray) -> dict[str, np.ndarray]:
+        """Flat places as sorted indices by parameter."""
+        found, start = {}, 0
+        for name in self.names:
+            size = dict(self.bar.named_parameters())[name].numel()
+            inside = flat[(flat >= start) & (flat < start + size)]
+            found[name] = np.sort(inside) - start
+            start += size
+        return found
+
+    def diagnose(self, name: str, *words: str) -> Any:
+        files = diagnose(self.run.folder, Wanted.of([name], list(words)), Reporter(lambda _: None))
+        assert {f.suffix for f in files} == {".json", ".svg", ".png"}
+        assert all(f.stat().st_size > 5000 for f in files[1:])
+        stored = json.loads(files[0].read_text())
+        assert stored["name"] == name
+        return stored["result"]
+
+    def job(self) -> DiagnosticJob:
+        config = settings.load_yaml(self.run.folder / "config.yaml")
+        context = RunContext(config, RunDir(self.run.folder), Reporter(lambda _: None))
+        return DiagnosticJob(context, None)
+
+
+def top(values: np.ndarray, count: int) -> np.ndarray:
+    """Places of the largest; ties in their order."""
+    return np.sort(np.argsort(-values, kind="stable")[:count])
+
+
+def shared(a: np.ndarray, b: np.ndarray) -> float:
+    return len(set(a.tolist()) & set(b.tolist())) / len(set(a.tolist()) | set(b.tolist()))
+
+
+def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Without regard to ties (the corpus has two duplicates, which may tie)."""
+    return float(np.corrcoef(a.argsort().argsort(), b.argsort().argsort())[0, 1])
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+@pytest.fixture(scope="module")
+def lab(
+    corpus: Path, model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    words = ["model.dtype=float64", "warmup.epochs=3", f"score.curvature_scale={SCALE}"]
+    config = settings.load(None, [*small_run(model_folder("llama"), corpus), *words])
+    out = tmp_path_factory.mktemp("diagnosed") / "run"
+    pipeline.run(config, out, None, Reporter(lambda _: None))
+    before = _digest(out)
+    yield Lab(load_run(out))
+    assert _digest(out) == before, "a diagnostic changed a stage"
+
+
+def _digest(run: Path) -> dict[str, str]:
+    files = [p for p in sorted(run.glob("[0-9]_*/**/*")) if p.is_file()]
+    return {str(p.relative_to(run)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def test_local_regret(lab: Lab) -> None:
+    result = lab.diagnose("local_regret")
+    rows = {(r["side"], r["checkpoint"]): r for r in result["rows"]}
+    assert (result["k"], result["b"]) == (lab.k, lab.b)
+    for where, parts in lab.at.items():
+        g, u = parts["g"], parts["u"]
+        mask, chosen = top(u * g.sum(0), lab.k), top(g @ u, lab.b)
+        aware = g[:, mask] @ u[mask]
+        best = top(aware, lab.b)
+        row = rows["examples", where]
+        ratio = aware[chosen].sum() / aware[best].sum()
+        assert row["jaccard"] == pytest.approx(shared(best, chosen))
+        assert row["ratio"] == pytest.approx(ratio, rel=NEAR)
+        assert row["regret_percent"] == pytest.approx(100 * (1 - ratio), abs=1e-3)
+        aware = u * g[chosen].sum(0)
+        best = top(aware, lab.k)
+        row = rows["params", where]
+        assert row["jaccard"] == pytest.approx(shared(best, mask))
+        assert row["ratio"] == pytest.approx(aware[mask].sum() / aware[best].sum(), rel=NEAR)
+        assert row["utility_aware"] == pytest.approx(aware[best].sum(), rel=NEAR)
+    assert rows["params", "init"]["ratio"] != pytest.approx(rows["params", "warmup"]["ratio"])
+
+
+def test_coordination_gap(lab: Lab) -> None:
+    """Proposition coord_gap from its right-hand sides: frozen entries, examples left out."""
+    result, parts = lab.diagnose("coordination_gap"), lab.at["warmup"]
+    g, u = parts["g"], parts["u"]
+    mask, chosen = top(u * g.sum(0), lab.k), top(g @ u, lab.b)
+    v = parts["new"] + 0.8 * parts["prior"]
+    frozen = np.setdiff1d(np.arange(len(v)), mask)
+    gap = lab.eta * g[:, frozen] @ v[frozen]
+    iso = lab.eta * g @ v
+    mine = result["examples"]
+    assert mine["gap_rms"] == pytest.approx(np.sqrt((gap**2).mean()), rel=NEAR)
+    assert mine["relative_gap"] == pytest.approx(
+        np.linalg.norm(gap) / np.linalg.norm(iso), rel=NEAR
+    )
+    assert mine["largest_gap"] == pytest.approx(np.abs(gap).max(), rel=NEAR)
+    assert mine["cosine"] == pytest.approx(cosine(iso, iso - gap), rel=NEAR)
+    assert mine["spearman"] == pytest.approx(rank_correlation(iso, iso - gap), abs=1e-4)
+    assert mine["jaccard"] == pytest.approx(shared(top(iso, lab.b), top(iso - gap, lab.b)))
+    left_out = np.setdiff1d(np.arange(len(g)), chosen)
+    gap, iso = lab.eta * v * g[left_out].sum(0), lab.eta * v * g.sum(0)
+    mine = result["params"]
+    assert mine["gap_rms"] == pytest.approx(np.sqrt((gap**2).mean()), rel=NEAR)
+    assert mine["largest_gap"] == pytest.approx(np.abs(gap).max(), rel=NEAR)
+    assert mine["cosine"] == pytest.approx(cosine(iso, iso - gap), rel=NEAR)
+    assert mine["spearman"] == pytest.approx(rank_correlation(iso, iso - gap), abs=1e-5)
+    changed = (np.sign(iso) != np.sign(iso - gap)).mean()
+    assert mine["sign_changes"] == pytest.approx(changed, abs=1e-3)
+    assert mine["ranked"] == len(v)
+    assert 0 < mine["jaccard"] < 1
+
+
+def test_reselection(lab: Lab) -> None:
+    result, parts = lab.diagnose("reselection"), lab.at["warmup"]
+    g, u = parts["g"], parts["u"]
+    mask0, chosen0 = top(u * g.sum(0), lab.k), top(g @ u, lab.b)
+    for order, first in (("data_to_param", 1), ("param_to_data", 0)):
+        mask, chosen, seen = mask0, chosen0, [(mask0, chosen0)]
+        for number in range(1, 6):
+            if number % 2 == first:
+                mask = top(u * g[chosen].sum(0), lab.k)
+            else:
+                chosen = top(g[:, mask] @ u[mask], lab.b)
+            seen.append((mask, chosen))
+        rows = result["orders"][order]
+        assert [r["rounds"] for r in rows] == [0, 1, 2, 3, 5]
+        for row in rows:
+            mask, chosen = seen[row["rounds"]]
+            assert row["jaccard_params"] == pytest.approx(shared(mask, mask0))
+            assert row["jaccard_examples"] == pytest.approx(shared(chosen, chosen0))
+            utility = float((g[chosen][:, mask] @ u[mask]).sum())
+            assert row["utility"] == pytest.approx(utility, rel=NEAR)
+        assert rows[1]["moved"] == ("params" if first else "examples")
+        gained = [r["utility"] for r in rows]
+        assert all(b >= a * (1 - 1e-9) for a, b in zip(gained, gained[1:], strict=False))
+        spent = [r["relative_selection"] for r in rows]
+        assert spent[0] == 1 and spent == sorted(spent) and spent[1] > 1
+        assert 1 < rows[-1]["relative_end_to_end"] < spent[-1]
+    one_shot, again = u * g.sum(0), u * g[chosen0].sum(0)
+    _check_scatter(result["scatter"]["params"], one_shot, again, 1000)
+    one_shot, again = g @ u, g[:, mask0] @ u[mask0]
+    _check_scatter(result["scatter"]["examples"], one_shot, again, len(g))
+
+
+def _check_scatter(facts: Any, one_shot: np.ndarray, again: np.ndarray, count: int) -> None:
+    assert len(facts["one_shot"]) == len(facts["rescored"]) == count
+    assert facts["ranked"] == len(one_shot)
+    assert facts["spearman"] == pytest.approx(rank_correlation(one_shot, again), abs=1e-4)
+    for x, y in zip(facts["one_shot"][:50], facts["rescored"][:50], strict=True):
+        where = np.abs(one_shot - x).argmin()
+        assert one_shot[where] == pytest.approx(x, rel=1e-3, abs=1e-10)
+        assert again[where] == pytest.approx(y, rel=1e-2, abs=1e-9)
+
+
+def test_data_statistics(lab: Lab) -> None:
+    groups = lab.diagnose("data_statistics")["groups"]
+    parts, pool = lab.at["warmup"], lab.pool
+    v = parts["new"] + 0.8 * parts["prior"]
+    with torch.no_grad():
+        losses = np.array(
+            [float(oracle.example_loss(lab.bar, e.input_ids, e.labels)) for e in pool]
+        )
+    ids = set(json.loads((lab.run.folder / "5_selection/ids.json").read_text()))
+    members = {
+        "selected": np.array([i for i, e in enumerate(pool) if e.id in ids]),
+        "top_loss": top(losses, lab.b),
+        "pool": np.arange(len(pool)),
+    }
+    with torch.no_grad():
+        hidden = [
+            lab.old.model(input_ids=torch.tensor([e.input_ids])).last_hidden_state[0].mean(0)
+            for e in pool
+        ]
+    phi = torch.stack(hidden).numpy()
+    for name, rows in members.items():
+        mine = groups[name]
+        assert mine["examples"] == len(rows) == mine["alignment_examples"]
+        aligned = np.mean([cosine(parts["g"][i], v) for i in rows])
+        assert mine["alignment"] == pytest.approx(aligned, rel=NEAR)
+        assert mine["loss"] == pytest.approx(losses[rows].mean(), rel=NEAR)
+        pairs = [1 - cosine(phi[i], phi[j]) for i in rows for j in rows if i < j]
+        assert mine["diversity"] == pytest.approx(np.mean(pairs), rel=NEAR)
+    assert groups["random"]["examples"] == lab.b
+    assert groups["selected"]["alignment"] > groups["pool"]["alignment"]
+
+
+def test_data_statistics_samples_large_groups(lab: Lab) -> None:
+    groups = lab.diagnose("data_statistics", "diagnose.data_statistics.limit=5")["groups"]
+    assert {g["alignment_examples"] for g in groups.values()} == {5}
+    assert groups["pool"]["examples"] == len(lab.pool)
+    assert groups["pool"]["diversity"] is not None
+
+
+def test_param_statistics(lab: Lab) -> None:
+    result, parts = lab.diagnose("param_statistics"), lab.at["warmup"]
+    mask = lab.indices(top(parts["u"] * parts["g"].sum(0), lab.k))
+    sizes = {n: p.numel() for n, p in lab.bar.named_parameters() if n in lab.names}
+    assert result["selected"] == lab.k and result["candidates"] == sum(sizes.values())
+
+    def check(mine: Any, inside: Callable[[str], bool], frame: Callable[[str], bool]) -> None:
+        chosen = sum(len(mask[n]) for n in sizes if inside(n))
+        chosen /= sum(len(mask[n]) for n in sizes if frame(n))
+        pool = sum(sizes[n] for n in sizes if inside(n)) / sum(sizes[n] for n in sizes if frame(n))
+        assert mine["selected"] == pytest.approx(chosen)
+        assert mine["pool"] == pytest.approx(pool)
+        assert mine["enrichment"] == pytest.approx(chosen / pool)
+
+    groups = result["groups"]
+    check(groups["attention"], lambda n: "attn" in n, lambda _: True)
+    check(groups["FFN"], lambda n: "mlp" in n, lambda _: True)
+    check(groups["down_proj within FFN"], lambda n: "down_proj" in n, lambda n: "mlp" in n)
+    check(groups["early layers (L0–L0)"], lambda n: ".layers.0." in n, lambda _: True)
+    check(result["layers"]["1"], lambda n: ".layers.1." in n, lambda _: True)
+    check(result["modules"]["self_attn.v_proj"], lambda n: "v_proj" in n, lambda _: True)
+    assert groups["top 2 layers"]["selected"] == pytest.approx(1.0)
+
+
+def test_heatmap(lab: Lab) -> None:
+    result, parts = lab.diagnose("heatmap"), lab.at["warmup"]
+    scores = parts["u"] * parts["g"].sum(0)
+    mask = lab.indices(top(scores, lab.k))
+    start, seen = 0, 0
+    for name in lab.names:
+        size = dict(lab.bar.named_parameters())[name].numel()
+        layer, module = locate(name)
+        row, column = result["layers"].index(layer), result["modules"].index(module)
+        mean = np.abs(scores[start : start + size]).mean()
+        assert result["mean_abs_score"][row][column] == pytest.approx(mean, rel=NEAR)
+        share = len(mask[name]) / size
+        assert result["selected_share"][row][column] == pytest.approx(share)
+        start, seen = start + size, seen + 1
+    assert seen == len(result["layers"]) * len(result["modules"])
+
+
+def test_histograms(lab: Lab) -> None:
+    result, parts = lab.diagnose("histograms"), lab.at["warmup"]
+    sides = {
+        "params": (parts["u"] * parts["g"].sum(0), lab.k),
+        "examples": (parts["g"] @ parts["u"], lab.b),
+    }
+    for side, (scores, budget) in sides.items():
+        mine = result[side]
+        assert (mine["total"], mine["selected"]) == (len(scores), budget)
+        assert sum(mine["counts"]) == len(scores)
+        assert mine["negative"] == int((scores < 0).sum())
+        assert mine["cutoff"] == pytest.approx(np.sort(scores)[-budget], rel=1e-4)
+        edges = np.array(mine["edges"])
+        assert (np.diff(edges) > 0).all()
+        moved = np.abs(np.histogram(scores, edges)[0] - mine["counts"]).sum()
+        assert moved <= 0.01 * len(scores) + 4  # what lies within rounding of an edge
+        inside = (scores >= edges[len(edges) // 2]).sum()
+        assert abs(sum(mine["counts"][len(edges) // 2 :]) - inside) <= 3
+
+
+def test_preservation(lab: Lab) -> None:
+    result, parts = lab.diagnose("preservation"), lab.at["warmup"]
+    g, total, anchors = parts["g"], parts["g"].sum(0), lab.run.role("anchor")
+    own_mask, own_rows = top(parts["u"] * total, lab.k), top(g @ parts["u"], lab.b)
+    priors = {
+        "none": 0 * parts["new"],
+        "l2": lab.flat(oracle.l2_gradient(lab.old, lab.bar, lab.names)),
+        "fisher": lab.flat(oracle.fisher_gradient(lab.old, lab.bar, anchors, lab.names)),
+        "cwsd": parts["prior"],
+    }
+    size = np.linalg.norm(parts["new"])
+    assert len(result["rows"]) == 8 and result["examples_compared"] == len(g)
+    for row in result["rows"]:
+        prior, lam = priors[row["preservation"]], 0.8
+        length = np.linalg.norm(prior)
+        if row["lam_relative"]:
+            lam = lam * size / length if length else 0.0
+        u = lab.u("warmup", prior=prior, lam=lam)
+        assert row["norm"] == pytest.approx(length, rel=1e-4)
+        assert row["share"] == pytest.approx(lam * length / size, rel=1e-4)
+        assert row["cosine_u"] == pytest.approx(cosine(u, parts["u"]), rel=1e-4)
+        assert row["jaccard_params"] == pytest.approx(
+            shared(top(u * total, lab.k), own_mask), abs=3 / lab.k
+        )
+        assert row["jaccard_examples"] == pytest.approx(shared(top(g @ u, lab.b), own_rows))
+        if length:
+            expected = cosine(prior, parts["new"])
+            assert row["cosine_val_grad"] == pytest.approx(expected, rel=1e-4)
+        else:
+            assert row["cosine_val_grad"] is None
+    itself = [r for r in result["rows"] if r["preservation"] == "cwsd" and not r["lam_relative"]]
+    assert itself[0]["jaccard_params"] == itself[0]["jaccard_examples"] == 1.0
+    assert min(r["jaccard_params"] for r in result["rows"]) < 0.9
+
+
+def test_anchor_size(lab: Lab) -> None:
+    words = ["diagnose.anchor_size.sizes=3,5,9,500"]
+    result, parts = lab.diagnose("anchor_size", *words), lab.at["warmup"]
+    g, total = parts["g"], parts["g"].sum(0)
+    anchors = sorted(lab.run.role("anchor"), key=lambda e: e.index)
+    order = lab.job().rng("anchors").permutation(len(anchors))
+    assert [r["anchors"] for r in result["rows"]] == [3, 5, 9, len(anchors)]
+    for row in result["rows"]:
+        prior = lab.cwsd([anchors[i] for i in order[: row["anchors"]]])
+        u = lab.u("warmup", prior=prior)
+        assert row["cosine"] == pytest.approx(cosine(prior, parts["prior"]), rel=1e-4)
+        mask, chosen = top(u * total, lab.k), top(g @ u, lab.b)
+        assert row["jaccard_params"] == pytest.approx(
+            shared(mask, top(parts["u"] * total, lab.k)), abs=3 / lab.k
+        )
+        assert row["jaccard_examples"] == pytest.approx(shared(chosen, top(g @ parts["u"], lab.b)))
+    assert result["rows"][0]["cosine"] < result["rows"][-1]["cosine"]
+
+
+def test_anchor_sizes_take_what_there_is() -> None:
+    assert anchor_sizes([256, 512, 1024, 2048, 4096], 2048) == [256, 512, 1024, 2048]
+    assert anchor_sizes([256, 512], 64) == [4, 8, 16, 32, 64]
+    assert anchor_sizes([256, 512, 1024], 3) == [1, 3]
+
+
+def test_components(lab: Lab) -> None:
+    result, parts = lab.diagnose("components"), lab.at["warmup"]
+    g, own = parts["g"], parts["u"]
+    start = lab.at["init"]
+    variants = {
+        "preservation": (lab.u("warmup", lam=0.0), g),
+        "second order": (lab.u("warmup", scale=0.0), g),
+        "warmup": (start["u"], start["g"]),
+    }
+    assert {r["without"] for r in result["rows"]} == set(variants)
+    for row in result["rows"]:
+        u, there = variants[row["without"]]
+        assert row["cosine_u"] == pytest.approx(cosine(u, own), rel=1e-5)
+        mine, full = u * there.sum(0), own * g.sum(0)
+        overlap = shared(top(mine, lab.k), top(full, lab.k))
+        assert row["jaccard_params"] == pytest.approx(overlap, abs=3 / lab.k)
+        assert row["spearman_params"] == pytest.approx(rank_correlation(mine, full), abs=1e-5)
+        mine, full = there @ u, g @ own
+        assert row["jaccard_examples"] == pytest.approx(shared(top(mine, lab.b), top(full, lab.b)))
+        assert row["spearman_examples"] == pytest.approx(rank_correlation(mine, full), abs=1e-4)
+    second = lab.eta / 2 * SCALE * lab.curvature * g.sum(0)
+    first = parts["new"] + 0.8 * parts["prior"]
+    share = np.linalg.norm(second) / np.linalg.norm(first)
+    assert result["curvature_share"] == pytest.approx(share, rel=NEAR) and share > 0.01
+
+
+def test_sensitivity(lab: Lab) -> None:
+    words = ["diagnose.sensitivity.lambdas=0,0.8,8", "diagnose.sensitivity.taus=1.0,3.0"]
+    result, parts = lab.diagnose("sensitivity", *words), lab.at["warmup"]
+    g, total, own = parts["g"], parts["g"].sum(0), parts["u"]
+    example_scores, scores = g @ own, own * total
+    for row in result["data_budgets"]:
+        b = max(1, int(row["share"] * len(lab.run.examples)))
+        best = top(example_scores, b)
+        assert row["b"] == b
+        gained = example_scores[best].sum() / example_scores[example_scores > 0].sum()
+        assert row["utility_share"] == pytest.approx(gained, rel=1e-2)  # one-pass scores
+        assert row["nonpositive"] == pytest.approx((example_scores[best] <= 0).mean())
+    for row in result["param_budgets"]:
+        k = int(row["share"] * len(scores))
+        best = np.sort(scores)[-k:]
+        assert row["k"] == k and row["cutoff"] == pytest.approx(best[0], rel=1e-4)
+        assert row["utility_share"] == pytest.approx(
+            best.sum() / scores[scores > 0].sum(), rel=NEAR
+        )
+    variants = [(r, lab.u("warmup", lam=r["lam"])) for r in result["lambdas"]]
+    for row in result["taus"]:
+        prior = lab.cwsd(lab.run.role("anchor"), row["tau"])
+        assert row["norm"] == pytest.approx(np.linalg.norm(prior), rel=1e-4)
+        variants.append((row, lab.u("warmup", prior=prior)))
+    assert len(variants) == 5
+    for row, u in variants:
+        assert row["cosine_u"] == pytest.approx(cosine(u, own), rel=1e-5)
+        overlap = shared(top(u * total, lab.k), top(scores, lab.k))
+        assert row["jaccard_params"] == pytest.approx(overlap, abs=3 / lab.k)
+        overlap = shared(top(g @ u, lab.b), top(example_scores, lab.b))
+        assert row["jaccard_examples"] == pytest.approx(overlap)
+    assert result["lambdas"][1]["jaccard_params"] == 1.0 > result["lambdas"][2]["jaccard_params"]
+
+
+def test_compared_sample_keeps_the_share(lab: Lab) -> None:
+    result = lab.diagnose("components", "diagnose.components.pool=40")
+    assert result["examples_compared"] == 40
+    assert result["b_compared"] == lab.b * 40 // len(lab.pool)
+
+
+def test_boundary(lab: Lab) -> None:
+    """H by differences of the oracle's gradients, on a model whose norms are float64."""
+    words = ["diagnose.boundary.rows=3", "diagnose.boundary.iterations=3"]
+    result, parts = lab.diagnose("boundary", *words), lab.at["warmup"]
+    g, own, total = parts["g"], parts["u"], parts["g"].sum(0)
+    rows = {}
+    for role in ("val", "anchor"):
+        some = sorted(lab.run.role(role), key=lambda e: e.index)
+        chosen = np.sort(lab.job().rng(f"hessian {role}").permutation(len(some))[:3])
+        rows[role] = [some[i] for i in chosen]
+    old = lab.model("old", exact=True)
+
+    def slope(shift: np.ndarray) -> np.ndarray:
+        model = lab.model("bar", exact=True)
+        parameters, start = dict(model.named_parameters()), 0
+        with torch.no_grad():
+            for name in lab.names:
+                p = parameters[name]
+                p.add_(torch.from_numpy(shift[start : start + p.numel()]).view(p.shape))
+                start += p.numel()
+        new = lab.gradients(model, rows["val"]).mean(0)
+        prior = oracle.cwsd_gradient(old, model, rows["anchor"], 1.0, lab.names)
+        return new + 0.8 * lab.flat(prior)
+
+    def product(v: np.ndarray) -> np.ndarray:
+        hessian = (slope(1e-5 * v) - slope(-1e-5 * v)) / 2e-5
+        return hessian - SCALE * lab.curvature * v
+
+    v, norms, first = total / np.linalg.norm(total), [], None
+    for _ in range(3):
+        w = product(v)
+        first = w * np.linalg.norm(total) if first is None else first
+        norms.append(np.linalg.norm(w))
+        v = w / norms[-1]
+    assert first is not None
+    assert result["operator_norm"] == pytest.approx(norms[-1], rel=1e-4)
+    assert result["iterations"] == result["rows"] == result["anchors"] == 3
+    errors = lab.eta**2 / 2 * first * total
+    scores = own * total
+    mine = result["params"]
+    assert mine["largest_error"] == pytest.approx(np.abs(errors).max(), rel=1e-3)
+    bound = lab.eta**2 * norms[-1] * (total @ total)
+    assert mine["bound"] == pytest.approx(bound, rel=1e-3)
+    overlap = shared(top(scores, lab.k), top(scores - errors, lab.k))
+    assert mine["jaccard_full"] == pytest.approx(overlap, abs=3 / lab.k)
+    ordered = np.sort(scores)[::-1]
+    assert mine["gap"] == pytest.approx(ordered[lab.k - 1] - ordered[lab.k], rel=1e-2)
+    assert mine["same_selection"] == (mine["jaccard_full"] == 1.0)
+    errors = lab.eta**2 / 2 * (g @ first)
+    scores = g @ own
+    mine = result["examples"]
+    assert mine["largest_error"] == pytest.approx(np.abs(errors).max(), rel=1e-3)
+    overlap = shared(top(scores, lab.b), top(scores - errors, lab.b))
+    assert mine["jaccard_full"] == pytest.approx(overlap)
+    largest = np.linalg.norm(g, axis=1).max()
+    assert largest <= mine["gradient_bound"] < 20 * largest
+    bound = lab.eta**2 * norms[-1] * np.linalg.norm(total) * mine["gradient_bound"]
+    assert mine["bound"] == pytest.approx(bound, rel=1e-3)
+    assert mine["bound"] >= 2 * mine["largest_error"]
+    for facts in (mine, result["params"]):
+        assert facts["certified_by_corollary"] == (facts["gap"] > facts["bound"])
+        assert facts["certified_by_error"] == (facts["gap"] > facts["twice_largest_error"])
+
+
+def test_hessian_product_of_a_known_function() -> None:
+    """x₁³ x₂² + sin(x₃ x₁): its Hessian is written by hand."""
+    x = torch.tensor([0.7, -1.3, 0.4], dtype=torch.float64)
+    a, b = (x[:2].clone().requires_grad_(), x[2:].clone().requires_grad_())
+    loss = a[0] ** 3 * a[1] ** 2 + torch.sin(b[0] * a[0])
+    total = ParamVector.zeros({"a": a, "b": b})
+    v = {"a": torch.tensor([1.0, 2.0]).double(), "b": torch.tensor([-3.0]).double()}
+    add_hessian_product({"a": a, "b": b}, loss, ParamVector(v), total, 0.5)
+    p, q, r = x.tolist()
+    s, c = np.sin(p * r), np.cos(p * r)
+    hessian = np.array(
+        [
+            [6 * p * q**2 - r * r * s, 6 * p * p * q, c - p * r * s],
+            [6 * p * p * q, 2 * p**3, 0],
+            [c - p * r * s, 0, -p * p * s],
+        ]
+    )
+    got = np.concatenate([total["a"].numpy(), total["b"].numpy()])
+    assert got == pytest.approx(0.5 * hessian @ [1, 2, -3], rel=1e-12)
+
+
+def test_second_call_reuses_and_a_stop_loses_no_finished_walk(lab: Lab, tmp_path: Path) -> None:
+    folder, said = lab.run.folder, list[str]()
+    expected = lab.diagnose("coordination_gap")
+    diagnose(folder, Wanted.of(["coordination_gap"], []), Reporter(said.append))
+    assert any("reused" in line for line in said)
+    (folder / "diagnostics/coordination_gap.json").unlink()
+
+    class Stop(Exception):
+        pass
+
+    def stop(line: str) -> None:
+        if "mask-aware" in line:
+            raise Stop
+
+    with pytest.raises(Stop):
+        diagnose(folder, Wanted.of(["coordination_gap"], []), Reporter(stop))
+    said.clear()
+    diagnose(folder, Wanted.of(["coordination_gap"], []), Reporter(said.append))
+    assert any("mask-aware" in line for line in said)
+    assert not any("isolated scores" in line for line in said), "a finished walk was walked again"
+    stored = json.loads((folder / "diagnostics/coordination_gap.json").read_text())
+    assert stored["result"] == expected
+    assert not (folder / "diagnostics/coordination_gap.work").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["data", "param", "cold", "adam"])
+def test_other_runs(name: str, make_run: Callable[..., Path]) -> None:
+    """Each variant has what there is: no mask, no subset, no warmup, Adam's step, fp32."""
+    names = [n for n, d in registry().items() if d.target.split(":")[0].split(".")[-1] in MODULES]
+    assert len(names) == 12
+    words = ["diagnose.boundary.rows=2", "diagnose.boundary.iterations=2"]
+    overrides = {
+        "data": ["select.variant=data", "score.preservation=l2", "score.mode=two_pass"],
+        "param": ["select.variant=param", "score.preservation=fisher", "score.lam_relative=true"],
+        "cold": ["warmup.epochs=0"],
+        "adam": ["score.step=adam", "select.rounds=1"],
+    }
+    run = make_run(*overrides[name], out=name)
+    diagnose(run, Wanted.of(names, words), Reporter(lambda _: None))
+    found = {n: json.loads((run / f"diagnostics/{n}.json").read_text()) for n in names}
+    noted = {n for n, content in found.items() if "note" in content["result"]}
+    absent = {"data": "param_statistics", "param": "data_statistics", "cold": "anchor_size"}
+    assert noted == ({absent[name]} if name in absent else set())
+    bound = found["boundary"]["result"]["params"]["bound"]
+    assert (bound is None) == (name == "adam")
+
+
+def test_ranking() -> None:
+    """Ties share the mean of their ranks; a sample holds the same places of every vector."""
+    a, b = np.array([1.0, 2, 2, 5, 5, 5]), np.array([3.0, 1, 2, 6, 4, 4])
+    ranks = [np.array([(x > v).sum() + ((x == v).sum() + 1) / 2 for x in v]) for v in (a, b)]
+    assert spearman(a, b) == pytest.approx(np.corrcoef(ranks[0], ranks[1])[0, 1])
+    assert spearman(a, np.ones(6)) is None
+    assert jaccard(np.array([1, 2, 3]), np.array([3, 4])) == pytest.approx(1 / 4)
+    masks = [{"w": torch.tensor([0, 4]), "x": torch.tensor([1])}, {"w": torch.tensor([4, 5])}]
+    assert mask_jaccard(*masks) == pytest.approx(1 / 4)
+    first = ParamVector({"w": torch.arange(6.0).view(2, 3), "x": torch.arange(6.0, 50)})
+    for count in (3, 30, 80):
+        (values, twice), places = sampled(
+            [first, first.scaled(2.0)], count, np.random.default_rng(0)
+        )
+        assert len(values) == min(count, 50) == len(set(places.tolist()))
+        assert (values == places).all() and (twice == 2 * values).all()
+
+
+def test_lists_of_numbers_are_checked() -> None:
+    assert numbers("0.5, 1", "x") == [0.5, 1.0] and counts("5,0,1,1", "x") == [0, 1, 5]
+    with pytest.raises(ConfigError, match=r"diagnose\.a\.b: 'two' is not a number"):
+        numbers("1,two", "diagnose.a.b")
+    with pytest.raises(ConfigError, match="whole numbers"):
+        counts("1.5", "x")

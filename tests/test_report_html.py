@@ -1,0 +1,325 @@
+"""report.html, the model card and runs side by side: the embedded data parsed back."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from report_pages import ARABIC, EMOJI, HOSTILE, copy, hostile_run, read_page, replaced
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from dualsft.cli import app
+from dualsft.errors import ConfigError, RunError
+from dualsft.model import load_tokenizer
+from dualsft.report import write_report
+from dualsft.report_data import STATES, density, pack, token_cap, unpack
+from dualsft.report_parts import colour, numbers_of, table
+from dualsft.report_runs import write_reports
+from dualsft.report_warnings import concerns
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Callable[[str], Path]) -> Path:
+    return hostile_run(tmp_path_factory.mktemp("report"), model_folder("llama"))
+
+
+# --- the data in the page -----------------------------------------------------------------------
+
+
+def test_every_example_is_in_the_page_as_the_run_has_it(finished: Path) -> None:
+    _, data = read_page(finished)
+    columns = unpack(data["examples-data"])
+    tokens = pq.read_table(finished / "1_split/tokens.parquet").to_pylist()
+    assert columns["id"] == [row["id"] for row in tokens]
+    chosen = set(json.loads((finished / "5_selection/ids.json").read_text()))
+    states = [STATES[s] for s in columns["state"]]
+    assert {i for i, s in zip(columns["id"], states, strict=True) if s == "selected"} == chosen
+    names = {"val": "validation", "anchor": "anchor", "warm": "warmup", "pool": "rejected"}
+    for row, state in zip(tokens, states, strict=True):
+        assert state == ("selected" if row["id"] in chosen else names[row["role"]])
+    scored = {r["id"]: r for r in pq.read_table(finished / "4_scores/examples.parquet").to_pylist()}
+    for at, row in enumerate(tokens):
+        assert columns["tokens"][at] == len(row["input_ids"])
+        assert columns["response"][at] == sum(label != -100 for label in row["labels"][1:])
+        if row["id"] in scored:
+            wanted = scored[row["id"]]
+            assert columns["loss"][at] == pytest.approx(wanted["loss"], rel=1e-6)
+            assert abs(columns["score"][at] - wanted["score"]) <= wanted["bound"] * 1.0001 + 1e-15
+        else:
+            assert columns["score"][at] is None and columns["rank"][at] is None
+
+
+def test_the_text_is_what_the_model_saw(finished: Path) -> None:
+    _, data = read_page(finished)
+    tokenizer = load_tokenizer(finished / "6_finetune/model")
+    rows = [row for at in range(1) for row in unpack(data[f"text-{at}"])]
+    tokens = pq.read_table(finished / "1_split/tokens.parquet").to_pylist()
+    assert len(rows) == len(tokens)
+    for parts, row in zip(rows, tokens, strict=True):
+        assert "".join(parts) == tokenizer.decode(row["input_ids"], skip_special_tokens=False)
+        inside = [i for i, label in zip(row["input_ids"], row["labels"], strict=True) if label >= 0]
+        assert "".join(parts[1::2]) == tokenizer.decode(inside, skip_special_tokens=False)
+    assert sum(HOSTILE in "".join(parts) for parts in rows) == 1
+    assert sum(EMOJI in "".join(parts) and ARABIC in parts[0] for parts in rows) == 1
+
+
+def test_no_row_can_break_out_of_the_page(finished: Path) -> None:
+    page, data = read_page(finished)
+    assert HOSTILE not in page and "<img src=x" not in page and "<b>bold" not in page
+    own = re.findall(r"<script[^>]*>", page)
+    assert own.count("<script>") == 1 and len(own) == len(data) + 1
+    assert "&lt;script&gt;document.title=&#x27;broken&#x27;" in page  # the prompt, in the results
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page.partition("<body>")[2])
+
+
+def test_ranks_and_the_boundary(finished: Path) -> None:
+    columns = unpack(read_page(finished)[1]["examples-data"])
+    ranked = sorted((r, i) for i, r in enumerate(columns["rank"]) if r is not None)
+    assert [r for r, _ in ranked] == list(range(1, len(ranked) + 1))
+    b = sum(s == 0 for s in columns["state"])
+    assert {i for _, i in ranked[:b]} == {i for i, s in enumerate(columns["state"]) if s == 0}
+    assert set(columns["near"]) == {i for _, i in ranked[b - 10 : b + 10]}
+
+
+def test_the_mask_adds_up(finished: Path) -> None:
+    cells = unpack(read_page(finished)[1]["mask-data"])
+    mask = load_file(finished / "5_selection/mask.safetensors")
+    summary = json.loads((finished / "5_selection/summary.json").read_text())
+    assert {c["name"]: c["count"] for c in cells} == {n: len(i) for n, i in mask.items()}
+    assert sum(c["count"] for c in cells) == summary["k"]
+    for module, count in summary["per_module"].items():
+        assert sum(c["count"] for c in cells if c["module"] == module) == count
+
+
+def test_density_against_the_dense_mask() -> None:
+    rng = np.random.default_rng(0)
+    for shape in ([50, 31], [3, 100], [7]):
+        dense = rng.random(shape) < 0.2
+        grid = density(np.flatnonzero(dense), shape, 24)
+        flat = dense.reshape(shape[0] if len(shape) > 1 else 1, -1)
+        high, wide = len(grid), len(grid[0])
+        rows, columns = (
+            np.arange(n) * m // n for n, m in zip(flat.shape, (high, wide), strict=True)
+        )
+        wanted = [
+            [flat[np.ix_(rows == r, columns == c)].mean() for c in range(wide)] for r in range(high)
+        ]
+        np.testing.assert_allclose(grid, wanted, atol=1e-5)
+
+
+def test_texts_are_cut_to_the_budget() -> None:
+    counts = np.array([10, 20, 30, 4000, 5000])
+    assert token_cap(counts, 10_000) is None
+    cap = token_cap(counts, 3060)
+    assert cap == 1500 and np.minimum(counts, cap).sum() <= 3060
+
+
+def test_pack_keeps_every_character() -> None:
+    value = {"a": [HOSTILE, ARABIC, EMOJI, "\x00\u2028", None, 1.5]}
+    assert unpack(pack(value)) == value and "<" not in pack(value)
+
+
+# --- the summary, the warnings, the rest of the page --------------------------------------------
+
+
+def test_the_summary_answers_four_questions(finished: Path) -> None:
+    page, _ = read_page(finished)
+    chosen = json.loads((finished / "5_selection/summary.json").read_text())
+    assert re.findall(r"<div class='card'><h3>(\w+)", page) == ["Chosen", "Cost", "Gained", "Kept"]
+    assert f"{chosen['b']:,} of {chosen['num_full']:,} examples" in page
+    assert f"{chosen['k']:,} of {chosen['denominator']:,} candidate weights" in page
+    for anchor in ("warnings", "results", "examples", "mask", "scores", "cost", "settings"):
+        assert f"<section id='{anchor}'>" in page
+    assert "Short warmup" in page and "lower warmup.batch_size" in page
+
+
+def test_diagnostics_are_shown_with_their_figures(finished: Path) -> None:
+    page, _ = read_page(finished)
+    part = page[page.index("<section id='diagnostics'>") :].partition("</section>")[0]
+    first, second = part.split("<article>")[1:]
+    assert "local regret</h3>" in first and "earlier version" not in first
+    assert "local regret two</h3>" in second and "earlier version" in second
+    assert first.count("data:image/svg+xml;base64,") == second.count("data:image/svg") == 1
+    assert "Table 7" in first and "0.5" in first and HOSTILE not in part
+
+
+def test_a_diagnostic_that_is_none_is_refused(finished: Path, tmp_path: Path) -> None:
+    run = copy(finished, tmp_path)
+    (run / "diagnostics/local_regret.json").write_text("[1, 2")
+    with pytest.raises(RunError, match=r"local_regret.json: not a diagnostic's numbers"):
+        write_report(run)
+
+
+def test_damaged_rows_are_refused(finished: Path, tmp_path: Path) -> None:
+    run = copy(finished, tmp_path)
+    file = run / "1_split/tokens.parquet"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RunError, match=r"tokens.parquet has another SHA-256"):
+        write_report(run)
+
+
+@pytest.mark.parametrize("until", ["split", "scores", "selection"])
+def test_a_run_that_stopped_early_has_a_page(make_run: Callable[..., Path], until: str) -> None:
+    run = make_run(until=until)
+    write_report(run)
+    page, data = read_page(run)
+    assert "not finished; still to come:" in page and not (run / "model_card.md").exists()
+    columns = unpack(data["examples-data"])
+    assert len(columns["id"]) == 120 and (0 in columns["state"]) == (until == "selection")
+    assert ("No text is shown" in page) == (until == "split") == ("text-0" not in data)
+
+
+def test_runs_of_other_methods(make_run: Callable[..., Path]) -> None:
+    run = make_run("method.data=random", "method.params=random", "select.variant=dual")
+    columns = unpack(read_page(run)[1]["examples-data"])
+    assert set(columns["score"]) == {None} and columns["near"] == []
+    assert STATES.index("warmup") not in columns["state"]  # random may choose those rows
+    run = make_run("method.data=all", "method.params=all", out="sft")
+    page, data = read_page(run)
+    states = [STATES[s] for s in unpack(data["examples-data"])["state"]]
+    assert set(states) == {"selected", "validation", "anchor"} and "mask-data" not in data
+    assert "all of the data" in page and "no mask on the weights" in page
+
+
+def test_re_selection_shows_the_last_round(make_run: Callable[..., Path]) -> None:
+    run = make_run("select.rounds=2")
+    page, data = read_page(run)
+    chosen = set(json.loads((run / "5_selection/round_2/ids.json").read_text()))
+    columns = unpack(data["examples-data"])
+    got = {i for i, s in zip(columns["id"], columns["state"], strict=True) if s == 0}
+    assert got == chosen and "Scores are those before re-selection" in page
+
+
+SCORES: dict[str, Any] = {
+    "curvature_share": 1e-3,
+    "checks": {"alone": [{"error": 1e-8, "rounding": 1e-6}]},
+    "lam_effective": 1.0,
+    "norms": {"prior_grad": 1.0, "val_grad": 1.0},
+}
+CHOSEN: dict[str, Any] = {
+    "b": 10,
+    "k": 100,
+    "num_nonpositive_examples": 0,
+    "num_nonpositive_params": 0,
+    "near_ties": 0,
+    "response_tokens_selected": 100.0,
+    "response_tokens_pool": 100.0,
+}
+LOSSES = {"validation": {"before": {"loss": 2.0}, "after": {"loss": 1.0}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "title"),
+    [
+        ({}, None),
+        ({"curvature_share": 1e-7}, "Curvature share below rounding"),
+        ({"lam_effective": 2.1}, "Preservation dominates"),
+        ({"num_nonpositive_examples": 3}, "Negative scores among the selected examples"),
+        ({"num_nonpositive_params": 3}, "Negative scores among the selected entries"),
+        ({"near_ties": 2}, "Ties at the boundary"),
+        ({"response_tokens_selected": 160.0}, "Length drift"),
+        ({"response_tokens_selected": 60.0}, "Length drift"),
+        ({"said": "the warmup has only 3 steps (raise split.warm)"}, "Short warmup"),
+        ({"said": "something else (set a.b to 3, or c)"}, "Note of the stage warmup"),
+        ({"said": "4 of the 9 selected examples have a score ≤ 0"}, None),
+        ({"loss": 2.5}, "Validation loss rose"),
+        ({"outdated": ["finetune"]}, "Stages out of date"),
+    ],
+)
+def test_each_warning_has_meaning_and_cure(change: dict[str, Any], title: str | None) -> None:
+    after = {"loss": change.get("loss", 1.0)}
+    facts = {
+        "warnings": {"warmup": [change["said"]] if "said" in change else []},
+        "outdated": change.get("outdated", []),
+        "scores": SCORES | {k: v for k, v in change.items() if k in SCORES},
+        "selection": CHOSEN | {k: v for k, v in change.items() if k in CHOSEN},
+        "evaluation": {"files": {"validation": LOSSES["validation"] | {"after": after}}},
+    }
+    found = concerns(facts)
+    assert [c.title for c in found] == ([title] if title else [])
+    assert all(len(c.meaning) > 30 and len(c.cure) > 5 for c in found)
+    if "something else" in change.get("said", ""):
+        assert found[0].cure == "Set a.b to 3, or c."
+
+
+def test_benchmarks_are_in_every_report(make_run: Callable[..., Path]) -> None:
+    run = make_run()
+    side = {"score": 0.5, "interval": [0.4, 0.6], "items": 20, "format_errors": 1}
+    task = {"metric": "acc", "num_fewshot": 5, "before": side, "after": side | {"score": 0.75}}
+    means = {"plasticity": 0.5, "stability": None, "overall": None}
+    summary = {"before": means, "after": means | {"plasticity": 0.75}, "notes": ["few | tasks"]}
+    replaced(run, "evaluation", "results.json", {"tasks": {"gsm8k": task}, "summary": summary})
+    write_report(run)
+    page, _ = read_page(run)
+    assert "new skill 50.0 % → 75.0 %" in page and "75.0 % (40.0 – 60.0)" in page
+    assert "| gsm8k | acc | 20 |" in (run / "report.md").read_text()
+    assert "| gsm8k (acc, 5 shots) | 50.0 % | 75.0 % |" in (run / "model_card.md").read_text()
+
+
+def test_pieces_of_the_page() -> None:
+    assert colour(0) == "#f7fbff" and colour(1) == "#08306b" and colour(7) == colour(1)
+    assert "<b>" not in table(["<b>"], [["<b>"]])
+    text = numbers_of({"a": 1, "deep": {"b": [{"c": 2, "d": "x"}, {"c": 3}]}, "many": [*range(99)]})
+    assert "<td class='num' dir='auto'>x</td>" in text and "(99 in all)" in text
+
+
+# --- the model card, several runs, the command --------------------------------------------------
+
+
+def test_the_model_card_is_read_by_a_stranger(finished: Path) -> None:
+    text = (finished / "model_card.md").read_text()
+    head = yaml.safe_load(text.split("---")[1])
+    assert head["base_model"] == "llama" and "dualsft" in head["tags"]
+    tuned = json.loads((finished / "6_finetune/summary.json").read_text())
+    for said in (
+        f"{tuned['changed_entries']:,} of its {tuned['num_parameters']:,} parameters",
+        tuned["base_hash"],
+        "dualsft.apply_delta",
+        "`rows.jsonl`: 120 examples",
+        "data budget: 12 of 120",
+        "## Results",
+        "## Limits",
+    ):
+        assert said in text
+    assert str(finished.parent) not in text  # nobody else has that folder
+
+
+def test_runs_side_by_side(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    a = make_run(out="a/run")
+    b = make_run("select.data_budget=0.2", out="b/run")
+    made = write_reports([a, b], tmp_path / "both")
+    assert [path.name for path in made] == ["report.html"] * 2 + ["report.md", "report.html"]
+    text = (tmp_path / "both/report.md").read_text()
+    assert "|  | a/run | b/run |" in text
+    assert "| select.data_budget | 0.1 | 0.2 |" in text
+    assert "| examples | 12 of 120 (10.00 %) | 24 of 120 (20.00 %) |" in text
+    assert "| same examples as a/run (Jaccard) | 1.000 | 0.500 |" in text
+    page = (tmp_path / "both/report.html").read_text()
+    assert page.count("<section") == text.count("\n## ") and "12 of 120 (10.00 %)" in page
+    with pytest.raises(ConfigError, match="given twice"):
+        write_reports([a, a], None)
+    with pytest.raises(ConfigError, match="one of the runs"):
+        write_reports([a, b], a)
+
+
+def test_the_command(finished: Path, tmp_path: Path) -> None:
+    runner = CliRunner()
+    done = runner.invoke(app, ["report", str(finished), "--out", str(tmp_path / "x")])
+    assert done.exit_code == 0, done.output
+    assert {p.name for p in (tmp_path / "x").iterdir()} == {
+        "report.md",
+        "report.html",
+        "model_card.md",
+    }
+    failed = runner.invoke(app, ["report", str(tmp_path / "nothing")])
+    assert isinstance(failed.exception, ConfigError)

@@ -20,6 +20,8 @@ from dualsft import benchmark_tasks, benchmarking, pipeline
 from dualsft import config as settings
 from dualsft.benchmark_tasks import BENCHMARKS, build_tasks, definitions, quiet, task_problems
 from dualsft.code_sandbox import run_candidate, run_candidates
+from dualsft.comparing import load_matrix, run_matrix
+from dualsft.comparison_tables import write_tables
 from dualsft.errors import ConfigError, DataError
 from dualsft.preflight import check_paths
 from dualsft.progress import Reporter
@@ -286,6 +288,32 @@ def test_a_killed_evaluation_goes_on_from_its_answers(
     assert (whole / "7_evaluation/samples.jsonl").read_bytes() == samples
 
 
+def test_a_comparison_asks_the_base_model_once(
+    long_model: Path, corpus: Path, data_dir: Path, tmp_path: Path
+) -> None:
+    """The base's answers are kept by the requests themselves; benchmarks make the table."""
+    path = tmp_path / "matrix.yaml"
+    path.write_text("methods: [random, random+random]\nseeds: [42]\n")
+    words = [*small_run(long_model, corpus), "finetune.epochs=1", "evaluation.limit_tasks=3"]
+    words += ["evaluation.tasks=piqa,arc_challenge", f"evaluation.data_dir={data_dir}"]
+    matrix, out, said = load_matrix(path, words), tmp_path / "out", []
+    assert run_matrix(matrix, out, Reporter(said.append), strict=True) == {}
+    assert sum("the base model's answers of another run" in line for line in said) == 2
+    one, two = (
+        json.loads((out / c.path / "7_evaluation/results.json").read_text())["tasks"]
+        for c in matrix.cells()
+    )
+    assert [one[t]["before"] for t in one] == [two[t]["before"] for t in two]
+    write_tables(matrix, out, "random")
+    [results, _] = json.loads((out / "comparison.json").read_text())["tables"]
+    rows = {row["name"]: row["values"] for row in results["rows"]}
+    assert rows["base model"]["task.piqa"]["mean"] == one["piqa"]["before"]["score"]
+    assert (
+        rows["random+random"]["task.arc_challenge"]["mean"]
+        == (two["arc_challenge"]["after"]["score"])
+    )
+
+
 def test_the_model_and_the_tokenizer_are_left_as_they_were(long_model: Path) -> None:
     from types import SimpleNamespace
 
@@ -298,7 +326,9 @@ def test_the_model_and_the_tokenizer_are_left_as_they_were(long_model: Path) -> 
     tokenizer.pad_token = None
     before = {name: value.clone() for name, value in model.state_dict().items()}
     evaluation = SimpleNamespace(task_batch_size=3)
-    ctx: Any = SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(evaluation=evaluation))
+    ctx: Any = SimpleNamespace(
+        answers=None, tokenizer=tokenizer, config=SimpleNamespace(evaluation=evaluation)
+    )
     with benchmarking.harness_model(ctx, model) as lm:
         assert lm.model is model and not model.training and lm.batch_size == 3
     assert model.training and tokenizer.pad_token is None
@@ -390,6 +420,7 @@ def test_the_right_answers_score_one(finished: Callable, data_dir: Path) -> None
 
     evaluation = SimpleNamespace(data_dir=str(data_dir), limit_tasks=3)
     ctx: Any = SimpleNamespace(
+        answers=None,
         config=SimpleNamespace(evaluation=evaluation),
         pieces=Pieces(),
         reporter=Reporter(lambda _: None),

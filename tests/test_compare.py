@@ -87,6 +87,32 @@ def test_a_second_call_makes_only_what_is_missing(tmp_path: Path, words: list[st
     assert len(status) == 4 and not any(cell["failed"] for cell in status.values())
 
 
+def test_only_results_are_kept_when_asked(tmp_path: Path, words: list[str]) -> None:
+    """Weights and vectors go, tables stay the same, and finished cells are not made again."""
+    methods = ["dualsft", "random", "sft"]
+    whole = matrix_of(tmp_path, words, methods=methods)
+    run_matrix(whole, tmp_path / "whole", quiet(), strict=True)
+    lean = matrix_of(tmp_path, words, methods=methods, keep="results")
+    out = tmp_path / "lean"
+    run_matrix(lean, out, quiet(), strict=True)
+    left = {p.name for p in out.rglob("*.safetensors")}
+    assert left == {"mask.safetensors", "delta.safetensors"}
+    said: list[str] = []
+    run_matrix(lean, out, quiet(said), strict=True)
+    assert sum("results are kept" in line for line in said) == 3
+    assert not [line for line in said if line.endswith(" started")]
+    values = []
+    for matrix, folder in ((whole, tmp_path / "whole"), (lean, out)):
+        comparison_tables.write_tables(matrix, folder, "dualsft")
+        [results, _] = json.loads((folder / "comparison.json").read_text())["tables"]
+        values.append([row["values"] for row in results["rows"]])
+    assert values[0] == values[1]
+    changed = load_matrix(tmp_path / "matrix.yaml", [*words, "finetune.epochs=3"])
+    said.clear()
+    run_matrix(changed, out, quiet(said), only="random", strict=True)
+    assert any("[finetune] again" in line or "[finetune] started" in line for line in said)
+
+
 def test_a_failing_cell_does_not_stop_the_rest(tmp_path: Path, words: list[str]) -> None:
     too_much = {"name": "greedy", "data": "random", "settings": {"select.data_budget": 5000}}
     matrix = matrix_of(tmp_path, words, methods=[too_much, "random"])

@@ -10,6 +10,7 @@ both); what is missing makes them null, never a mean over fewer. Writes samples.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ from dualsft.code_sandbox import Verdict, describe_protection, run_candidates
 from dualsft.context import RunContext
 from dualsft.errors import ConfigError, RunError
 from dualsft.memory import give_back, is_out_of_memory
+from dualsft.pretrained import tokenizer_hash, weights_hash
+from dualsft.rundir import atomic_write_text
 
 DEFAULT_BATCH = 8
 SIDES = ("before", "after")
@@ -137,6 +140,29 @@ class Answers:
         if piece is not None:
             self.given = {int(i): answer for i, answer in piece.facts["answers"].items()}
             self.truncated = piece.facts["truncated"]
+        self.kept = self._kept() if side == "before" else None
+        if self.kept is not None and not self.complete and self.kept.is_file():
+            stored = json.loads(self.kept.read_text(encoding="utf-8"))
+            self.given = {int(i): answer for i, answer in stored["answers"].items()}
+            self.truncated = stored["truncated"]
+            ctx.reporter.say(f"{self.label}: the base model's answers of another run")
+
+    def _kept(self) -> Path | None:
+        """Where the base model's answers to these very requests are kept for other runs."""
+        if self.ctx.answers is None:
+            return None
+        asked = [(r.request_type, r.args) for r in self.requests]
+        what = {
+            "requests": asked,
+            "weights": weights_hash(self.ctx.model_folder),
+            "tokenizer": tokenizer_hash(self.ctx.model_folder),
+            "dtype": str(self.ctx.dtype),
+            "device": self.ctx.device.type,
+            "backend": self.ctx.config.evaluation.backend,
+        }
+        text = json.dumps(what, sort_keys=True, default=str)
+        key = hashlib.sha256(text.encode()).hexdigest()
+        return self.ctx.answers / f"{self.benchmark.name}-{key[:16]}.json"
 
     @property
     def complete(self) -> bool:
@@ -181,6 +207,9 @@ class Answers:
         if pieces.folder is not None:
             pieces.forget()
             pieces.save(self.piece_name, *self._state())
+        if self.kept is not None:
+            self.kept.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write_text(self.kept, json.dumps(self._state()[1], ensure_ascii=False))
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         answers = {str(i): answer for i, answer in self.given.items()}

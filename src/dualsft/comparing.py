@@ -3,8 +3,9 @@
 A matrix file names a base (a recipe, a config file, or nothing), what varies, and the tables to
 make of it. Every cell is an ordinary run folder under OUT/cells, so it can be looked at, resumed
 and replayed alone. A stage that another cell has finished with the same fingerprint is taken over
-by hard links, so the split, the warmup and the scores are computed once. A cell that fails is
-recorded with its message and does not stop the rest; the same command goes on with what is missing.
+by hard links, so the split, the warmup and the scores are computed once, and so are the base
+model's answers to benchmarks. A cell that fails is recorded with its message and does not stop the
+rest; the same command goes on with what is missing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from dualsft.progress import Reporter
 from dualsft.rundir import atomic_write_text
 
 SEEDS = (42, 123, 2026)
-KEYS = ("name", "base", "settings", "methods", "models", "data", "budgets", "seeds", "tables")
+KEYS = (
+    *("name", "base", "settings", "methods", "models", "data", "budgets", "seeds", "tables"),
+    "keep",
+)
 STATUS = "cells.json"
 _TABLE_KEYS = {"title", "kind", "groups", "mark", "reference", "within"}
 
@@ -97,6 +101,8 @@ class Matrix:
     budgets: tuple[Choice, ...]
     seeds: tuple[int, ...]
     tables: tuple[Table, ...]
+    keep: str = "all"
+    """all, or results: weights and vectors of a finished cell are removed."""
 
     def cells(self, only: str | None = None) -> list[Cell]:
         """Every cell, those of one seed together; `only` is a pattern over their titles."""
@@ -148,7 +154,10 @@ def load_matrix(source: str | Path, overrides: Sequence[str] = ()) -> Matrix:
         budgets=parser.budgets(mapping.get("budgets")),
         seeds=parser.seeds(mapping.get("seeds")),
         tables=parser.tables(mapping.get("tables")),
+        keep=str(mapping.get("keep") or "all"),
     )
+    if matrix.keep not in ("all", "results"):
+        problems.append(f"keep: {matrix.keep!r} is not allowed; give all or results")
     known = {choice.name for choice in matrix.methods}
     for table in matrix.tables:
         for group, rows in table.groups.items():
@@ -376,8 +385,12 @@ def run_matrix(
     for number, (cell, config) in enumerate(configs.items(), 1):
         reporter.say(f"== cell {number} of {len(cells)}: {cell.title}")
         folder = out / cell.path
+        if matrix.keep == "results" and pipeline.finished(config, folder):
+            reporter.say("finished before; its results are kept")
+            _write_status(out, matrix, cells[:number], failed)
+            continue
         try:
-            pipeline.run(config, folder, until, reporter, lenders=done)
+            pipeline.run(config, folder, until, reporter, done, out / "base_answers")
         except DualsftError as problem:
             failed[cell.title] = str(problem)
         except Exception as problem:
@@ -389,10 +402,28 @@ def run_matrix(
         else:
             if folder not in done:
                 done.insert(0, folder)
+            if matrix.keep == "results" and until is None:
+                _prune(folder, "6_finetune", "5_selection/start")
+                if number == len(cells) or _block(cells[number]) != _block(cell):
+                    for other in (c for c in cells[:number] if _block(c) == _block(cell)):
+                        _prune(out / other.path, "2_warmup", "3_gradients", "4_scores")
         if cell.title in failed:
             reporter.warn(f"{cell.title} failed: {failed[cell.title]}; going on with the next")
         _write_status(out, matrix, cells[:number], failed)
     return failed
+
+
+def _block(cell: Cell) -> tuple[str, str, int]:
+    """Cells that may share a split, a warmup and scores."""
+    return cell.model.name, cell.data.name, cell.seed
+
+
+def _prune(folder: Path, *parts: str) -> None:
+    """Remove the large files of finished stages; mask, delta, tables and manifests stay."""
+    for part in parts:
+        for file in (folder / part).rglob("*.safetensors"):
+            if file.name != "delta.safetensors":
+                file.unlink()
 
 
 def _write_status(

@@ -56,6 +56,8 @@ class RunContext:
     """Saved progress of the stage that runs now."""
     lenders: Sequence[Path] = ()
     """Run folders whose finished stages may be taken over instead of computed."""
+    answers: Path | None = None
+    """Folder in which the base model's answers to benchmarks are kept for other runs."""
     plans: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The memory plan of each walk of the stage that runs now, by its label."""
 

@@ -255,17 +255,19 @@ def run(
     until: str | None = None,
     reporter: Reporter | None = None,
     lenders: Sequence[Path] = (),
+    answers: Path | None = None,
 ) -> Path:
     """Run Algorithm 1 into the folder `out`, up to and including the stage `until`.
 
     Finished stages whose settings have not changed are reused, those of the run folders `lenders`
-    too. Returns the run folder.
+    too; the base model's answers to benchmarks are kept in the folder `answers` for other runs.
+    Returns the run folder.
     """
     settings.validate(config)
     check_paths(config)
     last = check_stage(until)
     rundir = RunDir(Path(out))
-    ctx = RunContext(config, rundir, reporter or Reporter(), lenders=lenders)
+    ctx = RunContext(config, rundir, reporter or Reporter(), lenders=lenders, answers=answers)
     for warning in settings.warnings(config):
         ctx.reporter.warn(warning)
     with explained(rundir.path):
@@ -277,6 +279,29 @@ def run(
         ):
             _run_stages(ctx, last)
     return rundir.path
+
+
+def finished(config: Config, out: Path) -> bool:
+    """Whether a run folder's stages were all made with these settings, by their manifests alone.
+
+    Large files may have been removed since (`dualsft compare` with keep: results).
+    """
+    ctx = RunContext(config, RunDir(out), Reporter(lambda _: None))
+    hashes: dict[str, str] = {}
+    for stage in STAGES:
+        if stage.needed is not None and stage.needed not in ctx.methods.needs:
+            continue
+        manifest, wrong = read_stage_manifest(out / FOLDERS[stage.name])
+        if wrong:
+            return False
+        reads = {name: hashes[name] for name in stage.reads if name in hashes}
+        made = [stage.settings(ctx), stage.richer(ctx)]
+        known = [Fingerprint(one, reads) for one in made if one is not None]
+        match = next((one for one in known if not one.explain(manifest)), None)
+        if match is None:
+            return False
+        hashes[stage.name] = match.hash
+    return True
 
 
 def _run_stages(ctx: RunContext, last: str) -> None:

@@ -20,7 +20,8 @@ from dualsft import benchmark_tasks, benchmarking, pipeline
 from dualsft import config as settings
 from dualsft.benchmark_tasks import BENCHMARKS, build_tasks, definitions, quiet, task_problems
 from dualsft.code_sandbox import run_candidate, run_candidates
-from dualsft.comparing import load_matrix, run_matrix
+from dualsft.comparing import run_matrix
+from dualsft.comparison_matrix import load_matrix
 from dualsft.comparison_tables import write_tables
 from dualsft.errors import ConfigError, DataError
 from dualsft.preflight import check_paths

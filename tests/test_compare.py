@@ -5,18 +5,22 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from conftest import corpus_rows, small_run, write_jsonl
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from dualsft import comparing, comparison, comparison_tables
+from dualsft import comparison, comparison_matrix, comparison_tables
 from dualsft.cli import app
-from dualsft.comparing import Matrix, load_matrix, run_matrix
-from dualsft.errors import ConfigError, RunError
+from dualsft.comparing import run_matrix
+from dualsft.comparison_matrix import Matrix, load_matrix
+from dualsft.errors import ConfigError
 from dualsft.methods import AXES, registry, row_name
 from dualsft.progress import Reporter
 
@@ -53,7 +57,7 @@ def test_the_whole_method_list_runs_through_compare(tmp_path: Path, words: list[
         {"name": row, **dict(part.split("=") for part in row.split(","))} if "=" in row else row
         for row in every_row()
     ]
-    settings = {"warmup.min_steps": 4, "finetune.epochs": 1}
+    settings = {"warmup.min_steps": 4, "finetune.epochs": 1, "select.param_budget": 0.1}
     matrix = matrix_of(tmp_path, words, methods=named, settings=settings)
     out = tmp_path / "out"
     assert run_matrix(matrix, out, quiet(), strict=True) == {}
@@ -133,12 +137,79 @@ def test_other_settings_are_not_mixed_into_one_table(tmp_path: Path, words: list
     out = tmp_path / "out"
     first = matrix_of(tmp_path, words, methods=["random", "sft"])
     run_matrix(first, out, quiet(), strict=True)
-    other = load_matrix(tmp_path / "matrix.yaml", [*words, "evaluation.limit=3"])
-    run_matrix(other, out, quiet(), only="sft", strict=True)
-    with pytest.raises(RunError, match=r"evaluation.limit.*cannot be in one table"):
+    for change in ("evaluation.limit=3", "finetune.lr=3e-3"):
+        other = load_matrix(tmp_path / "matrix.yaml", [*words, change])
+        run_matrix(other, out, quiet(), only="sft", strict=True)
         comparison_tables.write_tables(other, out, "random")
-    run_matrix(other, out, quiet(), strict=True)
-    assert comparison_tables.write_tables(other, out, "random")
+        results, _ = json.loads((out / "comparison.json").read_text())["tables"]
+        assert [row["name"] for row in results["rows"]] == [comparison.BASE, "sft"]
+        assert results["missing"] == [
+            "default · default · default · random · seed 42 (made with other settings)"
+        ]
+        run_matrix(other, out, quiet(), strict=True)
+        comparison_tables.write_tables(other, out, "random")
+        results, _ = json.loads((out / "comparison.json").read_text())["tables"]
+        assert results["missing"] == [] and len(results["rows"]) == 3
+
+
+def test_two_models_with_one_tokenizer_are_two_models(
+    tmp_path: Path, words: list[str], model_folder: Callable[[str], Path]
+) -> None:
+    """Same tokenizer and shapes, other weights: nothing of one is taken for the other, and paired
+    differences stay within a model."""
+    first = model_folder("llama")
+    second = tmp_path / "second"
+    shutil.copytree(first, second)
+    tensors = load_file(str(second / "model.safetensors"))
+    save_file(
+        {n: t * 1.5 for n, t in tensors.items()},
+        str(second / "model.safetensors"),
+        {"format": "pt"},
+    )
+    words = [w for w in words if not w.startswith("model.path=")]
+    models = {"one": str(first), "two": str(second)}
+    matrix = matrix_of(tmp_path, words, methods=["sft", "random"], models=models, seeds=[1, 2])
+    out = tmp_path / "out"
+    assert run_matrix(matrix, out, quiet(), strict=True) == {}
+    losses = {
+        (c.model.name, c.method.name, c.seed): json.loads(
+            (out / c.path / "7_evaluation/results.json").read_text()
+        )["files"]["extra"]
+        for c in matrix.cells()
+    }
+    assert losses["one", "sft", 1]["before"] != losses["two", "sft", 1]["before"]
+    assert losses["one", "sft", 1]["after"] != losses["two", "sft", 1]["after"]
+    records, _ = comparison.collect(matrix, out)
+    found = {(d.where, d.what): d for d in comparison.differences(records, "random")}
+    for model in models:
+        by_hand = [
+            losses[model, "sft", seed]["after"]["loss"]
+            - losses[model, "random", seed]["after"]["loss"]
+            for seed in (1, 2)
+        ]
+        one = found[model, "loss extra"]
+        assert one.mean == pytest.approx(np.mean(by_hand), rel=1e-6) and one.examples == 15
+
+
+def test_learning_rates_of_the_packaged_tables_are_the_papers() -> None:
+    """METHODS.md 0.2: the paper's own rates, by model, data and what trains."""
+    wanted = {
+        ("table_magicoder", "llama-3.2-3b"): (2e-5, 2e-4, 5e-5, 4e-5, 4e-5, 3e-5),
+        ("table_magicoder", "gemma-3-4b"): (2e-5, 2e-4, 5e-5, 4e-5, 4e-5, 3e-5),
+        ("table_magicoder", "qwen-3.5-9b"): (1e-5, 2e-4, 2e-5, 2e-5, 1.5e-5, 2e-5),
+        ("table_metamathqa", "llama-3.2-3b"): (1e-5, 2e-4, 5e-5, 4e-5, 3e-5, 3e-5),
+        ("table_metamathqa", "gemma-3-4b"): (1e-5, 2e-4, 5e-5, 4e-5, 3e-5, 3e-5),
+    }
+    names = ("sft", "lora", "s2ft", "smt", "lift", "nanoadam")
+    for (recipe, model), rates in wanted.items():
+        matrix = load_matrix(recipe, ["evaluation.allow_code_execution=true"])
+        cells = {c.method.name: c for c in matrix.cells() if c.model.name == model}
+        found = [comparison_matrix.effective_rate(matrix.config(cells[n])) for n in names]
+        assert found == pytest.approx(rates), (recipe, model)
+        own = comparison_matrix.effective_rate(matrix.config(cells["dualsft"]))
+        assert own == pytest.approx(rates[0])
+        hybrid = comparison_matrix.effective_rate(matrix.config(cells["less+s2ft"]))
+        assert hybrid == pytest.approx(rates[2])
 
 
 def test_tables_are_means_and_places_of_the_cells(tmp_path: Path, words: list[str]) -> None:
@@ -192,7 +263,7 @@ def test_paired_differences_are_those_of_the_same_examples(
         ]
         by_hand.append(sides[0] - sides[1])
     one = found["loss extra"]
-    assert one.method == "sft" and one.pairs == 30
+    assert one.method == "sft" and one.examples == 15
     assert one.mean == pytest.approx(np.mean(by_hand), rel=1e-6)
     assert one.low < one.mean < one.high
 
@@ -205,6 +276,10 @@ def test_paired_differences_are_those_of_the_same_examples(
         ({"methods": ["random", "random"]}, "'random' is there twice"),
         ({"methods": ["random"], "seeds": ["a"]}, "seeds: ['a'] is not allowed"),
         ({"methods": ["random"], "budgets": [{"rows": 3}]}, "budgets:"),
+        ({"methods": ["random"], "seeds": []}, "seeds: [] is not allowed"),
+        ({"methods": ["random"], "models": {}}, "models: {} is not allowed"),
+        ({"methods": ["random"], "models": ["a/x-1.json", "b/x-1.gz"]}, "two are called 'x-1'"),
+        ({"methods": ["random"], "tables": [{"reference": ["sfft"]}]}, "names 'sfft'"),
         ({"methods": ["random"], "colour": 1}, "colour: no such key of a comparison"),
         ({"methods": ["random"], "tables": [{"kind": "pie"}]}, "kind 'pie' is not known"),
         ({"methods": ["random"], "settings": {"score.lamb": 1}}, "did you mean 'score.lam'"),
@@ -219,7 +294,7 @@ def test_mistakes_in_a_matrix_are_named(
     assert told in str(caught.value)
 
 
-@pytest.mark.parametrize("name", comparing.recipe_names())
+@pytest.mark.parametrize("name", comparison_matrix.recipe_names())
 def test_every_recipe_is_parsed_and_dry_run(name: str, words: list[str]) -> None:
     """The packaged comparisons, the paper's tables among them: every cell's settings are valid."""
     given = [w for w in words if w.startswith("data.path=")]

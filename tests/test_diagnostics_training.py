@@ -104,8 +104,11 @@ class Truth:
         return float(found)
 
 
-def load(path: str | Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+def load(path: str | Path, attention: str | None = None) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float64, attn_implementation=attention
+    )
+    return model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -382,11 +385,8 @@ def test_hessian_products_are_those_of_the_whole_matrix(run: Path, truth: Truth,
     job = job_of(run, "hessian")
     slices = hessian_module.choose_slices(job)
     assert {s.module for s in slices} == {"self_attn.o_proj", "mlp.down_proj"} and len(slices) == 4
-    model = AutoModelForCausalLM.from_pretrained(
-        truth.run.config["model"]["path"] if name == "init" else run / "2_warmup/theta_bar",
-        dtype=torch.float64,
-        attn_implementation="eager",
-    ).eval()
+    base = truth.run.config["model"]["path"]
+    model = load(base if name == "init" else run / "2_warmup/theta_bar", "eager")
     at = hessian_module._Checkpoint(job, name, copy.deepcopy(model), slices)
     each = at._examples()
     total = oracle.grad_sum(model, at.pool, truth.names)
@@ -404,7 +404,7 @@ def test_hessian_products_are_those_of_the_whole_matrix(run: Path, truth: Truth,
             return value({**weights, key: block})
 
         here = weights[key].reshape(-1)[index]
-        matrix = torch.autograd.functional.hessian(at_slice, here)
+        matrix: Any = torch.autograd.functional.hessian(at_slice, here)
         first = torch.autograd.functional.jacobian(at_slice, here)
         own = total[key].reshape(-1)[index]
         size = float((matrix @ own).abs().max())
@@ -470,12 +470,37 @@ def test_hessian_scores_are_the_papers(run: Path) -> None:
     assert whole["slices"] == 4 and whole["second"]["cosine"] == pytest.approx(np.mean(mine))
 
 
-def test_hessian_refuses_what_it_cannot_judge(run: Path, make_run: Runner) -> None:
+@pytest.mark.parametrize("kind", ["l2", "fisher"])
+def test_hessian_of_quadratic_preservation(make_run: Runner, kind: str) -> None:
+    run = make_run("model.dtype=float64", f"score.preservation={kind}", until="selection")
+    truth, job = Truth(run), job_of(run, "hessian", "val_rows=1000")
+    slices, bar = hessian_module.choose_slices(job), truth.models["warmup"]
+    eager = load(run / "2_warmup/theta_bar", "eager")
+    at = hessian_module._Checkpoint(job, "warmup", eager, slices)
+    each, total = at._examples(), truth.at["warmup"]["grad_sum"]
+    got = at._second(each, trials_vector(total))
+    at.preservation = "none"
+    plain = at._second(each, trials_vector(total))
+    prior = truth.at["warmup"]["prior_grad"]
+    moved = oracle.l2_gradient(truth.models["init"], bar, truth.names)
+    for one in slices:
+        key, index = one.parameter, one.coordinates
+        true = [v[key].reshape(-1)[index].numpy() for v in (prior, moved, total)]
+        curved = true[0] / true[1]  # ones, or the Fisher diagonal
+        lam = truth.score["lam"]
+        wanted = [true[0], curved * each[key].sum(0), curved * true[2]]
+        for ours, without, more in zip(got, plain, wanted, strict=True):
+            size = np.abs(ours[key]).max()
+            assert ours[key] - without[key] == pytest.approx(lam * more, rel=1e-3, abs=1e-9 * size)
+
+
+def test_hessian_says_what_is_missing(run: Path, make_run: Runner) -> None:
     with pytest.raises(ConfigError, match=r"diagnose\.hessian\.modules.*self_attn\.o_proj"):
         results(run, "hessian", "modules=nothing")
-    cold = make_run("warmup.epochs=0", out="cold", until="selection")
-    with pytest.raises(RunError, match="no warmup"):
-        results(cold, "hessian")
+    cold = results(make_run("warmup.epochs=0", out="cold", until="selection"), "hessian")
+    assert {row["checkpoint"] for row in cold["rows"]} == {"warmup"}
+    second = cold["rows"][0]["second"]
+    assert second["norm_ratio"] == 0 and second["rho"] is None and second["share_full"] > 0
 
 
 # ---------------------------------------------------------------- drift
@@ -550,6 +575,7 @@ def test_reverse_takes_the_bottom_and_dual_is_the_run_itself(run: Path, truth: T
     worst = {pool[int(i)].id for i in scores.argsort()[: sides.b]}
     assert {e.id for e in sides.examples("reverse", 0)} == worst
     flat = torch.cat([at["param_scores"][n].reshape(-1) for n in truth.names])
+    assert sides.k is not None
     low = flat.sort().values[sides.k - 1]
     offset, chosen = 0, []
     entries = sides.entries("reverse", 0)

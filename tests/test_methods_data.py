@@ -141,6 +141,7 @@ def test_top_takes_the_first_of_equals_and_refuses_nan() -> None:
 def test_top_loss_is_the_mean_response_loss(make_run: Runner, job_of: Any, at: str) -> None:
     run = make_run(*DATA_ONLY, "method.data=top_loss", f"method.top_loss.at={at}")
     job, pool = job_of("llama")
+    assert (run / "2_warmup").is_dir() == (at == "warmup"), "no stage that nobody reads"
     model = job.ctx.load(run / "2_warmup/theta_bar") if at == "warmup" else job.ctx.theta_old()
     expected = {e.id: plain_loss(model, e) for e in pool}
     assert stored_scores(run) == pytest.approx(expected, rel=1e-5)

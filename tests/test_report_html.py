@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from dualsft.cli import app
 from dualsft.errors import ConfigError, RunError
 from dualsft.model import load_tokenizer
-from dualsft.report import write_report
-from dualsft.report_data import STATES, density, pack, token_cap, unpack
+from dualsft.report import load_summaries, write_report
+from dualsft.report_data import STATES, collect_examples, density, pack, token_cap, unpack
 from dualsft.report_parts import colour, numbers_of, table
 from dualsft.report_runs import write_reports
 from dualsft.report_warnings import concerns
@@ -166,6 +166,16 @@ def test_damaged_rows_are_refused(finished: Path, tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(RunError, match=r"tokens.parquet has another SHA-256"):
         write_report(run)
+
+
+def test_a_tokenizer_that_cannot_decode_is_named(finished: Path) -> None:
+    class Broken:
+        def batch_decode(self, *_: Any, **__: Any) -> list[str]:
+            raise OverflowError("id 99 is none of mine")
+
+    examples = collect_examples(finished, load_summaries(finished), Broken())
+    assert examples.chunks == [] and "OverflowError: id 99 is none of mine" in examples.no_text
+    assert examples.count == 120
 
 
 @pytest.mark.parametrize("until", ["split", "scores", "selection"])

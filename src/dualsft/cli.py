@@ -317,19 +317,19 @@ def compare(
         raise ConfigError("compare: name a matrix file or recipe, such as compare_quick")
     if until is not None:
         check_stage(until)
+    matrix = later("dualsft.comparison_matrix").load_matrix(source, overrides)
     comparing = later("dualsft.comparing")
-    matrix = comparing.load_matrix(source, overrides)
     if dry_run:
         comparing.dry_run(matrix, lambda line: console.print(line, markup=False), only)
         return
     failed = {}
     if not tables:
         failed = comparing.run_matrix(matrix, out, make_reporter(), only, until)
-    if until is None:
-        for path in later("dualsft.comparison_tables").write_tables(matrix, out, reference):
-            console.print(str(path), markup=False)
     for title, why in failed.items():
         errors.print(f"error: {title}: {why}", markup=False)
+    if until is None and (tables or len(failed) < len(matrix.cells(only))):
+        for path in later("dualsft.comparison_tables").write_tables(matrix, out, reference):
+            console.print(str(path), markup=False)
     if failed:
         raise typer.Exit(1)
 

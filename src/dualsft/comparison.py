@@ -10,7 +10,6 @@ mixes them.
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +19,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from dualsft.comparing import Cell, Matrix, Table
-from dualsft.errors import RunError
+from dualsft.comparison_matrix import Cell, Matrix, Table
+from dualsft.pipeline import finished
 from dualsft.report import peak_gib, read_manifests
 
 CHOOSING = ("warmup", "gradients", "scores", "selection")
@@ -90,30 +89,22 @@ class Result:
 # --- reading cells -------------------------------------------------------------------------------
 
 
-def collect(matrix: Matrix, out: Path) -> tuple[list[Record], list[str]]:
-    """(every finished cell, the titles of those that are missing); refuses to mix settings."""
-    records, missing = [], []
-    seen: dict[str, tuple[Any, str]] = {}
+def collect(matrix: Matrix, out: Path) -> tuple[list[Record], dict[Cell, str]]:
+    """(every cell that is finished with the matrix's own settings, why the others are not there).
+
+    A cell that was made with other settings is not mixed in: it is out of date.
+    """
+    records: list[Record] = []
+    missing: dict[Cell, str] = {}
     for cell in matrix.cells():
         folder = out / cell.path
         manifests = read_manifests(folder)[0] if folder.is_dir() else {}
         if "evaluation" not in manifests:
-            missing.append(cell.title)
-            continue
-        for key, stage in (
-            ("evaluation", "evaluation"),
-            (f"split of {cell.model.name} · {cell.data.name} · seed {cell.seed}", "split"),
-        ):
-            made = manifests[stage]["fingerprint"]["settings"]
-            first = seen.setdefault(key, (made, cell.title))
-            if first[0] != made:
-                odd = sorted(k for k in {*made, *first[0]} if made.get(k) != first[0].get(k))
-                raise RunError(
-                    f"{cell.title} and {first[1]} were made with other settings of the {key} "
-                    f"({', '.join(odd)}): they cannot be in one table; run `dualsft compare` "
-                    "again, which makes what is out of date"
-                )
-        records.append(_record(cell, folder, manifests))
+            missing[cell] = "not finished"
+        elif not finished(matrix.config(cell), folder):
+            missing[cell] = "made with other settings"
+        else:
+            records.append(_record(cell, folder, manifests))
     return records, missing
 
 
@@ -146,7 +137,8 @@ def resources(folder: Path, manifests: Mapping[str, Any]) -> dict[str, float | N
     accounts = manifests["selection"]["facts"]["accounts"].values()
     seen = sum(a["forward_examples"] + a["backward_examples"] for a in accounts)
     if "warmup" in reads:
-        seen += counts["warm"]
+        steps = manifests["warmup"]["facts"]["steps"]
+        seen += steps * manifests["warmup"]["fingerprint"]["settings"]["warmup.batch_size"]
     if "gradients" in reads:
         two_pass = "f" not in pq.read_schema(folder / "3_gradients/pool.parquet").names
         per_example = manifests["scores"]["fingerprint"]["settings"].get("per-example scores")
@@ -182,16 +174,15 @@ RESOURCES = [
 
 
 def result_columns(records: Sequence[Record]) -> list[Column]:
-    """Benchmarks and their aggregates where every cell has them, otherwise losses and KL."""
+    """Benchmarks and their aggregates where every cell has them, then losses and KL."""
     keys = list(records[0].values) if records else []
-    columns = [Column(k, k.partition(".")[2], 1, 1, percent=True) for k in keys if "task." in k]
+    tasks = [k for k in keys if k.startswith("task.")]
+    columns = [Column(k, k.partition(".")[2], 1, 1, percent=True) for k in tasks]
     columns += [
         Column(k, k.partition(".")[2], 1, 1, percent=True)
         for k in keys
         if k.startswith("summary.") and all(r.values.get(k) is not None for r in records)
     ]
-    if columns:
-        return columns
     for key in keys:
         kind, _, name = key.partition(".")
         if kind in ("loss", "kl"):
@@ -199,18 +190,30 @@ def result_columns(records: Sequence[Record]) -> list[Column]:
     return columns
 
 
+Where = tuple[str, str, str]
+"""Model, data and budget: what one table is about."""
+
+
+def place_of(cell: Cell) -> Where:
+    return cell.model.name, cell.data.name, cell.budget.name
+
+
+def parts(records: Sequence[Record]) -> dict[Where, list[Record]]:
+    """The cells of each table."""
+    found: dict[Where, list[Record]] = defaultdict(list)
+    for record in records:
+        found[place_of(record.cell)].append(record)
+    return found
+
+
 def make_table(
-    table: Table, matrix: Matrix, records: Sequence[Record], missing: Sequence[str]
+    table: Table, matrix: Matrix, records: Sequence[Record], missing: Mapping[Cell, str]
 ) -> list[Result]:
     """The table for every model, data and budget of the matrix."""
     found: list[Result] = []
     names = [choice.name for choice in matrix.methods]
     groups = table.groups or {"": [name for name in names if name not in table.reference]}
-    split: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
-    for record in records:
-        cell = record.cell
-        split[cell.model.name, cell.data.name, cell.budget.name].append(record)
-    for where, part in split.items():
+    for where, part in parts(records).items():
         columns = RESOURCES if table.kind == "resources" else result_columns(part)
         if table.kind == "forgetting":
             columns = [*result_columns(part), *RESOURCES[:2], RESOURCES[4]]
@@ -223,7 +226,7 @@ def make_table(
         _rank(rows, columns, table.within)
         shown = [w for w in where if w != "default"]
         title = " · ".join([table.title, *shown])
-        gone = [m for m in missing if all(w in m for w in shown)]
+        gone = [f"{c.title} ({why})" for c, why in missing.items() if place_of(c) == where]
         found.append(Result(title, table.kind, columns, rows, table.mark, gone))
     return found
 
@@ -265,9 +268,9 @@ def _rank(rows: list[Row], columns: Sequence[Column], within: str) -> None:
     main = next((c for c in judged if c.key == "summary.overall"), judged[0])
     for group in {row.group for row in competing}:
         own = [row for row in competing if row.group == group and main.key in row.values]
-        own.sort(key=lambda row: -main.better * row.values[main.key].mean)
-        for rank, row in enumerate(own, 1):
-            row.rank = rank
+        for row in own:
+            mean = main.better * row.values[main.key].mean
+            row.rank = 1 + sum(main.better * o.values[main.key].mean > mean for o in own)
 
 
 # --- paired differences --------------------------------------------------------------------------
@@ -277,40 +280,52 @@ def _rank(rows: list[Row], columns: Sequence[Column], within: str) -> None:
 class Difference:
     """A method less the reference on the same examples: mean and a 95 % interval."""
 
+    where: str
     method: str
     what: str
     mean: float
     low: float
     high: float
-    pairs: int
+    examples: int
 
 
 def differences(records: Sequence[Record], reference: str) -> list[Difference]:
-    """Loss on every evaluation set, and benchmark scores, paired by example and seed."""
+    """Loss and KL on every evaluation set, and benchmark scores, on the same examples.
+
+    Within one model, data and budget. An example's difference is first averaged over the seeds that
+    both methods have, since seeds see the same examples; the bootstrap is over examples.
+    """
     found: list[Difference] = []
-    ours = {r.cell.seed: _per_example(r.folder) for r in records if r.cell.method.name == reference}
-    for method in dict.fromkeys(r.cell.method.name for r in records):
-        if method == reference:
-            continue
-        pairs: dict[str, list[float]] = defaultdict(list)
-        for record in records:
-            if record.cell.method.name != method or record.cell.seed not in ours:
+    for where, part in parts(records).items():
+        ours = {r.cell.seed: r.folder for r in part if r.cell.method.name == reference}
+        stored = {seed: _per_example(folder) for seed, folder in ours.items()}
+        for method in dict.fromkeys(r.cell.method.name for r in part):
+            if method == reference:
                 continue
-            theirs, base = _per_example(record.folder), ours[record.cell.seed]
-            for key in theirs.keys() & base.keys():
-                pairs[key[0]].append(theirs[key] - base[key])
-        for what in sorted(pairs):
-            found.append(_bootstrap(method, what, np.array(pairs[what])))
+            apart: dict[tuple[str, str], list[float]] = defaultdict(list)
+            for record in part:
+                if record.cell.method.name != method or record.cell.seed not in stored:
+                    continue
+                theirs, base = _per_example(record.folder), stored[record.cell.seed]
+                for key in theirs.keys() & base.keys():
+                    apart[key].append(theirs[key] - base[key])
+            for what in sorted({key[0] for key in apart}):
+                keys = sorted(key for key in apart if key[0] == what)
+                values = np.array([np.mean(apart[key]) for key in keys])
+                title = " · ".join(w for w in where if w != "default")
+                found.append(_bootstrap(title, method, what, values))
     return found
 
 
 def _per_example(folder: Path) -> dict[tuple[str, str], float]:
-    """(quantity, example) to value: losses of the tuned model, and scores of benchmark items."""
+    """(quantity, example) to value: loss and KL of the tuned model, scores of benchmark items."""
     losses = pq.read_table(folder / "7_evaluation/losses.parquet").to_pydict()
-    found = {
-        (f"loss {name}", str(i)): float(value)
-        for name, i, value in zip(losses["set"], losses["id"], losses["loss_after"], strict=True)
-    }
+    found: dict[tuple[str, str], float] = {}
+    for name, i, loss, kl in zip(
+        losses["set"], losses["id"], losses["loss_after"], losses["kl"], strict=True
+    ):
+        found[f"loss {name}", str(i)] = float(loss)
+        found[f"KL {name}", str(i)] = float(kl)
     samples = folder / "7_evaluation/samples.jsonl"
     if samples.is_file():
         for line in samples.read_text(encoding="utf-8").splitlines():
@@ -319,11 +334,8 @@ def _per_example(folder: Path) -> dict[tuple[str, str], float]:
     return found
 
 
-def _bootstrap(method: str, what: str, apart: np.ndarray) -> Difference:
-    rng = np.random.default_rng(0)
-    drawn = rng.integers(0, len(apart), (RESAMPLES, len(apart)))
-    means = np.array([apart[rows].mean() for rows in drawn])
+def _bootstrap(where: str, method: str, what: str, apart: np.ndarray) -> Difference:
+    rng, count = np.random.default_rng(0), len(apart)
+    means = [apart[rng.integers(0, count, count)].mean() for _ in range(RESAMPLES)]
     low, high = np.quantile(means, [0.025, 0.975])
-    mean = float(apart.mean())
-    assert math.isfinite(mean)
-    return Difference(method, what, mean, float(low), float(high), len(apart))
+    return Difference(where, method, what, float(apart.mean()), float(low), float(high), count)

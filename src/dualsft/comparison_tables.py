@@ -15,7 +15,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from dualsft.comparing import Matrix
 from dualsft.comparison import (
     BASE,
     Column,
@@ -27,6 +26,7 @@ from dualsft.comparison import (
     differences,
     make_table,
 )
+from dualsft.comparison_matrix import Matrix
 from dualsft.errors import ConfigError
 from dualsft.plots import draw
 from dualsft.report import table as markdown_table
@@ -44,7 +44,13 @@ def write_tables(matrix: Matrix, out: Path, reference: str) -> list[Path]:
     """comparison.md, .csv, .tex, .json, the figures, and .html with all of them; in `out`."""
     records, missing = collect(matrix, out)
     if not records:
-        raise ConfigError(f"{out}: no finished cell; run `dualsft compare` without --tables")
+        why = "; ".join(f"{c.title}: {text}" for c, text in list(missing.items())[:3])
+        raise ConfigError(f"{out}: no finished cell ({why}); run `dualsft compare`")
+    known = [choice.name for choice in matrix.methods]
+    if reference not in known and len(known) > 1 and reference != "dualsft":
+        raise ConfigError(
+            f"--reference: {reference!r} is no method of this comparison; it has {', '.join(known)}"
+        )
     results = [r for t in matrix.tables for r in make_table(t, matrix, records, missing)]
     apart = differences(records, reference)
     args = (matrix.name, results, apart, reference)
@@ -115,13 +121,15 @@ def markdown(
             parts.append(f"Not finished: {'; '.join(result.missing)}.")
     if apart:
         rows = [
-            [d.method, d.what, f"{d.mean:+.4f}", f"[{d.low:+.4f}, {d.high:+.4f}]", f"{d.pairs:,}"]
+            [d.where, d.method, d.what, f"{d.mean:+.4f}", f"[{d.low:+.4f}, {d.high:+.4f}]"]
+            + [f"{d.examples:,}"]
             for d in apart
         ]
-        head = ["method", "quantity", f"less {reference}", "95 % interval", "pairs"]
+        head = ["where", "method", "quantity", f"less {reference}", "95 % interval", "examples"]
         parts += [
             f"## Paired differences to {reference}",
-            "Over the same examples and seeds; the interval is a bootstrap over pairs.",
+            "On the same examples, averaged over the seeds that both have; the interval is a "
+            "bootstrap over examples.",
             markdown_table(head, rows),
         ]
     parts.append(
@@ -223,14 +231,16 @@ def page(
             parts.append(f"<p>Not finished: {html.escape('; '.join(result.missing))}.</p>")
     if apart:
         body = "".join(
-            f"<tr><td>{html.escape(d.method)}</td><td>{html.escape(d.what)}</td>"
-            f"<td>{d.mean:+.4f}</td><td>[{d.low:+.4f}, {d.high:+.4f}]</td><td>{d.pairs:,}</td></tr>"
+            f"<tr><td>{html.escape(d.where)}</td><td>{html.escape(d.method)}</td>"
+            f"<td>{html.escape(d.what)}</td><td>{d.mean:+.4f}</td>"
+            f"<td>[{d.low:+.4f}, {d.high:+.4f}]</td><td>{d.examples:,}</td></tr>"
             for d in apart
         )
         parts.append(
             f"<h2>Paired differences to {html.escape(reference)}</h2><table><thead><tr>"
-            "<th>method</th><th>quantity</th><th>difference</th><th>95 % interval</th>"
-            f"<th>pairs</th></tr></thead><tbody>{body}</tbody></table>"
+            "<th>where</th><th>method</th><th>quantity</th><th>difference</th>"
+            "<th>95 % interval</th><th>examples</th></tr></thead>"
+            f"<tbody>{body}</tbody></table>"
         )
     for figure in figures:
         drawn = figure.read_text(encoding="utf-8")

@@ -171,10 +171,19 @@ def _selection_settings(ctx: RunContext) -> Settings:
     return chosen
 
 
+def _adapter_budget(ctx: RunContext) -> Settings:
+    """The budget of an adapter, which the fine-tuning itself makes."""
+    adapter = ctx.methods.load("params").adapter
+    keys = ("select.param_budget", "method.denominator", "score.candidates")
+    return _pick(ctx, *keys) | ctx.methods.settings("params") if adapter else {}
+
+
 def _finetune_settings(ctx: RunContext) -> Settings:
     chosen = _pick(ctx, "finetune.*", "seed")
     del chosen["finetune.checkpointing"]  # changes memory, no result
     chosen["learning rate"] = finetune.learning_rate(ctx)
+    chosen |= _weights(ctx) | _compute(ctx)  # nothing else need name the model: all, all
+    chosen |= {} if ctx.methods.entries["params"].uses_budget else _adapter_budget(ctx)
     return chosen | ctx.methods.settings("weights") | ctx.methods.settings("after")
 
 

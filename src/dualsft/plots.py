@@ -30,7 +30,7 @@ def draw(out: Path) -> list[Path]:
         if quality is None or not cost:
             continue
         points = _points(table)
-        stem = "".join(c if c.isalnum() else "_" for c in _where(table) or "all")
+        stem = "".join(c if c.isalnum() else "_" for c in table["title"])
         for key, text, short in FRONTIERS:
             both = {
                 name: (cost[name][key], values[quality])

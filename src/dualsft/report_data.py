@@ -97,8 +97,15 @@ def collect_examples(
         "near": np.flatnonzero(near).tolist(),
     }
     limit = cap if cap is not None else int(counts.max(initial=0))
-    chunks = [] if tokenizer is None else [*_chunks(tokens, tokenizer, limit)]
-    return Examples(columns, chunks, cap, why if tokenizer is None else "")
+    if tokenizer is None:
+        return Examples(columns, [], None, why)
+    try:
+        return Examples(columns, [*_chunks(tokens, tokenizer, limit)], cap, "")
+    except Exception as problem:  # a tokenizer's code is its author's; the numbers stand without it
+        reason = f"{type(problem).__name__}: {problem}"
+        return Examples(
+            columns, [], None, f"the tokenizer cannot decode the run's tokens ({reason})"
+        )
 
 
 def token_cap(counts: np.ndarray, budget: int = TOKEN_BUDGET) -> int | None:

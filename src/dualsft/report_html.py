@@ -22,6 +22,7 @@ import pyarrow as pa
 import yaml
 from safetensors import SafetensorError
 
+from dualsft.diagnostics import registry
 from dualsft.errors import ConfigError, RunError
 from dualsft.manifest import atomic_write_text, broken_seal, damage
 from dualsft.model import load_tokenizer
@@ -393,7 +394,10 @@ def _scores(facts: Mapping[str, Any], examples: Examples | None) -> str:
 
 def _diagnostics(run: Path, facts: Mapping[str, Any]) -> str:
     folder = run / "diagnostics"
+    known = registry()
+    order = [*known]
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
+    files.sort(key=lambda path: order.index(path.stem) if path.stem in known else len(order))
     found: dict[str, dict[str, Any]] = {}
     for path in files:
         try:
@@ -412,9 +416,10 @@ def _diagnostics(run: Path, facts: Mapping[str, Any]) -> str:
         note = "<p class='old'>Made from an earlier version of this run.</p>" if old else ""
         figures = "".join(_figure(svg) for svg in _figures(folder, name, found))
         body = numbers_of(content["result"])
+        told = f"{known[name].summary.rstrip('.')}." if name in known else ""
         parts.append(
-            f"<article><h3>{esc(name.replace('_', ' '))}</h3>{note}<p>Paper: "
-            f"{esc(content['paper'])}</p>{figures}<details><summary>numbers</summary>{body}"
+            f"<article><h3>{esc(name.replace('_', ' '))}</h3>{note}<p>{esc(told)} Paper: "
+            f"{esc(content['paper'])}.</p>{figures}<details><summary>numbers</summary>{body}"
             "</details></article>"
         )
     return section("diagnostics", "Diagnostics", "".join(parts))

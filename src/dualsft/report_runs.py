@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
@@ -73,13 +74,13 @@ def _side_by_side(facts: Mapping[Path, Mapping[str, Any]], out: Path) -> list[Pa
         if rows:
             markdown.append(f"## {name}\n\n{table(head, rows)}")
             anchor = name.lower().replace(" ", "-")
-            body.append(section(anchor, name, html_table(head, rows)))
-    links = [
-        f"- {name}: {os.path.relpath(run / 'report.html', out)}"
+            body.append(section(anchor, name, html_table(head, rows, len(head))))
+    links = {
+        name: Path(os.path.relpath(run / "report.html", out)).as_posix()
         for name, run in zip(names, facts, strict=True)
-    ]
-    markdown.append("## Each run\n\n" + "\n".join(links))
-    items = "".join(f"<li>{esc(line[2:])}</li>" for line in links)
+    }
+    markdown.append("## Each run\n\n" + "\n".join(f"- {n}: {to}" for n, to in links.items()))
+    items = "".join(f"<li><a href='{esc(quote(to))}'>{esc(n)}</a></li>" for n, to in links.items())
     body.append(section("each-run", "Each run", f"<ul>{items}</ul>"))
     atomic_write_text(out / "report.md", "\n\n".join(markdown) + "\n")
     atomic_write_text(out / "report.html", page(title, "".join(body), {}))

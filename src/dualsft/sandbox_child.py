@@ -37,14 +37,17 @@ _SYSCALLS: dict[str, dict[str, Any]] = {
         # pidfd_open pidfd_send_signal pidfd_getfd, io_uring_setup bpf userfaultfd
         # perf_event_open, keyctl add_key request_key
         "denied": (41, 42, 49, 53, 57, 58, 59, 322, 200, 129, 297, 101, 310, 311, 272, 308, 165)
-        + (434, 424, 438, 425, 321, 323, 298, 250, 248, 249),
+        + (434, 424, 438, 425, 321, 323, 298, 250, 248, 249)
+        + (90, 91, 268, 452, 92, 93, 94, 260)  # chmod and chown
+        + (132, 235, 261, 280, 188, 189, 190, 197, 198, 199),  # utime and xattr
         "own": (62, 234, 302),  # kill tgkill prlimit64: of this process only
         "clone": 56,
     },
     "aarch64": {
         "audit": 0xC00000B7,
         "denied": (198, 203, 200, 199, 221, 281, 130, 138, 240, 117, 270, 271, 97, 268, 40)
-        + (434, 424, 438, 425, 280, 282, 241, 219, 217, 218),
+        + (434, 424, 438, 425, 280, 282, 241, 219, 217, 218)
+        + (52, 53, 452, 54, 55, 88, 5, 6, 7, 14, 15, 16),  # chmod, chown, utime, xattr
         "own": (129, 131, 261),
         "clone": 220,
     },
@@ -67,6 +70,9 @@ _FORBIDDEN_EVENTS = (
     "os.kill",
     "os.killpg",
     "ctypes.dlopen",
+    "ctypes.dlsym",
+    "os.setxattr",
+    "os.removexattr",
 )
 _PATH_EVENTS = (
     "os.remove",
@@ -75,6 +81,7 @@ _PATH_EVENTS = (
     "os.mkdir",
     "os.chmod",
     "os.chown",
+    "os.utime",
     "os.truncate",
     "os.link",
     "os.symlink",

@@ -15,7 +15,6 @@ Hessian-vector products are exact (double backward, eager attention, fp32 or fp6
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel
 
 from dualsft.context import RunContext, pass_settings
 from dualsft.data import Batch, Example, collate
+from dualsft.diagnostics.hessian import plain_cwsd
 from dualsft.diagnostics.job import DiagnosticJob
 from dualsft.diagnostics.ranking import jaccard, mask_jaccard
 from dualsft.diagnostics.surrogate import (
@@ -37,7 +37,7 @@ from dualsft.diagnostics.surrogate import (
     warm_surrogate,
 )
 from dualsft.fused import HALF_DTYPES
-from dualsft.losses import Positions, model_inputs, plain_example_loss
+from dualsft.losses import plain_example_loss
 from dualsft.model import Candidates, load_model
 from dualsft.passes import loss_objective, walk
 from dualsft.precision import precise
@@ -166,7 +166,7 @@ class _Curvature:
     def __init__(self, job: DiagnosticJob, at: Surrogate) -> None:
         ctx, self.job = job.ctx, job
         self.terms, self.config = at.scored.terms, ctx.config.score
-        self.model = _wide(ctx, eager=True)
+        self.model = _wide(ctx)
         self.candidates = ctx.candidates(self.model)
         count = job.options.rows
         self.val = _some(job, "val", count)
@@ -175,7 +175,7 @@ class _Curvature:
         self.teacher: PreTrainedModel | None = None
         self.anchors: list[Example] = []
         if self.lam and self.config.preservation in ("cwsd", "fisher"):
-            self.teacher = _wide(ctx, eager=True, old=True)
+            self.teacher = _wide(ctx, old=True)
         if self.lam and self.config.preservation == "cwsd":
             self.anchors = _some(job, "anchor", count)
 
@@ -218,7 +218,7 @@ class _Curvature:
         if self.anchors and teacher is not None:
             tau = self.config.tau
             found.append(
-                (self.anchors, lambda b: plain_cwsd_loss(teacher, self.model, b, tau), self.lam)
+                (self.anchors, lambda b: plain_cwsd(teacher, self.model, b, tau), self.lam)
             )
         return found
 
@@ -259,22 +259,6 @@ def add_hessian_product(
         total[name].add_(product.to(total[name].dtype), alpha=weight)
 
 
-def plain_cwsd_loss(
-    teacher: PreTrainedModel, student: PreTrainedModel, batch: Batch, tau: float
-) -> Tensor:
-    """Eq. (cwsd) of one anchor through the models' own logits, twice differentiable."""
-    positions = Positions.of(batch)
-    with torch.no_grad():
-        old = teacher(**model_inputs(teacher, batch)).logits[positions.row_M, positions.column_M]
-        plain = torch.log_softmax(old, -1)
-        entropy = -(plain.exp() * plain).sum(-1).mean()
-        omega = 1.0 - entropy / math.log(old.shape[-1])
-        log_q = torch.log_softmax(old / tau, -1)
-    new = student(**model_inputs(student, batch)).logits[positions.row_M, positions.column_M]
-    log_p = torch.log_softmax(new / tau, -1)
-    return omega * tau**2 * (log_q.exp() * (log_q - log_p)).sum(-1).mean()
-
-
 def _power(
     job: DiagnosticJob, curved: _Curvature, grad_sum: Vector
 ) -> tuple[ParamVector, list[float]]:
@@ -310,12 +294,11 @@ def _power(
     return first, norms
 
 
-def _wide(ctx: RunContext, eager: bool, old: bool = False) -> PreTrainedModel:
+def _wide(ctx: RunContext, old: bool = False) -> PreTrainedModel:
     """θ̄ or θ_old with fp32 weights where the run's are half, differentiable over the candidates."""
     folder = ctx.model_folder if old else ctx.folder("warmup") / "theta_bar"
     dtype = torch.float32 if ctx.dtype in HALF_DTYPES else ctx.dtype
-    attention = "eager" if eager else ctx.config.model.attention
-    model = load_model(folder, dtype, ctx.device, attention, ctx.trusted).eval()
+    model = load_model(folder, dtype, ctx.device, "eager", ctx.trusted).eval()
     model.requires_grad_(False)
     if not old:
         candidates: Candidates = ctx.candidates(model)

@@ -34,7 +34,7 @@ from dualsft.diagnostics.agreement import mean_of, pair_agreement, top_overlap
 from dualsft.diagnostics.job import DiagnosticJob
 from dualsft.diagnostics.ranking import cosine, counts, spearman
 from dualsft.diagnostics.trials import quiet, sample
-from dualsft.errors import ConfigError, RunError
+from dualsft.errors import ConfigError
 from dualsft.ghost import GhostEngine, alone
 from dualsft.losses import Positions, model_inputs, plain_example_loss
 from dualsft.model import Candidates, load_model, locate
@@ -67,17 +67,13 @@ class Slice:
 def run(job: DiagnosticJob) -> dict[str, Any]:
     """Both checkpoints; a finished one survives a kill."""
     ctx = job.ctx
-    if not ctx.warmed_up:
-        raise RunError("hessian: the run has no warmup (warmup.epochs is 0), and so no ĉ to judge")
-    if ctx.config.score.preservation == "fisher" and ctx.config.score.lam > 0:
-        raise RunError(
-            "hessian: score.preservation=fisher has a Hessian of its own that is not computed; "
-            "use this diagnostic on a run with cwsd, l2 or none"
-        )
     slices = choose_slices(job)
     piece = ctx.pieces.load(PIECE)
     rows: list[dict[str, Any]] = piece.facts["rows"] if piece else []
     folders = {"init": ctx.model_folder, "warmup": ctx.folder("warmup") / "theta_bar"}
+    if not ctx.warmed_up:
+        job.reporter.say("no warmup, so θ̄ = θ_old and there is no ĉ: u is compared without one")
+        del folders["init"]
     for name, folder in folders.items():
         if any(row["checkpoint"] == name for row in rows):
             continue
@@ -165,12 +161,13 @@ class _Checkpoint:
         walk(self.engine, self.pool, objective, pass_settings(ctx), ctx.reporter, "G", sums=sums)
         gradient, in_slice, in_model = self._second(each, sums)
         curvature = self.ctx.curvature(self.engine.candidates)
-        assert curvature is not None
         scale = self.ctx.config.score.curvature_scale
         told = []
         for one in self.slices:
             name, index = one.parameter, one.coordinates
-            diagonal = scale * _at(curvature[name], index)
+            diagonal = np.zeros(len(index))
+            if curvature is not None:
+                diagonal = scale * _at(curvature[name], index)
             for reference, products in (("slice", in_slice), ("model", in_model)):
                 found = compared(
                     gradient[name],
@@ -187,18 +184,24 @@ class _Checkpoint:
         return told
 
     def _examples(self) -> dict[str, np.ndarray]:
-        """The gradient of every pool example at every slice, one example at a time."""
+        """g_n at every slice of the sampled pool: [N, |B|] for each."""
+        label = f"gradients of examples at the slices ({self.name})"
+        return self._at_slices(self.model, self.pool, label)
+
+    def _at_slices(
+        self, model: PreTrainedModel, rows: list[Example], label: str
+    ) -> dict[str, np.ndarray]:
+        """The gradient of every row's loss at every slice, one row at a time."""
         found: dict[str, list[np.ndarray]] = {s.parameter: [] for s in self.slices}
         where = {s.parameter: s.coordinates for s in self.slices}
-        own = {name: self.engine.candidates[name] for name in found}
-        some = Candidates(own, self.engine.candidates.spec)
-        label = f"gradients of examples at the slices ({self.name})"
-        with self.job.reporter.track(label, len(self.pool), "examples") as progress:
-            for example in self.pool:
-                batch = _collate(self.ctx, [example], self.model)
-                alone(self.model, some, batch, lambda n, g: found[n].append(_at(g, where[n])))
+        every = self.ctx.candidates(model)
+        some = Candidates({name: every[name] for name in found}, every.spec)
+        with self.job.reporter.track(label, len(rows), "examples") as progress:
+            for example in rows:
+                batch = _collate(self.ctx, [example], model)
+                alone(model, some, batch, lambda n, g: found[n].append(_at(g, where[n])))
                 progress.advance(1, tokens=example.num_tokens)
-        return {name: np.stack(rows) for name, rows in found.items()}
+        return {name: np.stack(values) for name, values in found.items()}
 
     def _second(
         self, each: Mapping[str, np.ndarray], grad_sum: Vector
@@ -219,16 +222,31 @@ class _Checkpoint:
                 "L_prior",
                 totals,
             )
-        elif self.preservation == "l2":  # ½‖θ − θ_old‖²: its Hessian is the identity
-            assert self.teacher is not None
-            old = dict(self.teacher.named_parameters())
-            for one in self.slices:
-                name, index = one.parameter, one.coordinates
-                moved = self.parameters[name].detach() - old[name].detach()
-                totals.gradient[name] += self.lam * _at(moved, index)
-                totals.in_slice[name] += self.lam * each[name].sum(0)
-                totals.in_model[name] += self.lam * _at(grad_sum[name], index)
+        elif self.preservation != "none":
+            self._quadratic(each, grad_sum, totals)
         return totals.gradient, totals.in_slice, totals.in_model
+
+    def _quadratic(self, each: Mapping[str, np.ndarray], grad_sum: Vector, totals: _Totals) -> None:
+        """½ Σ F (θ − θ_old)²: its Hessian is F, one for l2, the Fisher diagonal for fisher."""
+        assert self.teacher is not None
+        old, weights = dict(self.teacher.named_parameters()), self._fisher()
+        for one in self.slices:
+            name, index = one.parameter, one.coordinates
+            factor = self.lam * weights[name]
+            moved = self.parameters[name].detach() - old[name].detach()
+            totals.gradient[name] += factor * _at(moved, index)
+            totals.in_slice[name] += factor * each[name].sum(0)
+            totals.in_model[name] += factor * _at(grad_sum[name], index)
+
+    def _fisher(self) -> dict[str, np.ndarray]:
+        """Mean over the sampled anchors of the squared gradient at θ_old; ones for l2."""
+        assert self.teacher is not None
+        if self.preservation == "l2":
+            return {s.parameter: np.ones(len(s.coordinates)) for s in self.slices}
+        job = self.job
+        anchors = sample(job.rng("hessian anchors"), job.roles["anchor"], job.options.val_rows)
+        found = self._at_slices(self.teacher, anchors, f"Fisher at the slices ({self.name})")
+        return {name: (rows**2).mean(0) for name, rows in found.items()}
 
     def _over(
         self,

@@ -86,7 +86,12 @@ class Composition:
     @property
     def needs(self) -> set[str]:
         """Stages that some method reads."""
-        return {stage for entry in self.entries.values() for stage in entry.needs}
+        return {
+            stage
+            for axis, entry in self.entries.items()
+            if not entry.spared(self.options_of(axis))
+            for stage in entry.needs
+        }
 
     def scored(self, axis: Axis) -> bool:
         """Whether this axis is chosen by DualSFT's scores."""

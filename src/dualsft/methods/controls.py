@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,22 +32,33 @@ class AllParams(ParamMethod):
 
 
 class RandomParams(ParamMethod):
-    """k candidate entries, uniformly, without replacement.
-
-    Sizes of the tensors' shares first (a multivariate hypergeometric draw), then entries of each:
-    nothing of the candidates' size exists but one tensor's order.
-    """
+    """k candidate entries, uniformly, without replacement."""
 
     def choose(self, job: Job, k: int) -> ParamChoice | None:
         shapes = job.shapes()
-        rng = job.rng("entries")
-        sizes = [shape.numel() for shape in shapes.values()]
-        left, total = k, sum(sizes)
+        sizes = np.array([shape.numel() for shape in shapes.values()])
+        ends = np.cumsum(sizes)
+        flat = distinct(job.rng("entries"), int(ends[-1]), k)
+        cuts = np.searchsorted(flat, [0, *ends])
         indices: dict[str, Tensor] = {}
-        for name, size in zip(shapes, sizes, strict=True):
-            others = total - size
-            count = left if others == 0 else int(rng.hypergeometric(size, others, left))
-            total, left = others, left - count
-            chosen = rng.choice(size, count, replace=False, shuffle=False)
-            indices[name] = torch.from_numpy(chosen).sort().values
+        for i, name in enumerate(shapes):
+            own = flat[cuts[i] : cuts[i + 1]] - (ends[i] - sizes[i])
+            indices[name] = torch.from_numpy(own)
         return ParamChoice(indices)
+
+
+def distinct(rng: np.random.Generator, total: int, count: int) -> np.ndarray:
+    """`count` different numbers below `total`, sorted: every such set is as likely.
+
+    Drawn with replacement until so many differ (numpy's own draws without it either hold an order
+    of everything or end at 1e9). More than half is what a draw of the rest leaves.
+    """
+    if 2 * count > total:
+        left = np.ones(total, dtype=bool)
+        left[distinct(rng, total, total - count)] = False
+        return np.flatnonzero(left)
+    found = np.empty(0, dtype=np.int64)
+    while len(found) < count:
+        drawn = rng.integers(0, total, count - len(found), dtype=np.int64)
+        found = np.unique(np.concatenate([found, drawn]))
+    return found

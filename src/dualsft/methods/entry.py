@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,6 +46,8 @@ class Entry:
     """Where ours differs from the original, and why."""
     needs: tuple[str, ...] = ()
     """Stages whose results it reads: warmup, scores (which is all of them)."""
+    spared: Callable[[Any], bool] = lambda options: False
+    """Whether these options make it do without the stages of `needs`."""
     options: type = NoOptions
     """A dataclass; its fields are the settings `method.<name>.<field>`."""
     paper: Mapping[str, Any] = field(default_factory=dict)

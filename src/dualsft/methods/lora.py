@@ -20,6 +20,7 @@ from dualsft.method import Job, ParamChoice, ParamMethod
 from dualsft.methods.entry import Entry
 from dualsft.methods.params_table import LoraOptions
 from dualsft.model import text_decoder
+from dualsft.stages.selection import param_budget
 
 FOLDER = "adapter"
 
@@ -44,9 +45,10 @@ class Lora(ParamMethod):
         total = sum(p.numel() for p in model.parameters())
         names = linear_names(model)
         transposed = {isinstance(model.get_submodule(name), Conv1D) for name in names}
+        rank = options.r or self._rank(job, model, names)
         settings = peft.LoraConfig(
-            r=options.r,
-            lora_alpha=options.alpha,
+            r=rank,
+            lora_alpha=options.alpha if options.alpha is not None else 2 * rank,
             lora_dropout=options.dropout,
             target_modules=names,
             use_dora=options.dora,
@@ -69,10 +71,25 @@ class Lora(ParamMethod):
         count = sum(p.numel() for p in found.values())
         kind = "DoRA" if options.dora else "LoRA"
         job.ctx.reporter.say(
-            f"{kind}: rank {options.r} beside {len(names):,} linear maps, {count:,} trainable "
+            f"{kind}: rank {rank} beside {len(names):,} linear maps, {count:,} trainable "
             f"entries ({100 * count / total:.2f} % of the {total:,} parameters)"
         )
         return found
+
+    def _rank(self, job: Job, model: PreTrainedModel, names: list[str]) -> int:
+        """The largest rank whose adapters hold at most the entries that the budget allows."""
+        per_rank = 0
+        for name in names:
+            weight = model.get_submodule(name).get_parameter("weight")
+            per_rank += sum(weight.shape)
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        k = param_budget(job.ctx, shapes)
+        if k < per_rank:
+            raise ConfigError(
+                f"select.param_budget: {job.ctx.config.select.param_budget!r} is {k:,} entries, "
+                f"and adapters of rank 1 have {per_rank:,}; raise it, or set method.lora.r"
+            )
+        return k // per_rank
 
     def detach(self, job: Job, model: PreTrainedModel) -> PreTrainedModel:
         folder = job.part / FOLDER

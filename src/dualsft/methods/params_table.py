@@ -109,10 +109,10 @@ class ModelShapleyOptions:
 class LoraOptions:
     """Settings of lora."""
 
-    r: Count = 64
-    """Rank of the adapters."""
-    alpha: Count = 128
-    """The adapters' product is scaled by alpha / r."""
+    r: Count | None = None
+    """Rank of the adapters; null is the largest that select.param_budget allows."""
+    alpha: Count | None = None
+    """The adapters' product is scaled by alpha / r; null is twice the rank, as in the paper."""
     dropout: Annotated[float, Bounds(least=0, below=1)] = 0.05
     """Share of an adapter's inputs that are dropped in training."""
     dora: bool = False
@@ -248,12 +248,15 @@ PARAMS: tuple[Entry, ...] = (
         name="lora",
         axis="params",
         target="dualsft.methods.lora:Lora",
-        summary="no entries: adapters of rank 64 beside every linear map, merged after training",
+        summary="no entries: adapters beside every linear map, of the rank that the budget allows, "
+        "merged after training",
         cost="none",
-        memory="the model, master and moments of the adapters (about 3 % of its parameters)",
+        memory="the model, master and moments of the adapters",
         source="LoRA (Hu et al., ICLR 2022) as PEFT has it; from METHODS.md A0",
         deviations=(
-            "linear maps of the text decoder alone, which is PEFT's all-linear on a text model; "
+            "the rank follows the budget unless it is given (the paper has r=64, which is 3 % of a "
+            "3B model and 14 % of a 135M one); linear maps of the text decoder alone, which is "
+            "PEFT's all-linear on a text model; "
             "the adapter is saved and then merged, which rounds in half precision"
         ),
         options=LoraOptions,

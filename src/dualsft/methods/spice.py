@@ -31,6 +31,7 @@ from dualsft.vectors import reduction_dtype
 
 STOP = 0.5  # where the paper's early-stopping variant would end: Δ at most this share of the first
 ROOM = 0.5  # share of a GPU's free memory that the features may take
+ROWS = 4096  # features brought to a wider dtype at a time
 
 Step = Callable[[int], None]
 
@@ -123,6 +124,15 @@ def _squares(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=1, dtype=wide).square()
 
 
+def _products(rows: Tensor, directions: Tensor) -> Tensor:
+    """rows @ directions in the directions' wider dtype, some rows at a time.
+
+    The updates cancel: in fp32 they would choose other examples than the rule does.
+    """
+    parts = [part.to(directions.dtype) @ directions for part in rows.split(ROWS)]
+    return torch.cat(parts)
+
+
 def greedy(
     rows: Tensor, b: int, alpha: float, conflict: float, step: Step = lambda _: None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -149,7 +159,7 @@ def greedy(
         w = inverse @ g
         scale = alpha / (1.0 + alpha * float(g @ w))
         inverse.addr_(w, w, alpha=-scale)
-        moved = (rows @ torch.stack([w, g], dim=1).to(rows.dtype)).to(wide)
+        moved = _products(rows, torch.stack([w, g], dim=1))
         energy -= scale * moved[:, 0].square()
         along += moved[:, 1]
         total += g
@@ -164,13 +174,14 @@ def pairwise(
     wide = reduction_dtype(rows.device)
     squares = _squares(rows)
     utility = torch.log1p(alpha * squares)
-    unit = rows / squares.sqrt().clamp_min(1e-30).to(rows.dtype)[:, None]
+    lengths = squares.sqrt().clamp_min(1e-30)
     value = utility.clone()
     chosen = []
     for _ in range(b):
         x = int(value.argmax())
         chosen.append(x)
-        value -= conflict * (-(unit @ unit[x])).clamp_min(0.0).to(wide)
+        along = _products(rows, rows[x].to(wide)[:, None])[:, 0] / (lengths * lengths[x])
+        value -= conflict * (-along).clamp_min(0.0)
         value[x] = -torch.inf
         step(1)
     return np.array(chosen)

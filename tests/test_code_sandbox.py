@@ -198,6 +198,29 @@ def test_nothing_outside_is_removed(call: str, tmp_path: Path) -> None:
     assert not verdict.passed and kept.read_text() == "kept"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "os.fchmod(os.open({path!r}, os.O_RDONLY), 0)",
+        "os.chmod({name!r}, 0, dir_fd=os.open({folder!r}, os.O_RDONLY))",
+        "import ctypes; ctypes.pythonapi.chmod({path!r}.encode(), 0)",
+        "os.utime({path!r}, (1, 1))",
+        "os.utime(os.open({path!r}, os.O_RDONLY), (1, 1))",
+        "os.setxattr({path!r}, 'user.x', b'y')",
+    ],
+)
+def test_nothing_outside_is_changed(line: str, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    before = kept.stat()
+    words = {"path": str(kept), "name": kept.name, "folder": str(tmp_path)}
+    verdict = judge(f"import os\n{line.format(**words)}\n" + GOOD, Limits(seconds=10))
+    after = kept.stat()
+    assert (after.st_mode, after.st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
+    assert not os.listxattr(kept)
+    assert "ctypes" in line or not verdict.passed
+
+
 def test_the_folder_is_empty_writable_and_removed(tmp_path: Path) -> None:
     said = (
         "import os\nassert os.listdir('.') == [] and os.getcwd() == os.environ['HOME']\n"

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,9 @@ class Answers:
             "dtype": str(self.ctx.dtype),
             "device": self.ctx.device.type,
             "backend": self.ctx.config.evaluation.backend,
+            "batch": self.ctx.config.evaluation.task_batch_size,
+            "attention": self.ctx.config.model.attention,
+            "harness": metadata.version("lm_eval"),
         }
         text = json.dumps(what, sort_keys=True, default=str)
         key = hashlib.sha256(text.encode()).hexdigest()

@@ -46,6 +46,7 @@ def run(words: list[str], cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_shell_command_runs(workplace: Path) -> None:
     """All `dualsft …` lines, top to bottom; CI and the slow tier run the two `make` lines."""
     lines = [

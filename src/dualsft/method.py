@@ -9,6 +9,7 @@ selection stage asks the first two, the fine-tuning stage the others; neither kn
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -152,18 +153,18 @@ class _Method:
         self.entry, self.options = entry, options
 
 
-class DataMethod(_Method):
+class DataMethod(_Method, ABC):
     """Which examples, for this budget?"""
 
     pool_roles: tuple[str, ...] = ("pool", "warm")
     """Roles that it chooses from; never val or anchor."""
 
+    @abstractmethod
     def choose(self, job: Job, pool: list[Example], b: int) -> DataChoice | None:
         """b different positions of `pool`; None is all of it."""
-        raise NotImplementedError
 
 
-class ParamMethod(_Method):
+class ParamMethod(_Method, ABC):
     """Which entries, for this budget; does the mask move?"""
 
     adapter = False
@@ -178,13 +179,13 @@ class ParamMethod(_Method):
         """The parameters it chooses from, and their shapes: the candidates unless it says."""
         return job.shapes()
 
+    @abstractmethod
     def choose(self, job: Job, k: int) -> ParamChoice | None:
         """At most k entries; None is every parameter (or an adapter).
 
         Called after the examples are chosen (`job.examples`). A method that trains on from other
         weights than θ_old leaves them as a Hugging Face folder `start` in `job.part`.
         """
-        raise NotImplementedError
 
     def refresh_every(self, job: Job) -> int | None:
         """Optimizer steps between two masks; None is a mask that stays."""
@@ -192,31 +193,31 @@ class ParamMethod(_Method):
 
     def refresh(self, job: Job, model: PreTrainedModel, k: int, step: int) -> Mapping[str, Tensor]:
         """The mask from the next step on, `step` steps being done."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} says that it does this, and does not")
 
     def attach(self, job: Job, model: PreTrainedModel) -> dict[str, nn.Parameter]:
         """Put the adapter into the model; its trainable parameters by name."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} says that it does this, and does not")
 
     def detach(self, job: Job, model: PreTrainedModel) -> PreTrainedModel:
         """Save the adapter into `job.part`, merge it, and return the plain model."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} says that it does this, and does not")
 
 
-class WeightMethod(_Method):
+class WeightMethod(_Method, ABC):
     """How does each token or example count?"""
 
     facts: Mapping[str, Any] = {}
     """What it has to say after `hooks`, for 6_finetune/summary.json."""
 
+    @abstractmethod
     def hooks(self, job: Job, model: PreTrainedModel) -> Hooks:
         """The objective of training on `job.examples` from this model (θ_old, not yet trained)."""
-        raise NotImplementedError
 
 
-class AfterMethod(_Method):
+class AfterMethod(_Method, ABC):
     """What is done to the trained weights?"""
 
+    @abstractmethod
     def apply(self, job: Job, before: PreTrainedModel, after: PreTrainedModel) -> dict[str, Any]:
         """Edit `after` in place, `before` being θ_old; returns facts for the summary."""
-        raise NotImplementedError

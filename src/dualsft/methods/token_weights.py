@@ -6,6 +6,7 @@ that cutting it into micro-batches changes nothing. The losses that are reported
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -19,18 +20,18 @@ from dualsft.training import Hooks
 from dualsft.vectors import accumulation_dtype
 
 
-class TokenWeights:
+class TokenWeights(ABC):
     """The weight of every response token of every example, and what their sum is divided by."""
 
     denominator = 0.0
 
+    @abstractmethod
     def of(self, example: Example) -> Tensor:
         """One weight a predicted response token."""
-        raise NotImplementedError
 
+    @abstractmethod
     def total(self, examples: Sequence[Example]) -> float:
         """What the weighted losses of an optimizer step's examples are divided by."""
-        raise NotImplementedError
 
     def hooks(self) -> Hooks:
         return Hooks(objective=self._objective, before_step=self._before_step)

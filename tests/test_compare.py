@@ -126,9 +126,10 @@ def test_a_failing_cell_does_not_stop_the_rest(tmp_path: Path, words: list[str])
     [(title, why)] = failed.items()
     assert "greedy" in title and "select.data_budget" in why
     comparison_tables.write_tables(matrix, out, "random")
-    assert (
-        "Not finished: default · default · default · greedy" in (out / "comparison.md").read_text()
-    )
+    text = (out / "comparison.md").read_text()
+    assert "Not finished: default · default · default · greedy" in text
+    comparison_tables.write_tables(matrix, out, "dualsft")
+    assert "`dualsft` has no finished cell here" in (out / "comparison.md").read_text()
     status = json.loads((out / "cells.json").read_text())["cells"]
     assert [bool(cell["failed"]) for cell in status.values()] == [True, False]
 

@@ -15,7 +15,7 @@ from models import ARCHITECTURES
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dualsft import pipeline
+from dualsft import pipeline, report
 from dualsft.errors import ConfigError
 
 F64 = ("model.dtype=float64", "score.keep=all")
@@ -334,3 +334,11 @@ def test_unknown_stage(make_run: Runner) -> None:
 def test_budget_larger_than_the_pool(make_run: Runner) -> None:
     with pytest.raises(ConfigError, match=r"select\.data_budget.*pool has"):
         make_run("select.data_budget=0.95")
+
+
+def test_a_selection_that_names_no_method_is_reported() -> None:
+    """Runs of before there were other methods: their summaries have no `methods`."""
+    chosen = {"k": 3, "per_module": {"mlp.up_proj": 3}, "per_layer": {"0": 3}}
+    text = report._selection({"selection": chosen})
+    assert "mlp.up_proj" in text and "Methods" not in text
+    assert "data: less" in report._selection({"selection": chosen | {"methods": {"data": "less"}}})

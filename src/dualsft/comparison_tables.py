@@ -132,6 +132,11 @@ def markdown(
             "bootstrap over examples.",
             markdown_table(head, rows),
         ]
+    else:
+        parts.append(
+            f"No paired differences: `{reference}` has no finished cell here (--reference names "
+            "another)."
+        )
     parts.append(
         "Mean ± standard deviation over seeds; bold is the best of a column, underlined the "
         f"second. `{BASE}` does not compete."

@@ -177,8 +177,9 @@ def _selection(facts: dict[str, Any]) -> str:
     if chosen is None:
         return ""
     parts = ["## Selection"]
-    methods = ", ".join(f"{axis}: {name}" for axis, name in chosen["methods"].items())
-    parts.append(f"Methods: {methods}.")
+    if "methods" in chosen:  # runs of before there were others than DualSFT do not name it
+        methods = ", ".join(f"{axis}: {name}" for axis, name in chosen["methods"].items())
+        parts.append(f"Methods: {methods}.")
     if "b" in chosen:
         parts.append(
             f"Response length: selected {chosen['response_tokens_selected']:.1f}, pool "

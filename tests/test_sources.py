@@ -333,7 +333,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[An
     (tmp_path / "site").mkdir()
     (tmp_path / "site/datasets.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    # setitem first: it remembers that nothing was there, so that the stand-in goes with the test.
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.delitem(sys.modules, "datasets")
     monkeypatch.setenv("DUALSFT_CACHE", str(tmp_path / "cache"))
     return lambda: sys.modules["datasets"].calls
 

@@ -135,7 +135,7 @@ def test_a_killed_stage_goes_on_and_does_not_start_again(bench: Bench) -> None:
     assert kill_in_stage(bench, words, "warmup: 1/", 0.2, signal.SIGKILL) == -signal.SIGKILL
     work = bench.folder / "goes-on" / f"{FOLDERS['warmup']}.work"
     saved = max(
-        json.loads(path.read_text())["facts"]["steps"] for path in work.glob("*/manifest.json")
+        json.loads(path.read_text())["facts"]["steps"] for path in work.glob("*[0-9]/manifest.json")
     )
     assert 0 < saved < 200
     said = bench.finish("goes-on", *settings, EVERY_STEP)

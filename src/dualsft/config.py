@@ -31,6 +31,7 @@ from dualsft.config_fields import (
     FinetuneConfig,
     MethodConfig,
     ModelConfig,
+    ParallelConfig,
     ResumeConfig,
     ScoreConfig,
     SelectConfig,
@@ -73,6 +74,7 @@ class Config:
     finetune: FinetuneConfig = dataclasses.field(default_factory=FinetuneConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     resume: ResumeConfig = dataclasses.field(default_factory=ResumeConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         problems = [

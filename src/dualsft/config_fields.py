@@ -283,3 +283,14 @@ class ResumeConfig:
     every: NonNegative | None = 60.0
     """Seconds between saves of a stage's progress (never more than 5 % of its time, unless 0, which
     saves after every step and batch); null saves only when asked to stop (Ctrl-C, SIGTERM)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How several processes (torchrun, --gpus) hold the model; changes no result but rounding."""
+
+    mode: Literal["auto", "replicate", "shard"] = "auto"
+    """replicate: every process has the whole model, and examples are shared out; shard: each has
+    its rows of every parameter and vector (FSDP2); auto shards what does not fit one GPU."""
+    offload: bool = False
+    """With shard: each process's rows wait in the host's memory, and on the GPU only in use."""

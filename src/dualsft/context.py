@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from dualsft.config import Config, to_flat
 from dualsft.corpus import BUILTIN, builtin_file
 from dualsft.data import Example, pad_token_id
+from dualsft.distributed import launched, world
 from dualsft.memory import limit_memory
 from dualsft.methods import Composition, compose
 from dualsft.model import (
@@ -40,6 +41,7 @@ from dualsft.preflight import FOLDERS
 from dualsft.pretrained import cache_root, resolve_model
 from dualsft.progress import Reporter
 from dualsft.rundir import RunDir
+from dualsft.sharding import load_sharded
 from dualsft.sources import split_paths
 from dualsft.stages.split import read_split
 from dualsft.vectors import LazyVector, accumulation_dtype
@@ -90,6 +92,8 @@ class RunContext:
     @cached_property
     def device(self) -> torch.device:
         device, memory = choose_device(self.config.model.device), self.config.model.memory
+        if device.type == "cuda" and launched():
+            device = torch.device("cuda", world().local_rank)
         limit_memory(device, memory)
         if memory is not None and device.type != "cuda":
             self.reporter.warn(f"model.memory has no effect: the run is on {device.type}")
@@ -170,8 +174,8 @@ class RunContext:
         return self.config.score.batch_tokens or TRAINING_BATCH_TOKENS[self.device.type]
 
     def load(self, folder: Path) -> PreTrainedModel:
-        attention = self.config.model.attention
-        return load_model(folder, self.dtype, self.device, attention, self.trusted)
+        load = load_sharded if world().sharded else load_model
+        return load(folder, self.dtype, self.device, self.config.model.attention, self.trusted)
 
     def theta_old(self) -> PreTrainedModel:
         return self.load(self.model_folder)

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dualsft.errors import ConfigError
+from dualsft.sharding import entries_of
 from dualsft.vectors import save_tensors
 
 FORMAT = "dualsft-delta-2"
@@ -109,10 +110,7 @@ def take_delta(
 ) -> Delta:
     """The model's present values at `indices`."""
     parameters = dict(model.named_parameters())
-    values = {
-        name: parameters[name].detach().view(-1)[index.to(parameters[name].device)].cpu()
-        for name, index in indices.items()
-    }
+    values = {name: entries_of(parameters[name], index) for name, index in indices.items()}
     return Delta({n: i.cpu() for n, i in indices.items()}, values, base_model, base_hash)
 
 

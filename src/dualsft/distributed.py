@@ -73,6 +73,10 @@ class World:
         """This process's item of a turn, if it has one."""
         return turn[self.rank] if self.rank < len(turn) else None
 
+    def dealt(self, items: Sequence[T]) -> list[Sequence[T]]:
+        """Each process's share of the items, as cards are dealt."""
+        return [items[rank :: self.size] for rank in range(self.size)]
+
     # --- rows -----------------------------------------------------------------------------------
 
     def own(self, shape: Sequence[int], rank: int | None = None) -> tuple[int, int]:

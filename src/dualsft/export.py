@@ -23,9 +23,9 @@ from dualsft.model import (
     choose_dtype,
     load_model,
     load_tokenizer,
-    save_model,
 )
 from dualsft.pretrained import resolve_model, weights_hash
+from dualsft.sharding import save_model
 
 
 def merge(base: str, delta_path: Path, out: Path, dtype: str = "auto", force: bool = False) -> int:

@@ -35,6 +35,7 @@ from dualsft.ghost_rules import MIXED, EmbeddingRule, HeadRule, LinearRule, Norm
 from dualsft.losses import HeadObserver, last_hidden, plain_example_loss
 from dualsft.model import Candidates, alike, decoder_blocks, is_linear, leave_out, output_head
 from dualsft.placement import Factors, Lender
+from dualsft.sharding import gathered_parameters, set_requires_grad, through
 from dualsft.vectors import reduction_dtype
 
 
@@ -175,7 +176,7 @@ class GhostEngine:
             for rule in self.rules:
                 handle = rule.module.register_forward_pre_hook(look(rule))
                 stack.callback(handle.remove)
-            last_hidden(self.model, batch)
+            through(self.model, lambda: last_hidden(self.model, batch))
         return found
 
     @contextmanager
@@ -254,7 +255,8 @@ def _depth(name: str, prefix: str) -> int | None:
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
     """requires_grad off everywhere, restored afterwards."""
-    state = [(p, p.requires_grad) for p in model.parameters()]
+    every = {*model.parameters(), *gathered_parameters(model).values()}
+    state = [(p, p.requires_grad) for p in every]
     for p, _ in state:
         p.requires_grad_(False)
     try:
@@ -306,7 +308,8 @@ def alone(
     and freed one parameter at a time. Returns the example's loss.
     """
     assert len(batch.input_ids) == 1
-    names = {p: name for name, p in candidates.parameters.items()}
+    gathered = gathered_parameters(model)
+    names = {gathered[name]: name for name in candidates}
 
     def hand_over(p: Tensor) -> None:
         assert p.grad is not None and isinstance(p, nn.Parameter)
@@ -315,8 +318,8 @@ def alone(
 
     with ExitStack() as stack:
         stack.enter_context(_frozen(model))
-        for p in names:
-            p.requires_grad_(True)
+        for p, name in names.items():
+            set_requires_grad(model, name, True)
             stack.callback(p.register_post_accumulate_grad_hook(hand_over).remove)
         with torch.enable_grad():
             loss = plain_example_loss(model, batch)

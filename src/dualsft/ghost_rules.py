@@ -202,7 +202,8 @@ class EmbeddingRule(_OutputRule):
 
     def __init__(self, module: nn.Embedding, used: dict[str, str]) -> None:
         super().__init__(module, used)
-        probe = torch.ones_like(module.get_parameter("weight")[:1])
+        weight = module.get_parameter("weight")
+        probe = torch.ones(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
         first = torch.zeros(1, 1, dtype=torch.long, device=probe.device)
         values = self._unpadded(probe, first)
         if not bool((values == values.flatten()[0]).all()):

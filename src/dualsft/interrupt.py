@@ -46,8 +46,10 @@ def pending() -> bool:
     return _State.pending is not None
 
 
-def stop(saved: str = "") -> None:
-    """Raise the signal that waits, if one does."""
+def stop(saved: str = "", anyway: bool = False) -> None:
+    """Raise the signal that waits, if one does; `anyway`: another process was given it."""
+    if _State.pending is None and anyway:
+        _State.pending = signal.SIGTERM
     if _State.pending is not None:
         interrupted = Interrupted(_State.pending)
         interrupted.saved = saved

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from dualsft.data import Batch
 from dualsft.fused import kernels_for
 from dualsft.model import accepts, output_head, text_decoder
+from dualsft.sharding import through
 from dualsft.vectors import accumulation_dtype, reduction_dtype
 
 CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 256 << 20}
@@ -328,12 +329,16 @@ def example_objective(
 ) -> tuple[Tensor, Tensor]:
     """(Σ_n scale · loss_n to differentiate, loss_n [B]): the sum over the examples."""
     positions = Positions.of(batch)
-    hidden = last_hidden(model, batch)
-    weight = positions.per_token(
-        torch.full_like(positions.count_B, scale, dtype=accumulation_dtype(hidden.dtype))
-    )
-    loss = CrossEntropy(positions.target_M, weight)
-    objective, value_M = head_objective(model, hidden, positions, loss, observer)
+
+    def work() -> tuple[Tensor, Tensor]:
+        hidden = last_hidden(model, batch)
+        weight = positions.per_token(
+            torch.full_like(positions.count_B, scale, dtype=accumulation_dtype(hidden.dtype))
+        )
+        loss = CrossEntropy(positions.target_M, weight)
+        return head_objective(model, hidden, positions, loss, observer)
+
+    objective, value_M = through(model, work)
     return objective, positions.per_example_mean(value_M)
 
 
@@ -373,15 +378,22 @@ def distillation_objective(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """CWSD of a batch: (Σ_n scale · ω_n · mean KL to differentiate, mean KL_n [B], ω_n [B])."""
     positions = Positions.of(batch)
-    with torch.no_grad():
-        teacher_MD = last_hidden(teacher, batch)[positions.row_M, positions.column_M]
-        head = Head.of(teacher)
-        loss = Distillation(teacher_MD, head, tau)
-        entropy = positions.per_example_mean(loss.entropies())
-        omega = 1.0 - entropy / math.log(head.linear.weight.shape[0])
-        loss.weight_M = positions.per_token(omega * scale)
-    hidden = last_hidden(student, batch)
-    objective, value_M = head_objective(student, hidden, positions, loss, observer)
+
+    def work() -> tuple[Tensor, Tensor, Tensor]:
+        with torch.no_grad():
+            teacher_MD = last_hidden(teacher, batch)[positions.row_M, positions.column_M]
+            head = Head.of(teacher)
+            loss = Distillation(teacher_MD, head, tau)
+            entropy = positions.per_example_mean(loss.entropies())
+            omega = 1.0 - entropy / math.log(head.linear.weight.shape[0])
+            loss.weight_M = positions.per_token(omega * scale)
+        return *through(student, lambda: taught(loss)), omega
+
+    def taught(loss: Distillation) -> tuple[Tensor, Tensor]:
+        hidden = last_hidden(student, batch)
+        return head_objective(student, hidden, positions, loss, observer)
+
+    objective, value_M, omega = through(teacher, work)
     return objective, positions.per_example_mean(value_M), omega
 
 
@@ -398,6 +410,10 @@ class Comparison:
 @torch.no_grad()
 def comparison(before: PreTrainedModel, after: PreTrainedModel, batch: Batch) -> Comparison:
     """Losses of both models and the KL between them: one forward each."""
+    return through(before, lambda: through(after, lambda: _comparison(before, after, batch)))
+
+
+def _comparison(before: PreTrainedModel, after: PreTrainedModel, batch: Batch) -> Comparison:
     positions = Positions.of(batch)
     hidden = {m: last_hidden(m, batch) for m in (before, after)}
     unit = torch.ones(len(positions.row_M), device=positions.row_M.device)
@@ -417,9 +433,13 @@ def comparison(before: PreTrainedModel, after: PreTrainedModel, batch: Batch) ->
 def both_logits(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     """Our head's logits at the label positions and the model's own, in one dtype: [M, V] each."""
     positions = Positions.of(batch)
-    hidden = last_hidden(model, batch)[positions.row_M, positions.column_M]
-    ours = Head.of(model).logits(hidden)
-    own = model(**model_inputs(model, batch)).logits[positions.row_M, positions.column_M]
+
+    def work() -> tuple[Tensor, Tensor]:
+        hidden = last_hidden(model, batch)[positions.row_M, positions.column_M]
+        logits = type(model).forward(model, **model_inputs(model, batch)).logits
+        return Head.of(model).logits(hidden), logits[positions.row_M, positions.column_M]
+
+    ours, own = through(model, work)
     return ours, own.to(ours.dtype)
 
 

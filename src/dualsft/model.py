@@ -15,7 +15,6 @@ import copy
 import inspect
 import logging
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -32,7 +31,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.pytorch_utils import Conv1D
@@ -109,10 +107,21 @@ def _auto_class(config: Any) -> Any:
 
 def empty_model(folder: Path, remote: bool = False) -> PreTrainedModel:
     """The model's shapes without its weights."""
+    return meta_model(folder, None, "auto", remote)
+
+
+def meta_model(
+    folder: Path, dtype: torch.dtype | None, attention: str = "auto", remote: bool = False
+) -> PreTrainedModel:
+    """The model as it is loaded, in eval mode, without its weights."""
     config = _load_config(folder, remote)
+    given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    if attention != "auto":
+        given["attn_implementation"] = attention
     try:
         with torch.device("meta"):
-            return _auto_class(config).from_config(config, trust_remote_code=remote)
+            made = _auto_class(config).from_config(config, trust_remote_code=remote, **given)
+            return made.eval()
     except ConfigError:
         raise
     except Exception as problem:  # a model class may raise anything on a strange configuration
@@ -207,24 +216,6 @@ def load_model(
     _refuse_nonfinite(folder, model)
     model.eval()
     return model
-
-
-def save_model(model: PreTrainedModel, tokenizer: Any, base: Path, target: Path) -> None:
-    """Weights, tokenizer, and what else the base has for its processor, as one folder.
-
-    The generation settings are the base's own file: transformers refuses to write some that it
-    reads (a temperature without sampling), and they are not ours to change.
-    """
-    settings, model.generation_config = model.generation_config, GenerationConfig()
-    try:
-        model.save_pretrained(target)
-    finally:
-        model.generation_config = settings
-    (target / "generation_config.json").unlink(missing_ok=True)
-    tokenizer.save_pretrained(target)
-    for name in ("generation_config.json", *PROCESSOR_FILES):
-        if (base / name).is_file() and not (target / name).exists():
-            shutil.copyfile(base / name, target / name)
 
 
 def _refuse_nonfinite(folder: Path, model: PreTrainedModel) -> None:

@@ -30,12 +30,14 @@ from dualsft.adam_moments import MOMENTS, Moments
 from dualsft.adam_offload import PART, Part, run_parts
 from dualsft.adam_step import MASTER_DTYPES, SCALARS, Held, Numbers
 from dualsft.compact_index import CompactIndex, checked_index, positions_kept, same_entries
+from dualsft.distributed import world
 
 Indices = Mapping[str, Tensor | None]
 """Parameter name -> sorted, unique, flat int64 indices (row-major); None means every entry."""
 
 _MARK = "_dualsft_optimizer_attached"
 _BESIDE_WEIGHT = ("low", "master")  # what a state dict holds as part of the masters
+_BUCKET = 1 << 25  # entries that are added up over the processes at a time
 
 
 class SparseAdamW(torch.optim.Optimizer):
@@ -200,15 +202,53 @@ class SparseAdamW(torch.optim.Optimizer):
 
         The factor is kept and applied by the step, so nothing is written here and nothing waits.
         """
-        norms = [adam_step.norm(grad) for grad in self.gradients.values()]
-        if not norms:
-            return torch.tensor(0.0)
-        total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        total = self.total_norm()
         if self._scale is not None:
             total = total * self._scale
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         self._scale = factor if self._scale is None else self._scale * factor
         return total
+
+    def total_norm(self) -> Tensor:
+        """The norm of the pending gradients, not clipped."""
+        norms = [adam_step.norm(grad) for grad in self.gradients.values()]
+        if not norms:
+            return torch.tensor(0.0)
+        return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+
+    def span(self, key: str) -> tuple[int, int]:
+        """Which flat range of a saved vector over the selected entries is this optimizer's: all."""
+        return 0, self.count(key.partition(".")[2])
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Add up the pending gradients of all processes, each of which has all parameters.
+
+        Only selected entries meet, in the masters' dtype, a few large vectors at a time.
+        """
+        present = world()
+        if present.size == 1:
+            return
+        waiting: list[str] = []
+        for name in self.names:
+            waiting.append(name)
+            if sum(map(self.count, waiting)) >= _BUCKET:
+                self._exchange(waiting)
+                waiting = []
+        if waiting:
+            self._exchange(waiting)
+
+    def _exchange(self, names: list[str]) -> None:
+        counts = [self.count(name) for name in names]
+        first = self._params[names[0]]
+        dtype = MASTER_DTYPES[first.dtype]
+        every = torch.zeros(sum(counts), dtype=dtype, device=first.device)
+        for name, part in zip(names, every.split(counts), strict=True):
+            if name in self._grads:
+                part.copy_(self._grads[name])
+        world().sum_(every)
+        for name, part in zip(names, every.split(counts), strict=True):
+            self._grads[name] = part
 
     def set_indices(self, indices: Indices | None, carry: bool = True) -> None:
         """Move the mask; call it between a step and the next backward.
@@ -323,7 +363,11 @@ class SparseAdamW(torch.optim.Optimizer):
         if index is not None and kernels is not None:
             self._grads[name] = kernels.gather(dense, index, sums)
             return
-        grad = dense if index is None else index.gather(dense)
+        self.add_gradient(name, dense if index is None else index.gather(dense))
+
+    def add_gradient(self, name: str, grad: Tensor) -> None:
+        """Add a gradient over the selected entries of one parameter to what is pending."""
+        sums = self._grads.get(name)
         self._grads[name] = grad if sums is None else sums.to(MASTER_DTYPES[grad.dtype]).add_(grad)
 
     def _parts(self) -> Iterator[Part]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from dualsft.checkpointing import checkpointed
 from dualsft.data import IGNORE, Batch, Example, collate, make_batches, named
+from dualsft.distributed import world
 from dualsft.errors import ConfigError, RunError
 from dualsft.ghost import GhostEngine, Taps, alone
 from dualsft.losses import (
@@ -57,8 +58,9 @@ from dualsft.plans import (
     unmeasured,
 )
 from dualsft.progress import Reporter
+from dualsft.sharded_placement import ShardedPlacement
 from dualsft.trial import Objective, measure
-from dualsft.vectors import ParamVector, Vector
+from dualsft.vectors import ParamVector, ShardedVector, Vector
 from dualsft.walk_state import PassResult, Span, WalkState
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-3, torch.float16: 5e-3}
@@ -146,6 +148,7 @@ class _Walk:
         self.engine, self.examples, self.objective = engine, examples, objective
         self.settings, self.reporter, self.label = settings, reporter, label
         self.direction, self.bounds = direction, bounds
+        self._around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.shapes = {name: tuple(p.shape) for name, p in engine.candidates.items()}
         width = len(engine.columns) if bounds else 0
         dtype = engine.candidates.dtype
@@ -158,8 +161,8 @@ class _Walk:
 
     def run(self) -> PassResult:
         self.state.clear()
-        memory, chain = self._plans()
-        piece = self.settings.pieces.load(self.slug)
+        memory, chain = world().told(self._plans())
+        piece = self.settings.pieces.load(self.slug, self.state.span)
         plan = self._first(chain, piece)
         self.settings.note(self.label, plan, memory)
         while True:
@@ -175,7 +178,8 @@ class _Walk:
                 self.state.clear()
                 plan = self._smaller(plan, chain, no_room, memory)
             give_back(self.engine.device)
-            piece = self.settings.pieces.load(self.slug)
+            piece = self.settings.pieces.load(self.slug, self.state.span)
+        self.state.meet()
         self._refuse_nonfinite_sums()
         return self.state.result
 
@@ -183,7 +187,9 @@ class _Walk:
         """(bytes of the device that may be used, the plans to try in order)."""
         wishes, most, engine = self.settings.wishes, self.settings.batch_tokens, self.engine
         device, dtype = engine.device, engine.candidates.dtype
-        if device.type != "cuda" or not self.examples:
+        tokens = sum(example.num_tokens for example in self.examples)
+        most = min(most, max(1, -(-tokens // world().size)))  # a batch for every process
+        if device.type != "cuda" or not self.examples or world().sharded:
             return 0, unmeasured(most, wishes, len(self.shapes))
         held = torch.cuda.memory_allocated(device)
         memory = min(int((wishes.memory or 2**20) * GIB), held + free_memory(device))
@@ -308,6 +314,16 @@ class _Walk:
         def dtype_of(name: str) -> torch.dtype:
             return factor_dtype(candidates[name], candidates.dtype)
 
+        if world().sharded:
+            assert sums is None or isinstance(sums, ShardedVector)
+            if sums is not None:
+                move(sums, span.names, device)
+            head = self.engine.head_rule
+            late = set(head.names) if head is not None else set()
+            sharded = ShardedPlacement(sums, self.direction, span.names, dtype_of, device, late)
+            self._around = sharded.batch
+            factors = None if self.direction is None else sharded
+            return None if sums is None else sharded, factors
         if plan.placement != "host":
             if sums is not None:
                 move(sums, span.names, device)
@@ -342,24 +358,51 @@ class _Walk:
             self.reporter.track(label, total, "examples", span.done) as progress,
             pieces.loop(),
         ):
-            for rows in remaining_batches(examples, state.batch_tokens, span.done):
-                batch = _collate([examples[i] for i in rows], self.settings, self.engine.device)
-                taps.begin(len(rows))
+            for turn in world().turns(remaining_batches(examples, state.batch_tokens, span.done)):
                 try:
-                    objective, values = self.objective(batch, observer)
-                    objective.backward()
-                    found = [x.cpu().numpy() for x in (values, taps.dots, taps.inner_sums)]
-                    state.add(rows, *found)
-                    _refuse_nonfinite(label, rows, examples, state.result)
-                    span.done += len(rows)
-                except BaseException as problem:
+                    self._take_turn(turn, taps, label, observer)
+                except BaseException:
                     pieces.forget()  # part of the batch may be in the sums
-                    if not is_out_of_memory(problem):
-                        raise
-                    raise _NoRoom(problem, batch.input_ids.shape) from None
+                    raise
+                rows = [i for batch in turn for i in batch]
+                span.done += len(rows)
                 progress.advance(len(rows), tokens=sum(examples[i].num_tokens for i in rows))
                 where = f"{label}: {span.done:,} of {total:,} examples"
                 pieces.tick(self.slug, state.snapshot, where)
+
+    def _take_turn(
+        self, turn: Sequence[list[int]], taps: Taps, label: str, observer: HeadObserver | None
+    ) -> None:
+        """One batch a process. Where the model is sharded all must take part in every pass: a
+        process for which no batch is left repeats another's with weight zero."""
+        own, examples = world().mine(turn), self.examples
+        rows = turn[0] if own is None and world().sharded else own
+        no_room: _NoRoom | None = None
+        if rows is not None:
+            batch = _collate([examples[i] for i in rows], self.settings, self.engine.device)
+            taps.begin(len(rows))
+            try:
+                with self._around():
+                    objective, values = self.objective(batch, None if own is None else observer)
+                    (objective * float(own is not None)).backward()
+                found = [x.cpu().numpy() for x in (values, taps.dots, taps.inner_sums)]
+            except Exception as problem:
+                if not is_out_of_memory(problem):
+                    raise
+                if world().sharded:
+                    raise RunError(
+                        f"{label}: {world().name} ran out of memory with {len(rows)} examples of "
+                        f"{batch.input_ids.shape[1]:,} tokens ({problem}); lower "
+                        "score.batch_tokens, or start more processes"
+                    ) from None
+                no_room = _NoRoom(problem, batch.input_ids.shape)
+            else:
+                if own is not None:
+                    self.state.add(own, *found)
+                    _refuse_nonfinite(label, own, examples, self.state.result)
+        if any(world().any(no_room is not None)):
+            shapes = [shape for shape in world().answers(no_room and no_room.shape) if shape]
+            raise no_room or _NoRoom(MemoryError("another process is out of memory"), shapes[0])
 
     def _refuse_nonfinite_sums(self) -> None:
         sums = self.state.sums

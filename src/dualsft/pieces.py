@@ -8,34 +8,49 @@ piece that verifies is taken up and the others are named. Pieces carry the finge
 stage and the versions of what computed them: under other settings they are not used. A finished
 stage has none. Orders and noise depend on (seed, epoch, step) alone, so no random state is saved.
 
+Of many processes (`distributed.py`) each writes a file of its own into the piece and the first one
+seals it. How the files make one state is its `Layout`, so that a later start may have any number of
+processes: with as many as before each takes up its own file, to the same bits.
+
 No line of Algorithm 1: the reason why its lines survive a kill, to the same bits.
 """
 
 from __future__ import annotations
 
+import errno
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from dualsft import interrupt
 from dualsft.disk import FULL, free_bytes, human, storage_errno
+from dualsft.distributed import alone, world
+from dualsft.errors import RunError
 from dualsft.manifest import FORMAT_VERSION, damage, fsync, read_manifest, seal, versions
 from dualsft.vectors import save_tensors
 
 State = tuple[Mapping[str, Tensor], Mapping[str, Any]]
 """Tensors by name, and facts as JSON can hold them (its floats keep every bit)."""
 
+Layout = Literal["same", "any", "terms", "rows"]
+"""What the processes' tensors of one name are: equal (`any`: where there is one), terms of a sum,
+or one behind the other."""
+
 MAX_SHARE = 0.05
 """Saving may take this share of the time, however often it is asked for."""
 KEPT = 2
-_TENSORS = "tensors.safetensors"
+
+
+def _file(rank: int) -> str:
+    return f"tensors-{rank:05d}.safetensors" if rank else "tensors.safetensors"
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,8 @@ class Pieces:
         self.folder = folder
         self.every = every
         self._identity = {"fingerprint": fingerprint, "versions": versions()}
+        if world().sharded:
+            self._identity["sharded"] = True  # sums by rows are no use to whole ones
         self._say = say
         self._saved_at = time.monotonic()
         self._cost = 0.0
@@ -66,8 +83,21 @@ class Pieces:
         self._unsaved: tuple[str, Callable[[], State], str] | None = None
         """The newest state of the newest loop: kept until it is saved or another comes."""
 
-    def load(self, name: str) -> Piece | None:
-        """The newest state of this work that verifies; says which were passed over, and why."""
+    def load(self, name: str, span: Callable[[str], tuple[int, int]] | None = None) -> Piece | None:
+        """The newest state of this work that verifies; says which were passed over, and why.
+
+        `span` says which flat range of a tensor kept as rows this process takes up.
+        """
+        number = world().decided(lambda: self._newest(name))
+        if number is None:
+            return None
+        folder = self._path(name, number)
+        manifest, wrong = read_manifest(folder / "manifest.json")
+        if wrong:
+            raise RunError(f"{folder}: this process cannot read it ({wrong}); {_SHARED}")
+        return Piece(_tensors(folder, manifest, span), manifest["facts"])
+
+    def _newest(self, name: str) -> int | None:
         for number in sorted(self._numbers(name), reverse=True):
             folder = self._path(name, number)
             manifest, wrong = read_manifest(folder / "manifest.json")
@@ -77,7 +107,7 @@ class Pieces:
             if not wrong:
                 wrong = "; ".join(damage(folder, manifest)[0])
             if not wrong:
-                return Piece(load_file(str(folder / _TENSORS)), manifest["facts"])
+                return number
             self._say(f"{folder.name}: saved progress passed over ({wrong})")
         return None
 
@@ -90,13 +120,19 @@ class Pieces:
     def tick(self, name: str, snapshot: Callable[[], State], where: str) -> None:
         """After a step: save when it is time; when asked to stop, save and stop."""
         self._unsaved = (name, snapshot, where)
-        stopping = interrupt.pending()
-        saved = self.rescue() if stopping or self._due() else ""
+        stopping, due = world().any(interrupt.pending(), world().main and self._due())
+        saved = self._keep() if stopping or due else ""
         if stopping:
-            interrupt.stop(saved)
+            interrupt.stop(saved, anyway=True)
 
     def rescue(self) -> str:
-        """Save the newest state that is not saved yet; returns what it is, in words."""
+        """Save the newest state that is not saved yet; returns what it is, in words.
+
+        Of many processes one alone cannot: what the last `tick` did not save is lost.
+        """
+        return self._keep() if world().size == 1 else ""
+
+    def _keep(self) -> str:
         if self.folder is None or self._unsaved is None:
             return ""
         (name, snapshot, where), self._unsaved = self._unsaved, None
@@ -106,22 +142,33 @@ class Pieces:
         """The newest state is no more: half a step is in it, or its result is kept elsewhere."""
         self._unsaved = None
 
-    def save(self, name: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bool:
-        """Keep this state; False when the disk is full, which is said and ends no work."""
+    def save(
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+    ) -> bool:
+        """Keep this state; False when the disk is full, which is said and ends no work.
+
+        `facts["layout"]`, where there is one, says by the first word of a tensor's name how the
+        processes' tensors belong together; without it the first process's are all.
+        """
         assert self.folder is not None
         start = time.monotonic()
-        number = max(self._numbers(name), default=0) + 1
+        present = world()
+        number = present.decided(lambda: max(self._numbers(name), default=0) + 1)
         final = self._path(name, number)
         part = final.with_name(f"{final.name}.part")
+        layout: Mapping[str, Layout] = facts.get("layout", {})
         try:
-            self.folder.mkdir(exist_ok=True)
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir()
-            save_tensors(part / _TENSORS, tensors, {})
+            self._on_main(lambda: self._prepare(part))
+            with alone():
+                own = tensors if present.main else _own(tensors, layout)
+                full = not self._tried(lambda: save_tensors(part / _file(present.rank), own, {}))
+            if present.any(full)[0]:
+                raise OSError(errno.ENOSPC, "no space left for saved progress")
             body = {"format_version": FORMAT_VERSION, "identity": self._identity}
-            seal(part, {**body, "facts": dict(facts)})
-            part.rename(final)
-            fsync(self.folder)
+            self._on_main(lambda: self._seal(part, final, {**body, "facts": dict(facts)}))
         except Exception as problem:
             shutil.rmtree(part, ignore_errors=True)
             if storage_errno(problem) not in FULL:
@@ -131,9 +178,37 @@ class Pieces:
         finally:
             self._cost = time.monotonic() - start
             self._saved_at = time.monotonic()
-        for old in self._numbers(name):
-            if old <= number - KEPT:
-                shutil.rmtree(self._path(name, old), ignore_errors=True)
+        if present.main:
+            for old in self._numbers(name):
+                if old <= number - KEPT:
+                    shutil.rmtree(self._path(name, old), ignore_errors=True)
+        return True
+
+    def _prepare(self, part: Path) -> None:
+        part.parent.mkdir(exist_ok=True)
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+
+    def _seal(self, part: Path, final: Path, body: Mapping[str, Any]) -> None:
+        seal(part, {**body, "world": world().size})
+        part.rename(final)
+        fsync(final.parent)
+
+    def _on_main(self, work: Callable[[], None]) -> None:
+        """Done by the first process; a full disk there is one for all."""
+        full = world().main and not self._tried(work)
+        if world().any(full)[0]:
+            raise OSError(errno.ENOSPC, "no space left for saved progress")
+
+    @staticmethod
+    def _tried(work: Callable[[], None]) -> bool:
+        """Whether it succeeded; False when the disk is full."""
+        try:
+            work()
+        except Exception as problem:
+            if storage_errno(problem) not in FULL:
+                raise
+            return False
         return True
 
     def _due(self) -> bool:
@@ -160,3 +235,40 @@ class Pieces:
             return []
         ends = (path.name.removeprefix(f"{name}.") for path in self.folder.glob(f"{name}.*"))
         return [int(end) for end in ends if end.isdecimal()]
+
+
+_SHARED = "all processes need the same run folder, on a file system that they share"
+
+
+def _own(tensors: Mapping[str, Tensor], layout: Mapping[str, Layout]) -> Mapping[str, Tensor]:
+    """What a process other than the first keeps: not what is equal everywhere."""
+    names = [n for n in tensors if layout.get(n.partition(".")[0], "same") != "same"]
+    return tensors if len(names) == len(tensors) else {name: tensors[name] for name in names}
+
+
+def _tensors(
+    folder: Path, manifest: Mapping[str, Any], span: Callable[[str], tuple[int, int]] | None
+) -> dict[str, Tensor]:
+    """This process's tensors of a piece, whatever number of processes wrote it."""
+    before, present = manifest.get("world", 1), world()
+    layout: Mapping[str, Layout] = manifest["facts"].get("layout", {})
+    if before == present.size == 1:
+        return load_file(str(folder / _file(0)))
+    if before == present.size:
+        own = load_file(str(folder / _file(present.rank)))
+        shared = load_file(str(folder / _file(0))) if not layout else {}
+        return {**shared, **own}
+    parts = [load_file(str(folder / _file(rank))) for rank in range(before)]
+    found: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        every = [part[name] for part in parts if name in part]
+        kind = layout.get(name.partition(".")[0], "same")
+        if kind == "terms":
+            found[name] = sum(every[present.rank :: present.size], torch.zeros_like(every[0]))
+        elif kind == "rows":
+            assert span is not None
+            start, stop = span(name)
+            found[name] = torch.cat([part.reshape(-1) for part in every])[start:stop].clone()
+        else:
+            found[name] = every[0]
+    return found

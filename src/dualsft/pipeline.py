@@ -12,26 +12,31 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dualsft import config as settings
 from dualsft.benchmark_tasks import task_files, wanted_tasks
 from dualsft.config import Config
 from dualsft.context import RunContext, repeatable
 from dualsft.disk import explained
+from dualsft.distributed import alone, joined, launched, settled, world
 from dualsft.fused import HALF_DTYPES
+from dualsft.heartbeat import watched
 from dualsft.interrupt import Interrupted
 from dualsft.manifest import read_stage_manifest
 from dualsft.method import Job
+from dualsft.model import choose_device
 from dualsft.pieces import Pieces
 from dualsft.preflight import FOLDERS, STAGE_NAMES, check_paths, check_stage
 from dualsft.pretrained import code_hash, tokenizer_hash, weights_hash
 from dualsft.progress import Reporter, clock
 from dualsft.report import outdated, read_manifests, write_report
-from dualsft.rundir import Fingerprint, RunDir, atomic_write_text, sha256_file
+from dualsft.rundir import Fingerprint, FollowedRunDir, RunDir, atomic_write_text, sha256_file
 from dualsft.sources import source_hash
 from dualsft.stages import evaluation, finetune, gradients, scores, selection, split, warmup
 
@@ -52,6 +57,8 @@ class Stage:
     """Bytes that its result takes on disk, as far as shapes tell."""
     needed: str | None = None
     """What a method must read for this stage to run; None is always."""
+    together: Callable[[RunContext], bool] = lambda _: True
+    """Whether all processes take part; otherwise the first computes it while the others wait."""
 
 
 def _pick(ctx: RunContext, *keys: str) -> Settings:
@@ -214,7 +221,7 @@ def _task_settings(ctx: RunContext) -> Settings:
 
 
 STAGES: tuple[Stage, ...] = (
-    Stage("split", split.run, _split_settings, ()),
+    Stage("split", split.run, _split_settings, (), together=lambda _: False),
     Stage(
         "warmup",
         warmup.run,
@@ -245,6 +252,7 @@ STAGES: tuple[Stage, ...] = (
         selection.run,
         _selection_settings,
         ("split", "warmup", "gradients", "scores"),
+        together=lambda ctx: ctx.methods.parallel,
     ),
     Stage(
         "finetune",
@@ -252,6 +260,7 @@ STAGES: tuple[Stage, ...] = (
         _finetune_settings,
         ("split", "selection"),
         need=lambda ctx: ctx.model_bytes,
+        together=finetune.together,
     ),
     Stage("evaluation", evaluation.run, _evaluation_settings, ("split", "finetune")),
 )
@@ -275,19 +284,48 @@ def run(
     settings.validate(config)
     check_paths(config)
     last = check_stage(until)
-    rundir = RunDir(Path(out))
-    ctx = RunContext(config, rundir, reporter or Reporter(), lenders=lenders, answers=answers)
-    for warning in settings.warnings(config):
-        ctx.reporter.warn(warning)
-    with explained(rundir.path):
-        rundir.create()
-        with (
-            rundir.lock(),
-            _described_by(rundir, config),
-            repeatable(config.model.deterministic),
-        ):
+    reporter = reporter or Reporter()
+    with joined(choose_device(config.model.device).type == "cuda") as present:
+        kind = RunDir if present.main else FollowedRunDir
+        rundir, voice = kind(Path(out)), reporter if present.main else Reporter(lambda _: None)
+        ctx = RunContext(config, rundir, voice, lenders=lenders, answers=answers)
+        for warning in settings.warnings(config):
+            ctx.reporter.warn(warning)
+        with watched(present, reporter.warn), explained(rundir.path), ExitStack() as held:
+            rundir.create()
+            held.enter_context(rundir.lock())
+            held.enter_context(_described_by(rundir, config))
+            held.enter_context(repeatable(config.model.deterministic))
+            held.enter_context(_settled(ctx))
             _run_stages(ctx, last)
     return rundir.path
+
+
+@contextmanager
+def _settled(ctx: RunContext) -> Iterator[None]:
+    """The present world with the model held as `parallel.mode` says."""
+    parallel, present = ctx.config.parallel, world()
+    present.decided(lambda: str(ctx.model_folder))  # brought here once, before the others look
+    sharded = launched() and present.decided(lambda: _is_sharded(ctx))
+    with settled(sharded=sharded, offload=sharded and parallel.offload):
+        if present.size > 1:
+            how = "each with its rows of the model" if sharded else "each with the whole model"
+            ctx.reporter.say(f"{present.size} processes, {how}")
+        elif parallel.mode == "shard" and not sharded:
+            ctx.reporter.warn("parallel.mode=shard has no effect: there is no launcher (torchrun)")
+        yield
+
+
+def _is_sharded(ctx: RunContext) -> bool:
+    """`parallel.mode`; auto: the weights, G and the direction would fill most of one GPU."""
+    mode, device = ctx.config.parallel.mode, ctx.device
+    if mode != "auto" or device.type != "cuda" or world().size == 1:
+        return mode == "shard"
+    vectors = ctx.num_candidates * (4 + ctx.dtype.itemsize)
+    return ctx.model_bytes + vectors > MOST_OF_GPU * torch.cuda.mem_get_info(device)[1]
+
+
+MOST_OF_GPU = 0.7  # what scoring may hold of a GPU beside its activations when nothing is sharded
 
 
 def finished(config: Config, out: Path) -> bool:
@@ -316,7 +354,8 @@ def finished(config: Config, out: Path) -> bool:
 def _run_stages(ctx: RunContext, last: str) -> None:
     """Every stage up to the last, then the report when all are wanted."""
     rundir = ctx.rundir
-    rundir.sweep()
+    if world().main:
+        rundir.sweep()
     assert ctx.device, "a device that is not there is said before any work"
     hashes: dict[str, str] = {}
     for stage in STAGES:
@@ -330,13 +369,17 @@ def _run_stages(ctx: RunContext, last: str) -> None:
             for name in outdated(read_manifests(rundir.path)[0]):
                 ctx.reporter.say(f"[{name}] is now out of date; `dualsft run` makes it again")
             return
-    write_report(rundir.path)
+    if world().main:
+        write_report(rundir.path)
     ctx.reporter.say(f"report: {rundir.path / 'report.md'}")
 
 
 @contextmanager
 def _described_by(rundir: RunDir, config: Config) -> Iterator[None]:
     """config.yaml holds the settings of this run; a run that fails leaves the earlier ones."""
+    if not world().main:
+        yield
+        return
     path = rundir.path / "config.yaml"
     before = path.read_text(encoding="utf-8") if path.is_file() else None
     rundir.write_config(settings.to_yaml(config))
@@ -372,8 +415,16 @@ def _lender(ctx: RunContext, folder: str, fingerprint: Fingerprint) -> Path | No
     return None
 
 
-def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
-    """Reuse the finished stage or run it; returns its fingerprint's hash."""
+@dataclass(frozen=True)
+class _Due:
+    """A stage's fingerprint, and whether it is there already."""
+
+    fingerprint: Fingerprint
+    ready: bool
+
+
+def _due(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> _Due:
+    """Look for the finished stage, here and in the lenders, and say what is found."""
     folder = FOLDERS[stage.name]
     reads = {name: hashes[name] for name in stage.reads if name in hashes}
     fingerprint = Fingerprint(stage.settings(ctx), reads)
@@ -384,20 +435,39 @@ def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
         if ctx.rundir.stage_state(folder, other).ready:
             ctx.rundir.discard_work(folder)
             ctx.reporter.say(f"[{stage.name}] reused: it holds all that is needed, and more")
-            return other.hash
+            return _Due(other, ready=True)
     if state.ready:
         ctx.rundir.discard_work(folder)
         ctx.reporter.say(f"[{stage.name}] reused: nothing it depends on has changed")
-        return fingerprint.hash
+        return _Due(fingerprint, ready=True)
     for wanted in [fingerprint, *([] if richer is None else [Fingerprint(richer, reads)])]:
         if (lender := _lender(ctx, folder, wanted)) is not None:
             ctx.rundir.adopt(folder, lender)
             ctx.rundir.discard_work(folder)
             ctx.reporter.say(f"[{stage.name}] taken over from {lender}")
-            return wanted.hash
+            return _Due(wanted, ready=True)
     redo = state.status in ("stale", "corrupt")
     why = f"again ({'; '.join(state.reasons)})" if redo else "started"
     ctx.reporter.say(f"[{stage.name}] {why}")
+    return _Due(fingerprint, ready=False)
+
+
+def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
+    """Reuse the finished stage or run it; returns its fingerprint's hash."""
+    present = world()
+    due = present.decided(lambda: _due(ctx, stage, hashes))
+    if not due.ready:
+        if stage.together(ctx):
+            _compute_stage(ctx, stage, due.fingerprint)
+        elif present.main:
+            with alone():
+                _compute_stage(ctx, stage, due.fingerprint)
+        present.barrier()  # the stage is in its place
+    return due.fingerprint.hash
+
+
+def _compute_stage(ctx: RunContext, stage: Stage, fingerprint: Fingerprint) -> None:
+    folder, present = FOLDERS[stage.name], world()
     ctx.reporter.warnings.clear()
     ctx.plans.clear()
     ctx.reporter.metrics = lambda **values: ctx.rundir.log_metrics(stage.name, **values)
@@ -408,7 +478,9 @@ def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
         with ctx.rundir.write_stage(folder, fingerprint, stage.need(ctx)) as writer:
             facts = stage.run(ctx, writer.path)
             plans = {"plans": dict(ctx.plans)} if ctx.plans else {}
-            writer.note(facts | plans | {"warnings": list(ctx.reporter.warnings)})
+            shared = {"processes": present.size, "sharded": present.sharded}
+            many = {"parallel": shared} if present.size > 1 or present.sharded else {}
+            writer.note(facts | plans | many | {"warnings": list(ctx.reporter.warnings)})
     except Interrupted as stopped:  # outside of a loop: what the last one had is not lost
         if writer is not None and writer.kept:
             stopped.saved = f"the stage {stage.name}"
@@ -417,4 +489,3 @@ def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
     ctx.pieces = Pieces()
     peak = writer.peak_memory / 2**30
     ctx.reporter.say(f"[{stage.name}] done in {clock(writer.seconds)}, peak memory {peak:.2f} GiB")
-    return fingerprint.hash

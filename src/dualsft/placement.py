@@ -19,8 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dualsft.distributed import world
 from dualsft.plans import NUM_SLOTS
-from dualsft.vectors import LazyVector, ParamVector, Vector
+from dualsft.tensor_files import Form
+from dualsft.vectors import LazyVector, ParamVector, ShardedVector, Vector
 
 
 class Lender(Protocol):
@@ -202,6 +204,8 @@ def factor_dtype(parameter: Tensor, accumulation: torch.dtype) -> torch.dtype:
 
 def blank(like: Mapping[str, Tensor], dtype: torch.dtype) -> ParamVector:
     """Zeros that take no memory until a walk puts them where its plan says."""
+    if world().sharded:
+        return ShardedVector.blank({name: Form(dtype, p.shape) for name, p in like.items()})
     return ParamVector({name: _zeros(p.shape, dtype) for name, p in like.items()})
 
 

@@ -20,6 +20,7 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -461,6 +462,34 @@ class RunDir:
         if self._lock_depth == 0:
             os.ftruncate(self._lock_file, 0)
             os.close(self._lock_file)
+
+
+class FollowedRunDir(RunDir):
+    """The run's folder as a process sees it that takes part in the stages and writes none."""
+
+    def create(self) -> RunDir:
+        return self
+
+    def write_config(self, text: str) -> None:
+        """The first process does."""
+
+    def log_metrics(self, stage: str, **values: Any) -> None:
+        """The first process does."""
+
+    @contextlib.contextmanager
+    def write_stage(
+        self, folder: str, fingerprint: Fingerprint, need: int = 0
+    ) -> Iterator[StageWriter]:
+        """A folder to write a stage into that is thrown away."""
+        with tempfile.TemporaryDirectory(prefix="dualsft-") as name:
+            writer = StageWriter(Path(name))
+            with writer.memory:
+                yield writer
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """The first process holds it."""
+        yield
 
 
 def _link_or_copy(source: str, target: str) -> None:

@@ -10,7 +10,7 @@ writes in a random one. It belongs to no line of Algorithm 1.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,17 +65,22 @@ class Form:
             yield start, min(start + size, self.num_entries)
 
 
+def file_order(forms: Mapping[str, Form]) -> list[str]:
+    """The tensors in the order of a file."""
+    return sorted(forms, key=lambda name: (-_RANKS[forms[name].dtype], name))
+
+
 def write_tensors(
     path: Path,
     forms: Mapping[str, Form],
-    piece: Callable[[str, int, int], Tensor],
+    pieces: Callable[[str], Iterable[Tensor]],
     header: Mapping[str, str],
 ) -> None:
-    """A file of these tensors; `piece` gives the flat entries from start to stop of one of them.
+    """A file of these tensors; `pieces` gives the flat entries of one of them, bit by bit.
 
     Whatever goes wrong, no half of a file is left.
     """
-    order = sorted(forms, key=lambda name: (-_RANKS[forms[name].dtype], name))
+    order = file_order(forms)
     stored: dict[str, object] = {"__metadata__": dict(sorted({"format": "pt", **header}.items()))}
     offset = 0
     for name in order:
@@ -90,10 +95,13 @@ def write_tensors(
             file.write(len(text).to_bytes(8, "little"))
             file.write(text)
             for name in order:
-                for start, stop in forms[name].chunks():
-                    entries = piece(name, start, stop).detach().cpu().contiguous()
-                    assert entries.dtype == forms[name].dtype and len(entries) == stop - start
+                count = 0
+                for piece in pieces(name):
+                    entries = piece.detach().cpu().contiguous()
+                    assert entries.dtype == forms[name].dtype
+                    count += len(entries)
                     file.write(entries.view(torch.uint8).numpy().data)
+                assert count == forms[name].num_entries, f"{name}: {count} entries"
     except BaseException:
         with suppress(OSError):
             path.unlink(missing_ok=True)

@@ -14,25 +14,39 @@ or holds too many (scores that tie, or that lie in an order made against the sam
 Larger means better: the sign counts, not the size.
 
 Ties are broken by the order of the parameters, then by flat index. Nothing is written here.
+
+In a world of several processes (`distributed.py`) each reads its own rows of every parameter, and
+the answer is that of one process with all of them. Samples, histograms and counts meet; keys do
+not, nor scores. Every process is given the whole mask. What stops one of them stops all.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dualsft.distributed import world
 from dualsft.errors import RunError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ScoreSource = Callable[[], Iterator[tuple[str, int, Tensor]]]
 """Called once a reading; yields (parameter name, flat offset, 1-D chunk of its scores).
 
 Parameters come in `named_parameters` order and chunks in flat order; every call must yield the same
 scores, all float32 or all float64. A chunk may be a temporary: no reference to it is kept.
+
+A process of several yields its own rows alone, at their offsets in the whole parameter, and an
+empty chunk of a parameter of which it has none; a rank's rows lie before those of the next.
 """
 
 _BIN_BITS = 16
@@ -63,15 +77,42 @@ class TopK:
 
 
 @dataclass(frozen=True)
-class _Survey:
-    """What the first reading says: how many scores, their type, and a sample of their keys."""
+class _Share:
+    """What a process tells the others of its first reading."""
 
-    num_total: int
+    spans: dict[str, tuple[int, int]]
+    """Flat range that it has of each parameter, in reading order."""
     dtype: torch.dtype
+    num_scores: int
+    num_taken: int
+    """Size of its sample."""
+    stride: int
+    """How many of its scores one of the sample stands for: a power of two."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """The first reading of this process's scores: what it tells of them, and a sample of keys."""
+
+    share: _Share
     at: np.ndarray
-    """Positions of the sample among all scores in reading order, increasing."""
+    """Positions of the sample among these scores in reading order, increasing."""
     keys: Tensor
     """Keys at these positions, on the CPU."""
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """What the first reading says: of this process's own scores, and of all together."""
+
+    own: _Look
+    num_total: int
+    sample: Tensor
+    """Keys of all processes' samples, brought to one stride; on the CPU."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.own.share.dtype
 
     @property
     def spare(self) -> int:
@@ -85,8 +126,46 @@ class _Bracket:
 
     lo: int
     hi: int
-    num_ties: int | None = None
-    """How many of them belong to the k, where `lo` equals `hi` and a reading has counted."""
+    rank: int | None = None
+    """Which of them the k-th is, from the largest as 1; None until those above are counted."""
+
+    @property
+    def num_ties(self) -> int | None:
+        """How many of them belong to the k, where they are all equal and those above counted."""
+        return self.rank if self.lo == self.hi else None
+
+    @property
+    def shift(self) -> int:
+        """Low bits of a key that do not matter for its bin."""
+        return max(0, (self.hi - self.lo).bit_length() - _BIN_BITS)
+
+    @property
+    def num_bins(self) -> int:
+        return (self.hi >> self.shift) - (self.lo >> self.shift) + 1
+
+    def among(self, keys: Tensor) -> Tensor:
+        """Those of the keys that are inside."""
+        return keys[(keys >= self.lo) & (keys <= self.hi)]
+
+    def histogram(self, inside: Tensor) -> Tensor:
+        """How many of these keys lie in each bin, on the CPU."""
+        bins = (inside >> self.shift) - (self.lo >> self.shift)
+        return torch.bincount(bins, minlength=self.num_bins).cpu()
+
+    def narrowed(self, counts: Tensor) -> tuple[_Bracket, int]:
+        """The bin that the k-th key is in, by the counts of all bins; how many keys it holds."""
+        assert self.rank is not None
+        at_least = counts.flip(0).cumsum(0)  # [i]: keys in the i+1 highest bins
+        from_top = int(torch.searchsorted(at_least, self.rank))
+        place = self.num_bins - 1 - from_top
+        num_inside = int(counts[place])
+        start = ((self.lo >> self.shift) + place) << self.shift
+        inner = _Bracket(
+            lo=max(self.lo, start),
+            hi=min(self.hi, start + (1 << self.shift) - 1),
+            rank=self.rank - (int(at_least[from_top]) - num_inside),
+        )
+        return inner, num_inside
 
 
 @dataclass
@@ -97,6 +176,22 @@ class _Part:
     open: Tensor
     """Indices into `where` of the keys inside the bracket."""
     keys: Tensor
+
+
+@dataclass
+class _Kept:
+    """What one reading of this process's scores leaves that may belong to the k."""
+
+    parts: dict[str, list[_Part]]
+    num_kept: int = 0
+    """Positions, of which `num_open` are inside the bracket and the others above it."""
+    num_open: int = 0
+    num_positive: int = 0
+    """Positive keys among them, where the bracket reaches down to others."""
+    num_cut: int = 0
+    """Ties at the end that were not kept, as there are enough before them."""
+    overfull: bool = False
+    """Whether the reading was given up, as more than k and the spare would have been kept."""
 
 
 def chunked(tensors: Mapping[str, Tensor], chunk: int = 1 << 22) -> ScoreSource:
@@ -117,10 +212,11 @@ def chunked(tensors: Mapping[str, Tensor], chunk: int = 1 << 22) -> ScoreSource:
 
 
 def topk_signed(source: ScoreSource, k: int) -> TopK:
-    """Select the k largest scores over all parameters together."""
+    """Select the k largest scores over all parameters, and all processes, together."""
+    world().agreed(str(k), "the number of scores to select")
     if k < 1:
         raise ValueError(f"k is {k}; at least 1 score must be selected")
-    survey = _look(source)
+    survey = _surveyed(_look(source))
     if k > survey.num_total:
         raise ValueError(f"k is {k}, but there are only {survey.num_total} scores to select from")
     found = _collect(source, survey, _guess(survey, k), k)
@@ -128,6 +224,7 @@ def topk_signed(source: ScoreSource, k: int) -> TopK:
         found = _collect(source, survey, _narrowed(source, survey, k), k)
     if found is None:
         raise RunError(_NOT_REPEATABLE)
+    world().agreed(_fingerprint(found.indices), "the mask")
     return found
 
 
@@ -149,6 +246,26 @@ def top_b(scores: np.ndarray | Tensor, tie_order: Sequence[int] | np.ndarray, b:
             f"{values[bad[0]]}; {bad.size} of {values.size} scores are not finite, all must be"
         )
     return np.lexsort((order, -values))[:b]
+
+
+def _together(work: Callable[P, T]) -> Callable[P, T]:
+    """Work that fails in all processes when it fails in one, so that none waits for it forever."""
+
+    @wraps(work)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            found = work(*args, **kwargs)
+        except Exception as error:
+            world().any(True)
+            world().answers(f"{type(error).__name__}: {error}")
+            raise
+        if any(world().any(False)):
+            said = world().answers("")
+            rank = next(rank for rank, words in enumerate(said) if words)
+            raise RunError(f"the selection failed in another process, rank {rank}: {said[rank]}")
+        return found
+
+    return guarded
 
 
 def _ordered_keys(scores: Tensor) -> Tensor:
@@ -210,54 +327,99 @@ def _read(source: ScoreSource) -> Iterator[tuple[str, int, Tensor]]:
         yield name, offset, scores
 
 
-def _look(source: ScoreSource) -> _Survey:
+@_together
+def _look(source: ScoreSource) -> _Look:
     """The first reading: all scores are finite, and a sample of them, spread evenly.
 
     One position out of every `stride` is taken, at a place that varies, so that rows of a weight
     are not always met in the same column. The stride doubles when the sample is full.
     """
     at, keys = [np.empty(0, np.int64)], [torch.empty(0, dtype=torch.int32)]
-    num_total, num_taken, stride = 0, 0, 1
+    num_scores, num_taken, stride = 0, 0, 1
     dtype = torch.float32
+    spans: dict[str, tuple[int, int]] = {}
     for name, offset, scores in _read(source):
-        size = scores.numel()
+        size, dtype = scores.numel(), scores.dtype
+        spans[name] = (spans.get(name, (offset,))[0], offset + size)
         if not size:
             continue
-        dtype = scores.dtype
         _refuse_nonfinite(name, offset, scores)
         while num_taken + size // stride > _SAMPLE:
             at, keys = [np.concatenate(at)[::2]], [torch.cat(keys)[::2]]
             num_taken, stride = len(at[0]), 2 * stride
-        if count := (num_total + size) // stride - num_total // stride:
+        if count := (num_scores + size) // stride - num_scores // stride:
             width, order = size // count, np.arange(count)
-            places = order * width + ((order + num_total) * 2654435761 >> 15) % width
-            at.append(places + num_total)
+            places = order * width + ((order + num_scores) * 2654435761 >> 15) % width
+            at.append(places + num_scores)
             keys.append(_ordered_keys(scores[torch.from_numpy(places).to(scores.device)]).cpu())
             num_taken += count
-        num_total += size
-    key_dtype = _KEY_DTYPES[dtype]
-    merged = torch.cat([part.to(key_dtype) for part in keys])
-    return _Survey(num_total=num_total, dtype=dtype, at=np.concatenate(at), keys=merged)
+        num_scores += size
+    merged = torch.cat([part.to(_KEY_DTYPES[dtype]) for part in keys])
+    share = _Share(spans, dtype, num_scores, num_taken, stride)
+    return _Look(share, at=np.concatenate(at), keys=merged)
+
+
+def _surveyed(own: _Look) -> _Survey:
+    """All processes' first readings together: they must fit, and their samples become one."""
+    shares = world().answers(own.share)
+    _refuse_misfits(shares)
+    stride = max(share.stride for share in shares)
+    most = _SAMPLE + len(shares)  # a sample may be one larger than full
+    while sum(-(-share.num_taken * share.stride // stride) for share in shares) > most:
+        stride *= 2
+    return _Survey(
+        own=own,
+        num_total=sum(share.num_scores for share in shares),
+        sample=world().joined(own.keys[:: stride // own.share.stride]),
+    )
+
+
+def _refuse_misfits(shares: Sequence[_Share]) -> None:
+    """Raise when the processes do not name the same parameters, or hold the same rows of one."""
+    first = shares[0]
+    for rank, share in enumerate(shares):
+        if list(share.spans) != list(first.spans) or share.dtype != first.dtype:
+            raise ValueError(
+                f"rank {rank} has {share.dtype} scores of {_listed(share.spans)}, and rank 0 has "
+                f"{first.dtype} scores of {_listed(first.spans)}; every process must yield every "
+                "parameter, in the same order, if only an empty chunk of it"
+            )
+    for name in first.spans:
+        end = 0
+        for rank, (start, stop) in enumerate(share.spans[name] for share in shares):
+            if start < stop and start < end:
+                raise ValueError(
+                    f"rank {rank} has {name!r} from flat index {start} on, and an earlier rank up "
+                    f"to {end}; each process must yield its own rows alone, in the order of ranks"
+                )
+            end = stop if start < stop else end
+
+
+def _listed(names: Mapping[str, object]) -> str:
+    few = ", ".join(list(names)[:3])
+    return f"{len(names)} parameters ({few}{', ...' if len(names) > 3 else ''})"
 
 
 def _reread(source: ScoreSource, survey: _Survey) -> Iterator[tuple[str, int, Tensor]]:
     """A later reading; the sample must show the keys of the first one, and no score be missing."""
-    done = 0
+    done, own = 0, survey.own
+    spans = {}
     for name, offset, scores in _read(source):
-        first, last = np.searchsorted(survey.at, [done, done + scores.numel()])
-        places = torch.from_numpy(survey.at[first:last] - done).to(scores.device)
+        first, last = np.searchsorted(own.at, [done, done + scores.numel()])
+        places = torch.from_numpy(own.at[first:last] - done).to(scores.device)
         seen = _ordered_keys(scores[places]).cpu()
-        if scores.dtype != survey.dtype or not torch.equal(seen, survey.keys[first:last]):
+        if scores.dtype != survey.dtype or not torch.equal(seen, own.keys[first:last]):
             raise RunError(_NOT_REPEATABLE)
         yield name, offset, scores
         done += scores.numel()
-    if done != survey.num_total:
+        spans[name] = (spans.get(name, (offset,))[0], offset + scores.numel())
+    if done != own.share.num_scores or list(spans.items()) != list(own.share.spans.items()):
         raise RunError(_NOT_REPEATABLE)
 
 
 def _guess(survey: _Survey, k: int) -> _Bracket:
     """Where the sample says the k-th and (k+1)-th largest keys lie; exact when it is complete."""
-    ordered = survey.keys.sort(descending=True).values
+    ordered = survey.sample.sort(descending=True).values
     size, share, infinity = ordered.numel(), k / survey.num_total, _infinity(survey.dtype)
     if size == survey.num_total:
         above, below = k - 1, min(k, size - 1)
@@ -273,76 +435,99 @@ def _guess(survey: _Survey, k: int) -> _Bracket:
 def _narrowed(source: ScoreSource, survey: _Survey, k: int) -> _Bracket:
     """The bracket of all keys, narrowed by histograms until it holds few keys, or one alone."""
     infinity = _infinity(survey.dtype)
-    lo, hi, num_above, num_inside = -infinity, infinity, 0, survey.num_total
-    while num_inside > survey.spare and lo < hi:
-        shift = max(0, (hi - lo).bit_length() - _BIN_BITS)
-        first, num_bins = lo >> shift, (hi >> shift) - (lo >> shift) + 1
-        counts = torch.zeros(num_bins, dtype=torch.int64)
-        for _, _, scores in _reread(source, survey):
-            keys = _ordered_keys(scores)
-            if num_inside < survey.num_total:
-                keys = keys[(keys >= lo) & (keys <= hi)]
-            counts += torch.bincount((keys >> shift) - first, minlength=num_bins).cpu()
+    bracket, num_inside = _Bracket(-infinity, infinity, rank=k), survey.num_total
+    while num_inside > survey.spare and bracket.lo < bracket.hi:
+        counts = world().sum_(_histogram(source, survey, bracket, num_inside == survey.num_total))
         if int(counts.sum()) != num_inside:
             raise RunError(_NOT_REPEATABLE)
-        at_least = counts.flip(0).cumsum(0)  # [i]: keys in the i+1 highest bins
-        from_top = int(torch.searchsorted(at_least, k - num_above))
-        num_inside = int(counts[num_bins - 1 - from_top])
-        num_above += int(at_least[from_top]) - num_inside
-        start = (first + num_bins - 1 - from_top) << shift
-        lo, hi = max(lo, start), min(hi, start + (1 << shift) - 1)
-    return _Bracket(lo, hi, num_ties=k - num_above if lo == hi else None)
+        bracket, num_inside = bracket.narrowed(counts)
+    return bracket
+
+
+@_together
+def _histogram(source: ScoreSource, survey: _Survey, bracket: _Bracket, all_inside: bool) -> Tensor:
+    """This process's keys in each bin of the bracket, by one reading."""
+    counts = torch.zeros(bracket.num_bins, dtype=torch.int64)
+    for _, _, scores in _reread(source, survey):
+        keys = _ordered_keys(scores)
+        counts += bracket.histogram(keys if all_inside else bracket.among(keys))
+    return counts
 
 
 def _collect(source: ScoreSource, survey: _Survey, bracket: _Bracket, k: int) -> TopK | None:
     """Positions of the k largest by one reading; None when the bracket missed or holds too many."""
-    lo, hi = bracket.lo, bracket.hi
-    parts: dict[str, list[_Part]] = {}
-    num_kept = num_open = num_positive = num_cut = 0
-    for name, offset, scores in _reread(source, survey):
-        mine = parts.setdefault(name, [])
-        # Bit patterns order positive scores as their keys do, and are negative for the others.
-        keys = scores.view(_KEY_DTYPES[survey.dtype]) if lo > 0 else _ordered_keys(scores)
-        where = (keys >= lo).nonzero().view(-1)
-        kept = keys[where]
-        undecided = (kept <= hi).nonzero().view(-1)
-        if lo <= 0:
-            num_positive += int((kept > 0).sum())
-        if bracket.num_ties is not None and num_open + undecided.numel() > bracket.num_ties:
-            # The ties that stay come before those that go, so their indices into `where` hold.
-            undecided, late = undecided.tensor_split([bracket.num_ties - num_open])
-            where, num_cut = _without(where, late), num_cut + late.numel()
-        num_kept += where.numel()
-        num_open += undecided.numel()
-        if num_kept > k + survey.spare:
-            return None
-        mine.append(_Part((where + offset).cpu(), undecided.cpu(), kept[undecided].cpu()))
-    if not num_kept - num_open < k <= num_kept:
+    kept = _kept(source, survey, bracket, k)
+    own = [kept.num_kept, kept.num_open, kept.num_positive, kept.num_cut, kept.overfull]
+    total = world().total(np.array(own, np.int64)).tolist()
+    num_kept, num_open, num_positive, num_cut, overfull = total
+    if overfull or not num_kept - num_open < k <= num_kept:
         return None
-    inside = torch.cat([part.keys for mine in parts.values() for part in mine])
-    inside = inside.sort(descending=True).values
-    rank = k - (num_kept - num_open)
-    key = int(inside[rank - 1])
-    ties = rank - int((inside > key).sum())
-    next_key: int | None = None
-    if rank < inside.numel():
-        next_key = int(inside[rank])
-    elif num_cut:
+    inside = torch.cat([part.keys for mine in kept.parts.values() for part in mine])
+    place = replace(bracket, rank=k - (num_kept - num_open))
+    key, ties, next_key = _ranked(inside, place, num_open)
+    if next_key is None and num_cut:
         next_key = key
-    elif k < survey.num_total:
-        next_key = _largest_below(source, survey, lo)
-    indices = {}
-    for name, mine in parts.items():
-        indices[name], ties = _settled(mine, key, ties)
-        mine.clear()
+    elif next_key is None and k < survey.num_total:
+        next_key = _largest(_own_largest_below(source, survey, bracket.lo))
     return TopK(
-        indices=indices,
+        indices=_settled(kept.parts, key, ties),
         threshold=_score_of_key(key, survey.dtype),
         next_score=None if next_key is None else _score_of_key(next_key, survey.dtype),
         num_selected=k,
         num_total=survey.num_total,
         num_nonpositive=k - num_positive if key <= 0 else 0,
     )
+
+
+@_together
+def _kept(source: ScoreSource, survey: _Survey, bracket: _Bracket, k: int) -> _Kept:
+    """This process's positions above the bracket and inside it, by one reading."""
+    lo, hi = bracket.lo, bracket.hi
+    kept = _Kept({})
+    for name, offset, scores in _reread(source, survey):
+        mine = kept.parts.setdefault(name, [])
+        # Bit patterns order positive scores as their keys do, and are negative for the others.
+        keys = scores.view(_KEY_DTYPES[survey.dtype]) if lo > 0 else _ordered_keys(scores)
+        where = (keys >= lo).nonzero().view(-1)
+        high = keys[where]
+        undecided = (high <= hi).nonzero().view(-1)
+        if lo <= 0:
+            kept.num_positive += int((high > 0).sum())
+        if bracket.num_ties is not None and kept.num_open + undecided.numel() > bracket.num_ties:
+            # The ties that stay come before those that go, so their indices into `where` hold.
+            undecided, late = undecided.tensor_split([bracket.num_ties - kept.num_open])
+            where, kept.num_cut = _without(where, late), kept.num_cut + late.numel()
+        kept.num_kept += where.numel()
+        kept.num_open += undecided.numel()
+        if kept.num_kept > k + survey.spare:
+            return _Kept({}, overfull=True)
+        mine.append(_Part((where + offset).cpu(), undecided.cpu(), high[undecided].cpu()))
+    return kept
+
+
+def _ranked(inside: Tensor, bracket: _Bracket, num_inside: int) -> tuple[int, int, int | None]:
+    """The key that has the bracket's rank among all processes' keys inside it.
+
+    Also how many of the keys equal to it are within that rank, and the key that comes next, if
+    there is one inside. `num_inside` counts the keys of all processes, `inside` has this one's.
+    """
+    keys = inside
+    while bracket.lo < bracket.hi:
+        bracket, num_inside = bracket.narrowed(world().sum_(bracket.histogram(keys)))
+        keys = bracket.among(keys)
+    key, ties = bracket.lo, bracket.rank
+    assert ties is not None
+    if ties < num_inside:
+        return key, ties, key
+    below = inside[inside < key]
+    return key, ties, _largest(int(below.max()) if below.numel() else None)
+
+
+def _largest(own: int | None) -> int | None:
+    """The largest of the processes' keys; None when none has one."""
+    none = torch.iinfo(torch.int64).min  # below every key
+    largest = int(world().max_(torch.tensor(none if own is None else own)))
+    return None if largest == none else largest
 
 
 def _without(where: Tensor, dropped: Tensor) -> Tensor:
@@ -352,8 +537,23 @@ def _without(where: Tensor, dropped: Tensor) -> Tensor:
     return where[keep]
 
 
-def _settled(parts: list[_Part], key: int, ties: int) -> tuple[Tensor, int]:
-    """One parameter's indices above `key` and its first `ties` equal to it; ties still to find."""
+def _settled(parts: dict[str, list[_Part]], key: int, ties: int) -> dict[str, Tensor]:
+    """All processes' indices above `key` and the first `ties` equal to it; empties `parts`."""
+    equal = np.zeros((len(parts), world().size), np.int64)
+    for row, mine in zip(equal, parts.values(), strict=True):
+        row[world().rank] = sum(int((part.keys == key).sum()) for part in mine)
+    world().total(equal)
+    before = equal.cumsum().reshape(equal.shape) - equal  # by parameter, within it by rank
+    room = (ties - before[:, world().rank]).clip(0).tolist()
+    indices = {}
+    for (name, mine), most in zip(parts.items(), room, strict=True):
+        indices[name] = world().joined(_own_settled(mine, key, most))
+        mine.clear()
+    return indices
+
+
+def _own_settled(parts: list[_Part], key: int, ties: int) -> Tensor:
+    """This process's indices of one parameter: those above `key` and the first `ties` equal."""
     found = [torch.empty(0, dtype=torch.int64)]
     for part in parts:
         chosen = part.keys > key
@@ -361,15 +561,28 @@ def _settled(parts: list[_Part], key: int, ties: int) -> tuple[Tensor, int]:
         chosen[equal] = True
         ties -= equal.numel()
         found.append(_without(part.where, part.open[~chosen]))
-    return torch.cat(found), ties
+    return torch.cat(found)
 
 
-def _largest_below(source: ScoreSource, survey: _Survey, lo: int) -> int:
-    """Largest key under `lo`, by one more reading: the next score lies outside the bracket."""
+@_together
+def _own_largest_below(source: ScoreSource, survey: _Survey, lo: int) -> int | None:
+    """This process's largest key under `lo`, by one more reading: the next score lies outside."""
     lowest = torch.iinfo(_KEY_DTYPES[survey.dtype]).min
     largest = lowest
     for _, _, scores in _reread(source, survey):
         keys = _ordered_keys(scores)
         if keys.numel():
             largest = max(largest, int(keys.masked_fill_(keys >= lo, lowest).amax()))
-    return largest
+    return None if largest == lowest else largest
+
+
+def _fingerprint(indices: Mapping[str, Tensor]) -> str:
+    """A hash of a mask by the number, the sum and the sum of squares of each parameter's indices.
+
+    It costs a hundredth of the selection; a hash of the indices themselves would cost a tenth.
+    """
+    moments = [
+        (name, index.numel(), int(index.sum()), int(index.dot(index)))
+        for name, index in indices.items()
+    ]
+    return hashlib.sha256(repr(moments).encode()).hexdigest()[:16]

@@ -17,12 +17,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from dualsft.checkpointing import checkpointed
 from dualsft.data import Batch, Example, collate, make_batches, named, training_order
+from dualsft.distributed import world
 from dualsft.errors import RunError
 from dualsft.fused import fused_blocks
 from dualsft.losses import example_objective
@@ -120,7 +122,7 @@ def train(
     pieces = pieces or Pieces()
     num_steps = plan.num_steps(len(examples))
     per_epoch = math.ceil(len(examples) / plan.batch_size)
-    piece = pieces.load(label)
+    piece = pieces.load(label, optimizer.span)
     first, plan = restore(optimizer, piece, plan, bool(hooks.moving))
     if piece is not None and hooks.load_state is not None:
         hooks.load_state(piece.facts["hooks"])
@@ -192,8 +194,11 @@ def snapshot(
         index = optimizer.index(name, start, stop) if kind == "index" else None
         return optimizer.master(name, start, stop) if index is None else index
 
-    cut = {key: getattr(plan, key) for key in _CUT}
-    return LazyVector(forms, torch.device("cpu"), piece), {"steps": num_steps, "cut": cut}
+    facts = {"steps": num_steps, "cut": {key: getattr(plan, key) for key in _CUT}}
+    if world().sharded:
+        rows = ("master", "exp_avg", "exp_avg_sq")
+        facts["layout"] = {"step": "any", **dict.fromkeys(rows, "rows")}
+    return LazyVector(forms, torch.device("cpu"), piece), facts
 
 
 def restore(
@@ -280,20 +285,23 @@ def _step(
     `before_update` on the state of the step before is no more.
     """
     device = next(model.parameters()).device
-    pieces = micro_batches(rows, plan)
+    shares = [micro_batches(share, plan) for share in world().dealt(rows)]
+    pieces = shares[world().rank]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(_noise_seed(plan.seed, step))
-        if hooks.before_step is not None:
-            _prepare(model, pieces, hooks.before_step)
-        losses = [_backward(model, piece, plan, len(rows), hooks) for piece in pieces]
+        torch.manual_seed(_noise_seed(plan.seed, step) + world().rank)
+        losses = _agreed(partial(_differentiate, model, shares, plan, len(rows), hooks))
+    optimizer.exchange()
     limit = plan.max_grad_norm if plan.max_grad_norm > 0 else math.inf
     norm = optimizer.clip_grad_norm(limit)
-    sums = torch.stack([loss.sum() for loss in losses])
-    values = torch.cat([norm.to(device).view(1), sums, *losses]).tolist()
+    sums = [loss.sum().view(1) for loss in losses]
+    values = torch.cat([norm.to(device).view(1), *sums, *losses]).tolist()
     each, finite = values[1 + len(pieces) :], math.isfinite(values[0])
     done = [example for piece in pieces for example in piece]
     bad = [e for e, loss in zip(done, each, strict=True) if not math.isfinite(loss)]
-    if bad or not finite:
+    mean = sum(values[1 : 1 + len(pieces)]) / len(rows)
+    mean, wrong = world().total(np.array([mean, float(bool(bad) or not finite)])).tolist()
+    if wrong:
+        bad = [example for found in world().answers(bad) for example in found]
         what = f"the loss of {named(bad)}" if bad else f"the gradient over {named(rows)}"
         optimizer.zero_grad()
         raise RunError(
@@ -314,7 +322,49 @@ def _step(
             "for the warmup also warmup.offload=true or warmup.trainable=candidates"
         ) from None
     optimizer.zero_grad()
-    return sum(values[1 : 1 + len(pieces)]) / len(rows), values[0]
+    return mean, values[0]
+
+
+def _differentiate(
+    model: PreTrainedModel,
+    shares: Sequence[Sequence[Sequence[Example]]],
+    plan: TrainingPlan,
+    count: int,
+    hooks: Hooks,
+) -> list[torch.Tensor]:
+    """The gradients of this process's share of a batch of `count`; its micro-batches' losses.
+
+    All must take part in every pass over a sharded model: a process with fewer micro-batches than
+    another goes on with weight zero.
+    """
+    own = shares[world().rank]
+    if hooks.before_step is not None:
+        _prepare(model, own, hooks.before_step)
+    losses = [_backward(model, piece, plan, 1.0 / count, hooks) for piece in own]
+    if world().sharded:
+        for _ in range(max(map(len, shares)) - len(own)):
+            _backward(model, shares[0][0], plan, 0.0, hooks)
+    return losses
+
+
+def _agreed(work: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    """`work`, which fails for lack of memory in every process when it does so in one."""
+    full: _Full | None = None
+    result: list[torch.Tensor] = []
+    try:
+        result = work()
+    except _Full as problem:
+        if world().sharded:
+            raise RunError(
+                f"{world().name} ran out of memory with {problem.shape[0]} examples of "
+                f"{problem.shape[1]:,} tokens ({problem}); set finetune.micro_batch_size lower, "
+                "finetune.checkpointing=true, or start more processes"
+            ) from None
+        full = problem
+    if any(world().any(full is not None)):
+        shapes = [shape for shape in world().answers(full and full.shape) if shape]
+        raise full or _Full(shapes[0], MemoryError("another process is out of memory"))
+    return result
 
 
 def _prepare(
@@ -333,12 +383,12 @@ def _prepare(
 
 
 def _backward(
-    model: PreTrainedModel, rows: Sequence[Example], plan: TrainingPlan, count: int, hooks: Hooks
+    model: PreTrainedModel, rows: Sequence[Example], plan: TrainingPlan, scale: float, hooks: Hooks
 ) -> torch.Tensor:
-    """Gradients of one micro-batch of a batch of `count`; returns its examples' losses."""
+    """Gradients of one micro-batch, each example's times `scale`; returns its examples' losses."""
     batch = collate(rows, plan.pad_id, plan.padding_side, next(model.parameters()).device)
     try:
-        objective, losses = hooks.objective(model, batch, rows, 1.0 / count)
+        objective, losses = hooks.objective(model, batch, rows, scale)
         objective.backward()
         return losses.detach()
     except Exception as problem:

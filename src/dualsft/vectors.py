@@ -10,6 +10,10 @@ the run folder, or computed from other vectors, when they are asked for. All alg
 so any flat piece of a result is made from the same pieces of its parts: vectors of tens of
 gigabytes are combined, reduced and written with a few chunks of `CHUNK` entries alive at a time.
 `held` computes a whole vector, in the dtype that is needed of it.
+
+Of many processes (`distributed.py`) each reduces the rows that are its own, and the totals meet. A
+`ShardedVector` holds no others; it is written by the first process, to which the others send
+theirs a chunk at a time.
 """
 
 from __future__ import annotations
@@ -18,14 +22,17 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dualsft.distributed import world
 from dualsft.errors import RunError
 from dualsft.tensor_files import CHUNK as CHUNK
-from dualsft.tensor_files import Form, TensorFile, write_tensors
+from dualsft.tensor_files import Form, TensorFile, file_order, write_tensors
 
 Seen = dict[int, Tensor]
 """The pieces of one place that are computed already, by their vector: no part is read twice."""
@@ -163,23 +170,64 @@ class Vector(Mapping[str, Tensor]):
 
     def first_nonfinite(self) -> str | None:
         """Name of the first parameter that holds a NaN or an infinity, if any."""
-        for name, form in self.forms.items():
-            for start, stop in form.chunks():
-                if not bool(torch.isfinite(self.piece(name, start, stop)).all()):
-                    return name
-        return None
+        names = list(self.forms)
+        found = next(filter(self._is_nonfinite, names), None)
+        numbers = world().answers(len(names) if found is None else names.index(found))
+        return names[min(numbers)] if min(numbers) < len(names) else None
+
+    def _is_nonfinite(self, name: str) -> bool:
+        return not all(
+            bool(torch.isfinite(self.piece(name, start, stop)).all())
+            for start, stop in world().own_chunks(self.forms[name].shape)
+        )
 
     def save(self, path: Path, **metadata: object) -> None:
         """Write safetensors under the parameters' names; metadata goes to the header."""
 
-        def finite(name: str, start: int, stop: int) -> Tensor:
-            entries = self.piece(name, start, stop)
+        def look(name: str, entries: Tensor) -> None:
             if not bool(torch.isfinite(entries).all()):
                 raise RunError(f"{path.name}: {name} holds a non-finite number; nothing written")
-            return entries
 
         header = {key: json.dumps(value) for key, value in metadata.items()}
-        write_tensors(path, self.forms, finite, header)
+        self._write(path, header, look)
+
+    def _write(
+        self,
+        path: Path,
+        header: Mapping[str, str],
+        look: Callable[[str, Tensor], None] = lambda name, entries: None,
+    ) -> None:
+        """A file of all entries, written by the first process; `look` may refuse them."""
+        if not world().main:
+            for name in file_order(self.forms):
+                for _ in self._collected(name):
+                    raise AssertionError("only the first process is given entries")
+            return
+
+        def pieces(name: str) -> Iterator[Tensor]:
+            for entries in self._collected(name):
+                look(name, entries)
+                yield entries
+
+        write_tensors(path, self.forms, pieces, header)
+
+    def share(self, name: str, rank: int) -> tuple[int, int]:
+        """The flat range of a parameter's block that a process has when vectors are sharded."""
+        return world().own(self.forms[name].shape, rank)
+
+    def _collected(self, name: str) -> Iterator[Tensor]:
+        """A parameter's entries in order, chunk by chunk, in the first process; the others send."""
+        present, form = world(), self.forms[name]
+        owners = range(present.size) if present.sharded else (0,)
+        for owner in owners:
+            first, last = self.share(name, owner) if present.sharded else (0, form.num_entries)
+            for start in range(first, last, CHUNK):
+                stop = min(start + CHUNK, last)
+                like = torch.empty(stop - start if present.main else 0, dtype=form.dtype)
+                make = partial(self.piece, name, start, stop)
+                entries = present.at_main(owner, make, like)
+                if entries is not None:
+                    yield entries
 
 
 class ParamVector(Vector):
@@ -235,6 +283,32 @@ class ParamVector(Vector):
         return LazyVector.open(path, names, device).held()
 
 
+class ShardedVector(ParamVector):
+    """A vector of which this process has its own rows in memory, one tensor a parameter."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
+        self.tensors = dict(tensors)
+        self.forms = forms
+
+    @classmethod
+    def blank(cls, forms: Mapping[str, Form]) -> ShardedVector:
+        """Zeros that take no memory until they are moved."""
+        tensors = {}
+        for name, form in forms.items():
+            first, last = world().own(form.shape)
+            shape = (max(0, last - first) // max(1, form.shape[1:].numel()), *form.shape[1:])
+            tensors[name] = torch.zeros((), dtype=form.dtype).expand(shape)
+        return cls(tensors, forms)
+
+    def __getitem__(self, name: str) -> Tensor:
+        raise AssertionError(f"{name}: no process has all of a sharded vector")
+
+    def piece(self, name: str, start: int, stop: int, seen: Seen | None = None) -> Tensor:
+        first, last = world().own(self.forms[name].shape)
+        assert first <= start and stop <= max(first, last), f"{name}: not this process's rows"
+        return self.tensors[name].reshape(-1)[start - first : stop - first]
+
+
 class LazyVector(Vector):
     """A vector whose entries are computed when they are asked for, and kept by nobody."""
 
@@ -275,19 +349,22 @@ class LazyVector(Vector):
 class Products:
     """⟨a, b⟩ of the wanted pairs of several vectors, by parameter, in fp64.
 
-    Every entry is read once, however many products it enters.
+    Every entry is read once, however many products it enters, and by the process that owns it.
     """
 
     def __init__(self, vectors: Mapping[str, Vector], pairs: Sequence[tuple[str, str]]) -> None:
-        self._blocks: dict[tuple[str, str], dict[str, float]] = {pair: {} for pair in pairs}
-        for name, form in next(iter(vectors.values())).forms.items():
-            totals = dict.fromkeys(pairs, 0.0)
-            for start, stop in form.chunks():
+        forms = next(iter(vectors.values())).forms
+        sums = np.zeros((len(forms), len(pairs)))
+        for row, (name, form) in enumerate(forms.items()):
+            for start, stop in world().own_chunks(form.shape):
                 wide = _doubles(vectors, name, start, stop)
-                for a, b in totals:
-                    totals[a, b] += float(torch.dot(wide[a], wide[b]))
-            for pair, total in totals.items():
-                self._blocks[pair][name] = total
+                for column, (a, b) in enumerate(pairs):
+                    sums[row, column] += float(torch.dot(wide[a], wide[b]))
+        columns = world().total(sums).T.tolist()
+        self._blocks = {
+            pair: dict(zip(forms, column, strict=True))
+            for pair, column in zip(pairs, columns, strict=True)
+        }
 
     def dot(self, a: str, b: str) -> float:
         return float(sum(self._blocks[a, b].values()))
@@ -324,4 +401,4 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str,
     A lazy vector is written piece by piece and never whole in memory.
     """
     vector = tensors if isinstance(tensors, Vector) else ParamVector(tensors)
-    write_tensors(path, vector.forms, vector.piece, header)
+    vector._write(path, header)

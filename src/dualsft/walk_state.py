@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from dualsft.distributed import world
 from dualsft.pieces import Piece, State
 from dualsft.placement import move, reset
 from dualsft.plans import cut, in_layers
@@ -116,8 +117,13 @@ class WalkState:
             "spans": [[len(span.names), span.done] for span in self.spans],
             "num_groups": self.num_groups,
             "batch_tokens": self.batch_tokens,
+            "layout": {"result": "terms", "sums": "rows" if world().sharded else "terms"},
         }
         return tensors, facts
+
+    def span(self, key: str) -> tuple[int, int]:
+        """The flat range of a saved block of sums that this process takes up when it is sharded."""
+        return world().own(self.shapes[key.removeprefix("sums.")])
 
     def load(self, piece: Piece | None) -> None:
         """Take a piece up; without one, begin anew."""
@@ -128,7 +134,9 @@ class WalkState:
             getattr(self.result, name)[...] = piece.tensors[f"result.{name}"].numpy()
         for key in [key for key in piece.tensors if key.startswith("sums.")]:
             assert self.sums is not None
-            self.sums.tensors[key.removeprefix("sums.")] = piece.tensors.pop(key).clone()
+            name = key.removeprefix("sums.")
+            shape = self.sums.tensors[name].shape
+            self.sums.tensors[name] = piece.tensors.pop(key).clone().view(shape)
         names = list(self.shapes)
         for length, done in piece.facts["spans"]:
             self.spans.append(Span(names[:length], done))
@@ -143,6 +151,14 @@ class WalkState:
         if self.sums is not None:
             reset(self.sums)
         self.spans, self.num_groups, self.batch_tokens = [], 0, None
+
+    def meet(self) -> None:
+        """Add up what the processes have: each example was one process's, G is a sum over them."""
+        for name in ARRAYS:
+            world().total(getattr(self.result, name))
+        if self.sums is not None and not world().sharded:
+            for block in self.sums.tensors.values():
+                world().sum_(block)
 
     def finish(self, span: Span, placement: str) -> None:
         """A group that is done makes room for the next."""

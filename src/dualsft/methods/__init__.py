@@ -93,6 +93,11 @@ class Composition:
             for stage in entry.needs
         }
 
+    @property
+    def parallel(self) -> bool:
+        """Whether several processes share the choosing."""
+        return all(self.entries[axis].parallel for axis in ("data", "params"))
+
     def scored(self, axis: Axis) -> bool:
         """Whether this axis is chosen by DualSFT's scores."""
         entry = self.entries.get(axis)

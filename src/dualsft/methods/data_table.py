@@ -105,6 +105,7 @@ _PASS = "a warmup over D_warm, gradients over D_val and D_anchor, one pass over 
 DATA: tuple[Entry, ...] = (
     Entry(
         name="dualsft",
+        parallel=True,
         axis="data",
         target="dualsft.methods.dualsft:DualData",
         summary="the b largest signed scores ⟨u, g_n⟩ of the scoring pool (D_train without D_warm)",
@@ -116,6 +117,7 @@ DATA: tuple[Entry, ...] = (
     ),
     Entry(
         name="dualsft_reversed",
+        parallel=True,
         axis="data",
         target="dualsft.methods.dualsft:ReversedData",
         summary="control: the b smallest scores",
@@ -126,6 +128,7 @@ DATA: tuple[Entry, ...] = (
     ),
     Entry(
         name="random",
+        parallel=True,
         axis="data",
         target="dualsft.methods.controls:RandomData",
         summary="b examples of D_train, uniformly, without replacement",
@@ -135,6 +138,7 @@ DATA: tuple[Entry, ...] = (
     ),
     Entry(
         name="all",
+        parallel=True,
         axis="data",
         target="dualsft.methods.controls:AllData",
         summary="all of D_train (pool and warm)",

@@ -58,6 +58,8 @@ class Entry:
     """Whether it trains while it chooses, and so depends on finetune.*."""
     uses_budget: bool = True
     """Whether select.data_budget or select.param_budget says how much it takes."""
+    parallel: bool = False
+    """Whether several processes share its work; otherwise the first does it while others wait."""
     extra: str | None = None
     """The optional package that it needs."""
 

@@ -124,6 +124,7 @@ class LoraOptions:
 PARAMS: tuple[Entry, ...] = (
     Entry(
         name="dualsft",
+        parallel=True,
         axis="params",
         target="dualsft.methods.dualsft:DualParams",
         summary="the k largest signed scores u ⊙ G over all candidates",
@@ -134,6 +135,7 @@ PARAMS: tuple[Entry, ...] = (
     ),
     Entry(
         name="dualsft_reversed",
+        parallel=True,
         axis="params",
         target="dualsft.methods.dualsft:ReversedParams",
         summary="control: the k smallest scores",
@@ -144,6 +146,7 @@ PARAMS: tuple[Entry, ...] = (
     ),
     Entry(
         name="random",
+        parallel=True,
         axis="params",
         target="dualsft.methods.controls:RandomParams",
         summary="k candidate entries, uniformly, without replacement",
@@ -153,6 +156,7 @@ PARAMS: tuple[Entry, ...] = (
     ),
     Entry(
         name="all",
+        parallel=True,
         axis="params",
         target="dualsft.methods.controls:AllParams",
         summary="every parameter",

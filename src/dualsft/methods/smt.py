@@ -21,9 +21,10 @@ from transformers import PreTrainedModel
 
 from dualsft.method import Job, ParamChoice, ParamMethod
 from dualsft.methods.matrices import FAMILIES, Matrix, of_role, refuse_empty, whole_units
-from dualsft.model import save_model, text_parameters
+from dualsft.model import text_parameters
 from dualsft.optim import SparseAdamW
 from dualsft.pieces import Pieces
+from dualsft.sharding import save_model
 from dualsft.stages.finetune import finetune_plan
 from dualsft.training import Hooks, train
 from dualsft.vectors import accumulation_dtype, reduction_dtype

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dualsft.context import RunContext
 from dualsft.data import Example, source_lines
+from dualsft.distributed import world
 from dualsft.memory import free_memory
 from dualsft.model import locate
 from dualsft.stages.projection import param_scores
@@ -43,13 +44,13 @@ def at_hand(vector: Vector) -> Vector:
     reading costs some 9 ns an entry more than a held one, which is nothing beside the pool's
     gradients there, and the memory is left to the system, which keeps the files in it.
     """
-    on_gpu = vector.device.type == "cuda"
+    on_gpu = vector.device.type == "cuda" and not world().sharded
     fits = on_gpu and vector.num_bytes <= ROOM_SHARE * free_memory(vector.device)
     return vector.held() if fits else vector
 
 
 def product_source(left: Vector, right: Vector, eta_sc: float) -> ScoreSource:
-    """eta_sc · left ⊙ right in chunks, recomputed at every reading."""
+    """eta_sc · left ⊙ right in chunks, recomputed at every reading; this process's rows alone."""
     left, right = at_hand(left), at_hand(right)
     scores = param_scores(eta_sc, left, right)
     on_card = all(isinstance(v, ParamVector) and v.device.type == "cuda" for v in (left, right))
@@ -57,7 +58,7 @@ def product_source(left: Vector, right: Vector, eta_sc: float) -> ScoreSource:
 
     def read() -> Iterator[tuple[str, int, Tensor]]:
         for name, form in scores.forms.items():
-            for start, stop in form.chunks(size):
+            for start, stop in world().own_chunks(form.shape, size):
                 yield name, start, scores.piece(name, start, stop)
 
     return read

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,21 +25,14 @@ from transformers import PreTrainedModel
 from dualsft.benchmarking import harness_model, run_benchmarks, vllm_model
 from dualsft.context import RunContext
 from dualsft.data import Example, collate, digest, named
+from dualsft.distributed import alone, world
 from dualsft.errors import RunError
 from dualsft.losses import Comparison, comparison
 from dualsft.memory import Smaller, give_back, is_out_of_memory
 from dualsft.passes import remaining_batches
+from dualsft.sharding import is_sharded, release
 from dualsft.stages.split import load_examples
 from dualsft.templates import Template
-
-_TOTALS: tuple[str, ...] = (
-    "before_examples",
-    "before_tokens",
-    "after_examples",
-    "after_tokens",
-    "divergence",
-    "tokens",
-)
 
 
 def run(ctx: RunContext, part: Path) -> dict[str, Any]:
@@ -57,24 +51,35 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
             "before": answer(ctx, before, ctx.config.evaluation.prompt),
             "after": answer(ctx, after, ctx.config.evaluation.prompt),
         }
-    if ctx.config.evaluation.tasks and ctx.config.evaluation.backend == "hf":
-        with ExitStack() as left:
-            models = {
-                "before": lambda: left.enter_context(harness_model(ctx, before)),
-                "after": lambda: left.enter_context(harness_model(ctx, after)),
-            }
-            results |= run_benchmarks(ctx, models, part)
-    elif ctx.config.evaluation.tasks:
-        del before, after  # vLLM takes the memory that they have
-        give_back(ctx.device)
-        tuned = ctx.folder("finetune") / "model"
-        models = {
-            "before": lambda: vllm_model(ctx, ctx.model_folder),
-            "after": lambda: vllm_model(ctx, tuned),
-        }
-        results |= run_benchmarks(ctx, models, part)
+    if ctx.config.evaluation.tasks:
+        models = None if ctx.config.evaluation.backend == "vllm" else (before, after)
+        del before, after
+        results |= _benchmarks(ctx, models, part)
     (part / "results.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     return {name: facts["after"]["loss"] for name, facts in results["files"].items()}
+
+
+def _benchmarks(
+    ctx: RunContext, pair: tuple[PreTrainedModel, PreTrainedModel] | None, part: Path
+) -> dict[str, Any]:
+    """Both models are asked by the first process, which needs them whole; by vLLM without them."""
+    if not world().main:
+        return {}
+    tuned = ctx.folder("finetune") / "model"
+    with alone(), ExitStack() as left:
+        if pair is None:
+            give_back(ctx.device)  # vLLM takes the memory that they had
+            makers = {
+                "before": lambda: vllm_model(ctx, ctx.model_folder),
+                "after": lambda: vllm_model(ctx, tuned),
+            }
+            return run_benchmarks(ctx, makers, part)
+        before, after = (ctx.theta_old(), ctx.load(tuned)) if is_sharded(pair[0]) else pair
+        makers = {
+            "before": lambda: left.enter_context(harness_model(ctx, before)),
+            "after": lambda: left.enter_context(harness_model(ctx, after)),
+        }
+        return run_benchmarks(ctx, makers, part)
 
 
 def evaluation_sets(ctx: RunContext) -> dict[str, list[Example]]:
@@ -105,57 +110,94 @@ def compare(
     budget = ctx.config.evaluation.batch_tokens or ctx.batch_tokens
     piece_name = f"evaluation-{digest(name).hex()[:12]}"
     piece = ctx.pieces.load(piece_name)
-    totals: dict[str, float] = piece.facts["totals"] if piece else dict.fromkeys(_TOTALS, 0.0)
-    each = torch.full((len(examples), 3), math.nan, dtype=torch.float64)
+    each = torch.zeros(len(examples), 3, dtype=torch.float64)
     each = piece.tensors["losses"] if piece else each
     done = piece.facts["done"] if piece else 0
     budget = piece.facts["batch_tokens"] if piece else budget
     label = f"evaluation ({name})"
-    waiting = remaining_batches(examples, budget, done)
+    waiting = world().turns(remaining_batches(examples, budget, done))
     with (
         ctx.reporter.track(label, len(examples), "examples", done) as progress,
         ctx.pieces.loop(),
     ):
         while waiting:
-            rows = waiting[0]
-            chosen = [examples[i] for i in rows]
-            batch = collate(chosen, ctx.pad_id, ctx.config.data.padding_side, ctx.device)
-            try:
-                both = comparison(before, after, batch)
-            except Exception as problem:
-                if not is_out_of_memory(problem):
-                    raise
-                smaller = Smaller.than(batch.input_ids.shape, problem, "evaluation.batch_tokens")
-                ctx.reporter.warn(f"{label}: {smaller}")
-                budget = smaller.batch_tokens
-                waiting = remaining_batches(examples, budget, done)
+            turn = waiting[0]
+            smaller = _compare_batch(ctx, before, after, examples, turn, each, label)
+            if smaller is not None:
+                budget = smaller
+                waiting = world().turns(remaining_batches(examples, budget, done))
                 continue
             waiting.pop(0)
-            _refuse_nonfinite(label, chosen, both)
-            counts = torch.tensor([e.num_response_tokens for e in chosen], dtype=torch.float64)
-            for key, losses in (("before", both.loss_before), ("after", both.loss_after)):
-                totals[f"{key}_examples"] += float(losses.sum())
-                totals[f"{key}_tokens"] += float((losses.cpu() * counts).sum())
-            totals["divergence"] += float(both.divergence.sum())
-            measured = (both.loss_before, both.loss_after, both.divergence)
-            each[rows] = torch.stack([values.double().cpu() for values in measured], dim=1)
-            totals["tokens"] += int(counts.sum())
+            rows = [examples[i] for batch in turn for i in batch]
             done += len(rows)
-            progress.advance(len(rows), tokens=2 * sum(e.num_tokens for e in chosen))
+            progress.advance(len(rows), tokens=2 * sum(e.num_tokens for e in rows))
             where = f"{label}: {done:,} of {len(examples):,} examples"
-            state = ({"losses": each}, {"done": done, "totals": totals, "batch_tokens": budget})
-            ctx.pieces.tick(piece_name, lambda state=state: state, where)
-    tokens = int(totals["tokens"])
-    facts = {
+            facts = {"done": done, "batch_tokens": budget, "layout": {"losses": "terms"}}
+            ctx.pieces.tick(piece_name, lambda facts=facts: ({"losses": each}, facts), where)
+    world().sum_(each)
+    return _facts(examples, each), each
+
+
+def _compare_batch(
+    ctx: RunContext,
+    before: PreTrainedModel,
+    after: PreTrainedModel,
+    examples: list[Example],
+    turn: Sequence[list[int]],
+    each: torch.Tensor,
+    label: str,
+) -> int | None:
+    """This process's batch of a turn into `each`; the smaller token budget when one has no room.
+
+    All must take part in a pass over sharded models: without a batch of its own a process repeats
+    another's and forgets the result.
+    """
+    own = world().mine(turn)
+    rows = turn[0] if own is None and world().sharded else own
+    budget: int | None = None
+    if rows is not None:
+        chosen = [examples[i] for i in rows]
+        batch = collate(chosen, ctx.pad_id, ctx.config.data.padding_side, ctx.device)
+        try:
+            both = comparison(before, after, batch)
+        except Exception as problem:
+            if not is_out_of_memory(problem) or world().sharded:
+                raise
+            smaller = Smaller.than(batch.input_ids.shape, problem, "evaluation.batch_tokens")
+            ctx.reporter.warn(f"{label}: {smaller}")
+            budget = smaller.batch_tokens
+        else:
+            _refuse_nonfinite(label, chosen, both)
+            if own is not None:
+                measured = (both.loss_before, both.loss_after, both.divergence)
+                each[own] = torch.stack([values.double().cpu() for values in measured], dim=1)
+    if any(world().any(budget is not None)):
+        return min(found for found in world().answers(budget) if found is not None)
+    return None
+
+
+def _facts(examples: list[Example], each: torch.Tensor) -> dict[str, Any]:
+    """Means over the examples, and perplexities over all response tokens."""
+    counts = torch.tensor([e.num_response_tokens for e in examples], dtype=torch.float64)
+    tokens = int(counts.sum())
+
+    def measures(losses: torch.Tensor) -> dict[str, float | None]:
+        mean = float((losses * counts).sum()) / tokens
+        return {
+            "loss": float(losses.sum()) / len(examples),
+            "perplexity": math.exp(mean) if mean < 700 else None,
+        }
+
+    loss_before, loss_after, divergence = each.T
+    return {
         "examples": len(examples),
         "response_tokens": tokens,
-        "before": _measures(totals, "before", len(examples), tokens),
+        "before": measures(loss_before),
         "after": {
-            **_measures(totals, "after", len(examples), tokens),
-            "kl_to_base": totals["divergence"] / len(examples),
+            **measures(loss_after),
+            "kl_to_base": float(divergence.sum()) / len(examples),
         },
     }
-    return facts, each
 
 
 def loss_table(name: str, examples: list[Example], each: torch.Tensor) -> pa.Table:
@@ -172,16 +214,6 @@ def _refuse_nonfinite(label: str, rows: list[Example], both: Comparison) -> None
             f"{label}: the loss of {named(bad)} is not finite; nothing was written (look "
             "at these rows, lower finetune.lr, or use model.dtype=float32)"
         )
-
-
-def _measures(
-    totals: dict[str, float], key: str, num_examples: int, num_tokens: int
-) -> dict[str, float | None]:
-    mean = totals[f"{key}_tokens"] / num_tokens
-    return {
-        "loss": totals[f"{key}_examples"] / num_examples,
-        "perplexity": math.exp(mean) if mean < 700 else None,
-    }
 
 
 @torch.no_grad()
@@ -201,4 +233,5 @@ def answer(ctx: RunContext, model: PreTrainedModel, prompt: str) -> str:
         use_cache=True,
         pad_token_id=ctx.pad_id,
     )
+    release(model)
     return ctx.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True).strip()

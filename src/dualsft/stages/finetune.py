@@ -23,10 +23,12 @@ from dualsft.context import RunContext
 from dualsft.data import Example
 from dualsft.delta import Delta, extract_delta, take_delta
 from dualsft.method import AfterMethod, Job, ParamMethod, WeightMethod
-from dualsft.model import save_model, text_parameters
+from dualsft.model import text_parameters
 from dualsft.optim import SparseAdamW
 from dualsft.pretrained import weights_hash
 from dualsft.rundir import sha256_file
+from dualsft.sharded_optim import make_optimizer
+from dualsft.sharding import save_model
 from dualsft.stages.chosen import read_mask
 from dualsft.training import FEW_STEPS, Hooks, TrainingPlan, train
 
@@ -54,7 +56,8 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     weighing = Job(ctx, "weights", part, examples)
     hooks = Hooks() if weights is None else _weighting(weights, weighing, model)
     named = [*params.attach(job, model).items()] if params.adapter else text_parameters(model)
-    with SparseAdamW(
+    with make_optimizer(
+        model,
         named,
         indices,
         lr=plan.lr,
@@ -112,6 +115,14 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     (part / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     counts = {"steps": num_steps, "examples": len(examples), "trained_entries": trained}
     return counts | ({"accounts": accounts} if accounts else {})
+
+
+def together(ctx: RunContext) -> bool:
+    """Whether all processes train: a mask that stays, and nothing but the mean loss."""
+    params: ParamMethod = ctx.methods.load("params")
+    job = Job(ctx, "params", ctx.folder("selection"))
+    still = not params.adapter and params.refresh_every(job) is None
+    return still and ctx.methods["weights"] is None and ctx.methods["after"] is None
 
 
 def _weighting(weights: WeightMethod, job: Job, model: PreTrainedModel) -> Hooks:

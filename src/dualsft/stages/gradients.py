@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from dualsft.context import RunContext, pass_settings
 from dualsft.data import Example
+from dualsft.distributed import world
 from dualsft.ghost import GhostEngine
 from dualsft.memory import give_back
 from dualsft.passes import (
@@ -92,6 +93,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
 def _stored(ctx: RunContext, vector: Vector, path: Path) -> Vector:
     """Write a vector, and give it back as what is read from there when it is asked for."""
     vector.save(path)
+    path = world().told(path)  # the first process's own: it has written it
     if ctx.device.type == "cuda":
         ctx.pieces.forget()  # the saved progress of its walk would hold its memory
     return LazyVector.open(path, list(vector), ctx.device)

@@ -18,10 +18,13 @@ from transformers import PreTrainedModel
 
 from dualsft.config import Config
 from dualsft.context import RunContext, pass_settings
+from dualsft.distributed import world
 from dualsft.ghost import GhostEngine
-from dualsft.model import Candidates, save_model, text_parameters
+from dualsft.model import Candidates, text_parameters
 from dualsft.optim import SparseAdamW
 from dualsft.passes import TOLERANCE, check_fused_loss
+from dualsft.sharded_optim import make_optimizer
+from dualsft.sharding import save_model
 from dualsft.tensor_files import Form
 from dualsft.training import FEW_STEPS, TrainingPlan, train
 from dualsft.vectors import LazyVector, Seen
@@ -49,7 +52,8 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     GhostEngine(model, candidates)  # what no rule covers is said now, not after the warmup
     check_fused_loss(model, examples[0], pass_settings(ctx), TOLERANCE[ctx.dtype])
     only_candidates = ctx.config.warmup.trainable == "candidates"
-    with SparseAdamW(
+    with make_optimizer(
+        model,
         text_parameters(model),
         dict.fromkeys(candidates.names) if only_candidates else None,
         lr=plan.lr,
@@ -75,7 +79,10 @@ def adam_rms(optimizer: SparseAdamW, candidates: Candidates) -> LazyVector:
     beta2, eps = group["betas"][1], group["eps"]
 
     def piece(name: str, start: int, stop: int, _: Seen) -> torch.Tensor:
-        second = optimizer.second_moment(name, start, stop)
+        first = world().held(candidates[name].shape)[0]
+        if start == stop:
+            return torch.empty(0, dtype=candidates.dtype)
+        second = optimizer.second_moment(name, start - first, stop - first)
         # a parameter that the warmup never reached has second moment zero: any divisor will do
         unbiased = second / (1.0 - beta2 ** float(optimizer.num_updates(name) or 1))
         return unbiased.sqrt_().add_(eps).to(candidates.dtype)

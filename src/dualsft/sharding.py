@@ -1,0 +1,221 @@
+"""A model held by rows: FSDP2's `fully_shard`, and what the rest needs to know of it.
+
+Each process has its rows of every parameter (DTensors). FSDP2 gathers a block's weights before its
+forward and its backward pass and frees them after it. Losses (Algorithm 1 lines 1, 3, 5, 6, 8 and
+12) are computed `through` the model, so that its outer weights are gathered too; gradients arrive
+at the `gathered_parameters`. G and the direction by rows are in `sharded_placement.py`, training in
+`sharded_optim.py`.
+
+FSDP2's own reduction of gradients is never used: it averages, in the parameters' dtype, and sends
+everything. It finds no gradient to reduce, because each is taken as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from dualsft.distributed import world
+from dualsft.errors import ConfigError
+from dualsft.model import PROCESSOR_FILES, decoder_blocks, load_model, meta_model
+from dualsft.tensor_files import Form
+from dualsft.vectors import Seen, Vector, save_tensors
+
+R = TypeVar("R")
+
+_GATHERED = "_dualsft_gathered"
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return _GATHERED in vars(model)
+
+
+def load_sharded(
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str = "auto",
+    remote: bool = False,
+) -> PreTrainedModel:
+    """A model in eval mode of which every process has its rows.
+
+    The first process reads the files, into the host's memory, and deals the rows out one parameter
+    at a time; the others never have more than one parameter whole.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    present = world()
+    host = torch.device("cpu")
+    whole = load_model(folder, dtype, host, attention, remote) if present.main else None
+    present.barrier()
+    model = meta_model(folder, dtype, attention, remote)
+    if whole is not None:
+        _refuse_renamed(folder, model, whole)
+    mesh = init_device_mesh(device.type, (present.size,))
+    pinned = device.type == "cuda"
+    policy = CPUOffloadPolicy(pin_memory=pinned) if present.offload else OffloadPolicy()
+    settings: dict[str, Any] = {"mesh": mesh, "offload_policy": policy}
+    for block in decoder_blocks(model)[1]:
+        fully_shard(block, **settings)
+    fully_shard(model, reshard_after_forward=False, **settings)
+    model.to_empty(device=host if present.offload else device)
+    source = dict(whole.named_parameters()) if whole is not None else {}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            full = torch.empty(p.shape, dtype=p.dtype, device=device)
+            if name in source:
+                full.copy_(source[name])
+            rows = distribute_tensor(full, mesh, [Shard(0)])
+            local_rows(p).copy_(rows.to_local())
+        given = dict(whole.named_buffers()) if whole is not None else {}
+        for name, buffer in model.named_buffers():
+            buffer.copy_(present.decided(partial(_on_host, given, name)))
+    _remember_gathered(model)
+    return model.eval()
+
+
+def _on_host(tensors: dict[str, Tensor], name: str) -> Tensor:
+    return tensors[name].cpu()
+
+
+def _refuse_renamed(folder: Path, model: nn.Module, whole: nn.Module) -> None:
+    ours, own = ({n for n, _ in m.named_parameters()} for m in (model, whole))
+    if ours != own:
+        odd = sorted(ours ^ own)[:3]
+        raise ConfigError(
+            f"model.path: {folder.name!r} has other parameters when it is loaded than its "
+            f"configuration makes ({odd} …): it cannot be sharded; use parallel.mode=replicate"
+        )
+
+
+def local_rows(p: Tensor) -> Tensor:
+    """This process's rows of a parameter; all of them when it is not sharded."""
+    kept: Any = p.detach()
+    return kept.to_local() if hasattr(kept, "to_local") else kept
+
+
+def _remember_gathered(model: nn.Module) -> None:
+    """Keep the parameters that autograd sees: what a module has while its weights are gathered."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: dict[str, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        module.unshard()
+        owner: Any = module
+        for name, p in owner.named_parameters(prefix):
+            if not hasattr(p, "to_local"):
+                found[name] = p
+        module.reshard()
+    vars(model)[_GATHERED] = {name: found[name] for name, _ in model.named_parameters()}
+
+
+def gathered_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters on which autograd leaves gradients, by name; a model's own unless sharded."""
+    return vars(model)[_GATHERED] if is_sharded(model) else dict(model.named_parameters())
+
+
+def set_requires_grad(model: nn.Module, name: str, on: bool) -> None:
+    """Of a parameter, in both of its forms."""
+    model.get_parameter(name).requires_grad_(on)
+    gathered_parameters(model)[name].requires_grad_(on)
+
+
+def through(model: nn.Module, work: Callable[[], R]) -> R:
+    """`work` with the model's outer weights (embeddings, last norm, head) at hand.
+
+    What is computed on a sharded model happens inside the root's forward call, so that its hooks
+    gather them before, and know of what comes out for the backward pass.
+    """
+    if not is_sharded(model):
+        return work()
+    assert "forward" not in vars(model), "a model's work is not nested in itself"
+    model.forward = work
+    try:
+        result = model()
+    finally:
+        del model.forward
+    if not torch.is_grad_enabled():
+        release(model)  # no backward pass will
+    return result
+
+
+def release(model: nn.Module) -> None:
+    """Free a sharded model's outer weights after a call of it without a backward pass."""
+    if is_sharded(model):
+        root: Any = model
+        root.reshard()
+
+
+def save_model(model: PreTrainedModel, tokenizer: Any, base: Path, target: Path) -> None:
+    """Weights, tokenizer, and what else the base has for its processor, as one folder.
+
+    Written by the first process; of a sharded model the others send it their rows, a chunk at a
+    time. The generation settings are the base's own file: transformers refuses to write some that
+    it reads (a temperature without sampling), and they are not ours to change.
+    """
+    main = world().main
+    if is_sharded(model):
+        if main:
+            target.mkdir(parents=True)
+            model.config.save_pretrained(target)
+        save_tensors(target / "model.safetensors", _Weights(model), {})
+    elif main:
+        settings, model.generation_config = model.generation_config, GenerationConfig()
+        try:
+            model.save_pretrained(target)
+        finally:
+            model.generation_config = settings
+        (target / "generation_config.json").unlink(missing_ok=True)
+    if not main:
+        return
+    tokenizer.save_pretrained(target)
+    for name in ("generation_config.json", *PROCESSOR_FILES):
+        if (base / name).is_file() and not (target / name).exists():
+            shutil.copyfile(base / name, target / name)
+
+
+def entries_of(p: Tensor, index: Tensor) -> Tensor:
+    """A parameter's values at sorted flat indices, on every process, in the host's memory."""
+    if not hasattr(p, "to_local"):
+        return p.detach().view(-1)[index.to(p.device)].cpu()
+    first, last = world().own(p.shape)
+    inside = index[(index >= first) & (index < last)] - first
+    rows = local_rows(p).reshape(-1)
+    return world().joined(rows[inside.to(rows.device)].cpu())
+
+
+class _Weights(Vector):
+    """A sharded model's parameters, and its buffers that are saved, as one vector."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = dict(model.named_parameters())
+        saved = model.state_dict().keys()
+        self._buffers = {name: b for name, b in model.named_buffers() if name in saved}
+        every = {**self._parameters, **self._buffers}
+        self.forms = {name: Form(t.dtype, t.shape) for name, t in every.items()}
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
+
+    def share(self, name: str, rank: int) -> tuple[int, int]:
+        if name in self._parameters:
+            return super().share(name, rank)
+        return (0, self.forms[name].num_entries) if rank == 0 else (0, 0)
+
+    def piece(self, name: str, start: int, stop: int, seen: Seen | None = None) -> Tensor:
+        if name in self._buffers:
+            return self._buffers[name].reshape(-1)[start:stop]
+        first, _ = world().own(self.forms[name].shape)
+        return local_rows(self._parameters[name]).reshape(-1)[start - first : stop - first]

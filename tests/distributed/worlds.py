@@ -1,0 +1,98 @@
+"""Starting worlds of real processes, and comparing the run folders they write."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import load_file
+
+WORKER = Path(__file__).with_name("worker.py")
+VECTORS = (
+    "2_warmup/curvature",
+    "3_gradients/grad_sum",
+    "3_gradients/val_grad",
+    "3_gradients/prior_grad",
+)
+
+
+def environment() -> dict[str, str]:
+    source = str(Path(__file__).parents[2] / "src")
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def torchrun(size: int, *words: str) -> list[str]:
+    """A command line that starts `size` processes on this machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc-per-node", str(size), *words]
+
+
+def run_jobs(size: int, jobs: list[dict], folder: Path, limit: float = 300) -> str:
+    """These runs one after the other in one world; returns what was said."""
+    file = folder / f"jobs-{size}-{len(list(folder.iterdir()))}.json"
+    file.write_text(json.dumps(jobs))
+    done = subprocess.run(
+        torchrun(size, str(WORKER), str(file)),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=limit,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far two runs may be apart, relative to the size of what is compared."""
+
+    vectors: float
+    scores: float
+    weights: float
+
+
+FP32 = Limits(vectors=5e-6, scores=5e-6, weights=1e-6)
+FP64 = Limits(vectors=1e-12, scores=1e-11, weights=1e-13)
+
+
+def assert_same_run(one: Path, many: Path, limits: Limits) -> None:
+    """Scores and vectors to rounding, selections exactly, the model to a tolerance."""
+    for name in VECTORS:
+        assert distance(one / name, many / name) <= limits.vectors, name
+    examples = [pq.read_table(run / "4_scores/examples.parquet") for run in (one, many)]
+    assert examples[0]["id"] == examples[1]["id"]
+    for column in ("score", "loss"):
+        a, b = (table[column].to_numpy() for table in examples)
+        assert np.abs(a - b).max() <= limits.scores * np.abs(a).max(), column
+    assert_same_selection(one, many)
+    assert distance(one / "6_finetune/model/model", many / "6_finetune/model/model") <= (
+        limits.weights
+    )
+    results = [json.loads((run / "7_evaluation/results.json").read_text()) for run in (one, many)]
+    for side in ("before", "after"):
+        a, b = (found["files"]["validation"][side]["loss"] for found in results)
+        assert abs(a - b) <= max(limits.scores, 1e-12) * abs(a)
+
+
+def assert_same_selection(one: Path, many: Path) -> None:
+    masks = [load_file(str(run / "5_selection/mask.safetensors")) for run in (one, many)]
+    assert masks[0].keys() == masks[1].keys()
+    assert all(torch.equal(masks[0][name], masks[1][name]) for name in masks[0])
+    chosen = [(run / "5_selection/selected.jsonl").read_bytes() for run in (one, many)]
+    assert chosen[0] == chosen[1]
+
+
+def distance(a: Path, b: Path) -> float:
+    """‖a − b‖ / ‖a‖ of two files of tensors with the same names and shapes."""
+    x, y = (load_file(f"{path}.safetensors") for path in (a, b))
+    assert {n: t.shape for n, t in x.items()} == {n: t.shape for n, t in y.items()}
+    gap = sum(float((x[n].double() - y[n].double()).square().sum()) for n in x)
+    return (gap / sum(float(t.double().square().sum()) for t in x.values())) ** 0.5

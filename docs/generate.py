@@ -1,10 +1,18 @@
-"""Write docs/config.md from the settings' own definition: `python docs/generate.py`."""
+"""Write docs/config.md from the settings' own definition, and the table of docs/scaling.md from its
+formulas: `python docs/generate.py`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from dualsft import config
+from dualsft.scaling import (
+    ModelShape,
+    finetuning_memory,
+    scoring_memory,
+    walk_traffic,
+    warmup_memory,
+)
 
 HEAD = """# Settings
 
@@ -33,5 +41,66 @@ def render() -> str:
     return "".join(parts)
 
 
+def decoder(
+    name: str, hidden: int, layers: int, inner: int, heads: int, pairs: int, words: int, tied: bool
+) -> tuple[str, ModelShape]:
+    """A decoder's sizes: `heads` and `pairs` are the widths of queries and of keys."""
+    matrices = [
+        hidden * heads,
+        hidden * pairs,
+        hidden * pairs,
+        heads * hidden,
+        *[hidden * inner] * 3,
+    ]
+    block = sum(matrices) + 2 * hidden
+    outer = hidden * words * (1 if tied else 2) + hidden
+    shape = ModelShape(
+        parameters=layers * block + outer,
+        blocks=layers * block,
+        largest_block=block,
+        candidates=layers * sum(matrices),
+        largest_candidate=max(matrices),
+    )
+    return name, shape
+
+
+MODELS = (
+    decoder("Llama-3.2-3B", 3072, 28, 8192, 3072, 1024, 128256, tied=True),
+    decoder("Gemma-2-9B", 3584, 42, 14336, 4096, 2048, 256000, tied=True),
+    decoder("Llama-3.1-70B", 8192, 80, 28672, 8192, 1024, 128256, tied=False),
+    decoder("Llama-3.1-405B", 16384, 126, 53248, 16384, 1024, 128256, tied=False),
+)
+
+
+def scaling_table() -> str:
+    """GB held by a process, and sent in a turn of the pool's walk, on 8 to 1,024 GPUs."""
+    gb = 1e9
+    lines = [
+        "| model, sharded over | scoring GB | fine-tuning GB | warmup GB | GB sent a turn |",
+        "|---|---|---|---|---|",
+    ]
+    for name, shape in MODELS:
+        selected = shape.candidates // 20
+        for size in (8, 64, 256, 1024):
+            cells = (
+                scoring_memory(shape, size, True),
+                finetuning_memory(shape, size, True, selected),
+                warmup_memory(shape, size, True),
+                walk_traffic(shape, size, True)[0],
+            )
+            label = f"{name}, {size:,} GPUs"
+            lines.append(f"| {label} | " + " | ".join(f"{c / gb:.1f}" for c in cells) + " |")
+    return "\n".join(lines)
+
+
+def with_table(page: str) -> str:
+    """The page with its table made anew."""
+    before, rest = page.split("<!-- table -->")
+    after = rest.split("<!-- end -->")[1]
+    return f"{before}<!-- table -->\n{scaling_table()}\n<!-- end -->{after}"
+
+
 if __name__ == "__main__":
     Path(__file__).with_name("config.md").write_text(render(), encoding="utf-8")
+    scaling = Path(__file__).with_name("scaling.md")
+    scaling.write_text(with_table(scaling.read_text(encoding="utf-8")), encoding="utf-8")

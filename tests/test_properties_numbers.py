@@ -37,7 +37,8 @@ from dualsft.manifest import (
     render_manifest,
     sha256_file,
 )
-from dualsft.topk import chunked, top_b, topk_signed
+from dualsft.score_reading import chunked
+from dualsft.topk import top_b, topk_signed
 from dualsft.vectors import ParamVector
 
 PROPERTIES = Properties()

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
-from dualsft import topk
+from dualsft import score_reading
 from dualsft.errors import RunError
-from dualsft.topk import ScoreSource, chunked, top_b, topk_signed
+from dualsft.score_reading import ScoreSource, chunked
+from dualsft.topk import top_b, topk_signed
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -141,7 +142,7 @@ def test_ten_million_against_a_full_sort() -> None:
 
 def against_the_sample(size: int, chunk: int, sampled: float, dtype: torch.dtype) -> Tensor:
     """Random scores, except that everything the sample meets is one value."""
-    at = topk._look(chunked({"w": torch.zeros(size)}, chunk)).at
+    at = score_reading.look(chunked({"w": torch.zeros(size)}, chunk)).at
     assert 8 <= len(at) < size // 8
     scores = torch.randn(size, generator=generator(), dtype=dtype)
     scores[torch.from_numpy(at)] = sampled
@@ -153,8 +154,8 @@ def against_the_sample(size: int, chunk: int, sampled: float, dtype: torch.dtype
 def test_a_sample_that_misleads_costs_readings_and_never_the_answer(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(topk, "_SAMPLE", 64)
-    monkeypatch.setattr(topk, "_SPARE", 8)
+    monkeypatch.setattr(score_reading, "SAMPLE", 64)
+    monkeypatch.setattr(score_reading, "SPARE", 8)
     size, chunk = 6000, 1000
     scores = {
         "random": torch.randn(size, generator=generator(1), dtype=dtype),
@@ -164,7 +165,7 @@ def test_a_sample_that_misleads_costs_readings_and_never_the_answer(
         "two": torch.arange(size, dtype=dtype) % 2,
         "near": 1 + torch.randint(-3, 4, (size,), generator=generator()) * torch.finfo(dtype).eps,
     }[kind].to(dtype)
-    assert topk._look(chunked({"w": scores}, chunk)).keys.numel() <= 64
+    assert score_reading.look(chunked({"w": scores}, chunk)).keys.numel() <= 64
     for k in (1, 60, 2999, 3000, 3001, 5999, 6000):
         assert_same_as_sort({"w": scores}, k, chunk)
     readings = 0
@@ -180,7 +181,7 @@ def test_a_sample_that_misleads_costs_readings_and_never_the_answer(
 
 
 def test_a_sample_of_a_few_thousand_is_right_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topk, "_SAMPLE", 1 << 14)
+    monkeypatch.setattr(score_reading, "SAMPLE", 1 << 14)
     scores = torch.randn(10**6, generator=generator())
     readings = 0
 
@@ -206,8 +207,8 @@ def test_equals_full_sort_with_any_sample(
     scores: np.ndarray, fraction: float, chunk: int, sample: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topk, "_SAMPLE", sample)
-        patch.setattr(topk, "_SPARE", 1)
+        patch.setattr(score_reading, "SAMPLE", sample)
+        patch.setattr(score_reading, "SPARE", 1)
         tensors = split(torch.from_numpy(scores), scores.size // 3)
         assert_same_as_sort(tensors, max(1, int(fraction * scores.size)), chunk)
 
@@ -310,8 +311,8 @@ def test_a_source_that_changes_between_readings_is_refused() -> None:
 def test_a_change_on_any_later_reading_is_refused(
     changed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(topk, "_SAMPLE", 64)
-    monkeypatch.setattr(topk, "_SPARE", 8)
+    monkeypatch.setattr(score_reading, "SAMPLE", 64)
+    monkeypatch.setattr(score_reading, "SPARE", 8)
     same, other = torch.ones(5000), torch.full((5000,), 2.0)
     order = [other if reading == changed else same for reading in range(5)]
     readings = iter(order)

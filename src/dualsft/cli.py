@@ -5,8 +5,9 @@
 
 `dualsft run [RECIPE|FILE.yaml] --out DIR [--until STAGE] [key=value …]` is the whole of Algorithm
 1. A stage command works on a run folder and takes its settings from the folder's config.yaml.
+With --gpus N, or under torchrun, these work in parallel (`launch.py`); the tools do not.
 This is the only module that prints. Exit codes: 0 done, 2 the user's mistake, 1 a failure at run
-time, 130 and 143 after Ctrl-C and SIGTERM, with the progress saved.
+time, 75 another process was lost, 130 and 143 after Ctrl-C and SIGTERM, with the progress saved.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dualsft import __version__, interrupt
+from dualsft import __version__, interrupt, launch
 from dualsft import config as settings
 from dualsft.config import Config
 from dualsft.errors import ConfigError, DualsftError
@@ -56,6 +57,15 @@ AllowCode = Annotated[
     typer.Option(
         "--allow-code-execution",
         help="Run, in a sandbox, the programs that the models write for humaneval.",
+    ),
+]
+
+Gpus = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Work in so many processes, one a GPU of this machine (torchrun is for several).",
+        show_default=False,
     ),
 ]
 
@@ -136,13 +146,20 @@ def run(
         str | None, typer.Option(help=f"Last stage to run: {', '.join(STAGE_NAMES)}.")
     ] = None,
     allow_code: AllowCode = False,
+    gpus: Gpus = None,
 ) -> None:
     """Algorithm 1: from a model and a JSONL to a mask, a subset and a fine-tuned model."""
     check_stage(until)
     config = load_checked(*parse_words(with_consent(words, allow_code)))
-    pipeline = later("dualsft.pipeline")
-    folder = pipeline.run(config, out, until, make_reporter())
-    console.print(f"run folder: {folder}", markup=False)
+    folder = work(config, out, until, gpus)
+    if launch.rank() == 0:
+        console.print(f"run folder: {folder}", markup=False)
+
+
+def work(config: Config, folder: Path, until: str | None, gpus: int | None) -> Path:
+    """The stages up to `until`: in this process, or in the processes that --gpus asks for."""
+    launch.spread(gpus, config, lambda line: console.print(line, markup=False))
+    return later("dualsft.pipeline").run(config, folder, until, make_reporter())
 
 
 def with_consent(words: list[str] | None, allow_code: bool) -> list[str]:
@@ -152,19 +169,17 @@ def with_consent(words: list[str] | None, allow_code: bool) -> list[str]:
 
 
 def _stage_command(name: str, stage: str, text: str) -> None:
-    def command(folder: RunFolder, words: Words = None) -> None:
-        config = folder_config(folder, words)
-        pipeline = later("dualsft.pipeline")
-        pipeline.run(config, folder, stage, make_reporter())
+    def command(folder: RunFolder, words: Words = None, gpus: Gpus = None) -> None:
+        work(folder_config(folder, words), folder, stage, gpus)
 
     app.command(name, help=text, context_settings=WORDS)(command)
 
 
 def _evaluate_command(name: str, stage: str, text: str) -> None:
-    def command(folder: RunFolder, words: Words = None, allow_code: AllowCode = False) -> None:
-        config = folder_config(folder, with_consent(words, allow_code))
-        pipeline = later("dualsft.pipeline")
-        pipeline.run(config, folder, stage, make_reporter())
+    def command(
+        folder: RunFolder, words: Words = None, allow_code: AllowCode = False, gpus: Gpus = None
+    ) -> None:
+        work(folder_config(folder, with_consent(words, allow_code)), folder, stage, gpus)
 
     app.command(name, help=text, context_settings=WORDS)(command)
 
@@ -406,12 +421,15 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Fine-tune on the best 10 % of the data and the best 5 % of the weights."""
+    if ctx.invoked_subcommand not in ("run", *STAGE_COMMANDS):
+        launch.check_alone(ctx.invoked_subcommand or "")
 
 
 def _guarded(action: Callable[[], Any], debug: bool) -> int:
@@ -421,29 +439,29 @@ def _guarded(action: Callable[[], Any], debug: bool) -> int:
             action()
     except interrupt.Interrupted as stopped:
         saved = f"saved {stopped.saved}; " if stopped.saved else ""
-        errors.print(
-            f"stopped by {stopped}: {saved}the same command goes on from there", markup=False
-        )
+        _tell(stopped, f"stopped by {stopped}: {saved}the same command goes on from there")
         return stopped.exit_code
     except DualsftError as problem:
         if debug:
             raise
-        for line in str(problem).splitlines():
-            errors.print(f"error: {line}", markup=False)
+        _tell(problem, *(f"error: {line}" for line in str(problem).splitlines()))
         return problem.exit_code
     except OSError as problem:
         if debug:
             raise
-        errors.print(
-            f"error: {problem}; check the path, its permissions and the disk", markup=False
-        )
+        _tell(problem, f"error: {problem}; check the path, its permissions and the disk")
         return 2 if isinstance(problem, PermissionError | NotADirectoryError) else 1
     except Exception as problem:
         if debug:
             raise
-        errors.print(f"error: {_unforeseen(problem)}", markup=False)
+        _tell(problem, f"error: {_unforeseen(problem)}")
         return 1
     return 0
+
+
+def _tell(error: BaseException, *lines: str) -> None:
+    """What an error means, on stderr; of many processes with the same error the first says it."""
+    launch.speak(error, lines, lambda line: errors.print(line, markup=False))
 
 
 def _unforeseen(problem: Exception) -> str:

@@ -118,6 +118,10 @@ def idle_options(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
             found.append(f"score.preservation={preservation} is exactly zero {at_start}")
         if curvature != "none":
             found.append(f"score.curvature={curvature} is none {at_start}")
+    if values["parallel.mode"] == "replicate":
+        idle("parallel.mode=replicate", "parallel.offload")
+    if values["parallel.mode"] == "shard":
+        idle("parallel.mode=shard", "score.plan")
     micro, batch = values["finetune.micro_batch_size"], values["finetune.batch_size"]
     if micro is not None and micro > batch:
         found.append(f"finetune.micro_batch_size={micro} acts as finetune.batch_size={batch}")

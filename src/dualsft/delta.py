@@ -20,9 +20,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from dualsft.distributed import world
 from dualsft.errors import ConfigError
 from dualsft.sharding import entries_of
-from dualsft.vectors import save_tensors
+from dualsft.vectors import ParamVector, Vector, of_all
 
 FORMAT = "dualsft-delta-2"
 UNHASHED = "dualsft-delta-1"  # the first format, which had no hash of its content
@@ -39,16 +40,20 @@ class Delta:
 
     @property
     def num_entries(self) -> int:
-        return sum(i.numel() for i in self.indices.values())
+        """Of all processes, where each has those in its own rows."""
+        return world().across(sum(i.numel() for i in self.indices.values()))
 
     def save(self, path: Path) -> None:
+        """Written by the first process, to which the others send what they have."""
         tensors: dict[str, Tensor] = {}
         for name, index in self.indices.items():
-            if index.numel():
-                tensors[f"{name}.idx"] = index.to("cpu", torch.int64).contiguous()
-                tensors[f"{name}.val"] = self.values[name].to("cpu").contiguous()
+            tensors[f"{name}.idx"] = index.to("cpu", torch.int64).contiguous()
+            tensors[f"{name}.val"] = self.values[name].to("cpu").contiguous()
+        every = of_all(tensors)
+        used = {name: t for name, t in tensors.items() if every.forms[name].num_entries}
+        every = every if len(used) == len(tensors) else of_all(used)
         header = {"format": FORMAT, "base_model": self.base_model, "base_hash": self.base_hash}
-        save_tensors(path, tensors, header | {"sha256": _content_hash(tensors, header)})
+        every.write(path, header | {"sha256": _content_hash(every, header)})
 
     @classmethod
     def load(cls, path: Path) -> Delta:
@@ -65,7 +70,7 @@ class Delta:
                 "the delta.safetensors of a run folder"
             )
         stated = header.pop("sha256", None)
-        if header["format"] == FORMAT and stated != _content_hash(tensors, header):
+        if header["format"] == FORMAT and stated != _content_hash(ParamVector(tensors), header):
             raise ConfigError(
                 f"{path}: its content does not have the hash that its header states: the file is "
                 "damaged; copy it again, or run `dualsft finetune` on its run folder again"
@@ -86,13 +91,14 @@ class Delta:
         )
 
 
-def _content_hash(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
+def _content_hash(tensors: Vector, header: Mapping[str, str]) -> str:
     """One hash over the header's fields and every tensor's name, type and bits."""
     total = hashlib.sha256(json.dumps(dict(header), sort_keys=True).encode())
     for name in sorted(tensors):
-        tensor = tensors[name]
-        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(_bits(tensor).numpy().data)
+        form = tensors.forms[name]
+        total.update(f"{name} {form.dtype} {tuple(form.shape)}".encode())
+        for piece in tensors.collected(name):
+            total.update(_bits(piece).numpy().data)
     return total.hexdigest()
 
 

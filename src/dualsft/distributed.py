@@ -173,6 +173,14 @@ class World:
         parts = every.view(self.size, -1)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
+    def across(self, count: int) -> int:
+        """How many there are, when each process holds `count` of what is its own."""
+        return sum(self.answers(count)) if self.sharded else count
+
+    def kept(self, own: Tensor) -> Tensor:
+        """What a process keeps of the processes' 1-D tensors: its own when sharded, else all."""
+        return own if self.sharded else self.joined(own)
+
     def at_main(self, owner: int, make: Callable[[], Tensor], like: Tensor) -> Tensor | None:
         """What `make` gives in the process `owner`, as the first process has it (in host memory).
 

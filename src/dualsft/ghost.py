@@ -33,9 +33,23 @@ from dualsft.errors import ConfigError
 from dualsft.fused import HALF_DTYPES, fused_blocks
 from dualsft.ghost_rules import MIXED, EmbeddingRule, HeadRule, LinearRule, NormRule, Rule
 from dualsft.losses import HeadObserver, last_hidden, plain_example_loss
-from dualsft.model import Candidates, alike, decoder_blocks, is_linear, leave_out, output_head
+from dualsft.model import (
+    Candidates,
+    alike,
+    decoder_blocks,
+    find_candidates,
+    is_linear,
+    leave_out,
+    output_head,
+)
 from dualsft.placement import Factors, Lender
-from dualsft.sharding import gathered_parameters, set_requires_grad, through
+from dualsft.sharding import (
+    gathered_parameters,
+    is_sharded,
+    set_requires_grad,
+    through,
+    wide_copy,
+)
 from dualsft.vectors import reduction_dtype
 
 
@@ -129,6 +143,12 @@ class GhostEngine:
     @property
     def device(self) -> torch.device:
         return next(iter(self.candidates.values())).device
+
+    def on(self, model: PreTrainedModel) -> GhostEngine:
+        """This engine on another copy of its model."""
+        if model is self.model:
+            return self
+        return GhostEngine(model, find_candidates(model, self.candidates.spec))
 
     def _bind(self) -> dict[str, str]:
         """One rule for each module that uses a candidate; returns the candidates without a rule."""
@@ -267,27 +287,34 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def widened(*models: PreTrainedModel, tensor_cores: bool = False) -> Iterator[None]:
+def widened(
+    *models: PreTrainedModel, tensor_cores: bool = False
+) -> Iterator[tuple[PreTrainedModel, ...]]:
     """Half-precision models with fp32 weights (the same numbers) inside the block.
 
     What rounding does to a score is seen, and mended, by computing it so. `tensor_cores` allows
-    TF32 products on CUDA: three bits more than bf16 at about half its speed.
+    TF32 products on CUDA: three bits more than bf16 at about half its speed. Given are the models
+    to compute with: the same ones, but of a sharded model a copy, read again.
     """
-    own = {p: p.dtype for m in models for p in m.parameters() if p.dtype in HALF_DTYPES}
+    sharded = [m for m in models if is_sharded(m)]
+    half = any(p.dtype in HALF_DTYPES for m in models for p in m.parameters())
+    whole = [m for m in models if m not in sharded]
+    own = {p: p.dtype for m in whole for p in m.parameters() if p.dtype in HALF_DTYPES}
     scales = {  # Gemma multiplies its embeddings by a number rounded to the weight's dtype
         b: b.data
-        for m in models
+        for m in whole
         for b in m.get_input_embeddings().buffers()
         if own and b.is_floating_point()
     }
     before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = tensor_cores and bool(own) or before
+    torch.backends.cuda.matmul.allow_tf32 = tensor_cores and half or before
     try:
         for buffer, value in scales.items():
             buffer.data = value.to(next(iter(own.values()))).float()
         for p in own:
             p.data = p.data.float()
-        yield
+        copies = {id(m): wide_copy(m) if half else m for m in sharded}
+        yield tuple(copies.get(id(m), m) for m in models)
     finally:
         for p, dtype in own.items():
             p.data = p.data.to(dtype)

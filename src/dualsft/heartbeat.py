@@ -16,17 +16,17 @@ it, and raises `PeerLost` with that name in place of the many lines of the trans
 
 Silence is counted in beats of one's own: the time during which this process itself did not run (the
 machine slept, other programs had the cores) is no silence of others. A peer is silent when it is
-stopped (SIGSTOP), cut off, or inside a single call that holds Python's lock; computing, loading and
-writing do not. It belongs to no line of Algorithm 1.
+stopped (SIGSTOP), cut off, or inside a single call that holds Python's lock: computing, loading and
+writing do not hold it, but to sort a list of 5 million numbers took 3 s and to write them as JSON 6
+s on a busy machine. Hence 30 s: a false alarm would come again at the same place of every attempt,
+and a death is most often seen earlier. It belongs to no line of Algorithm 1.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
-import select
 import signal
 import socket
 import sys
@@ -34,26 +34,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from dualsft import interrupt
 from dualsft.distributed import World
 from dualsft.errors import ConfigError, DualsftError, RunError
 from dualsft.interrupt import Interrupted
+from dualsft.launcher_store import How, Line, Peer, Word, agent_store
 from dualsft.pieces import Pieces
 
 EXIT_LOST = 75
 """The exit code of a process that ends because of another one (EX_TEMPFAIL: try again)."""
-PEER_TIMEOUT = 15.0
+PEER_TIMEOUT = 30.0
 FOLLOW_TIMEOUT = 10.0
 STORE_TIMEOUT = 5.0
 STOP_TIMEOUT = 20.0
 BEAT = 1.0
+HURRY = 0.1
 SUSPECT = 4.0
 """So long a silence is enough when a collective has broken as well."""
 PARTING = 7.0
@@ -61,45 +61,11 @@ PARTING = 7.0
 
 GO_ON = "start the same command again to go on from the saved progress"
 
-How = Literal["", "done", "failed", "stopped", "followed"]
-"""How a process has left: by itself, by its own error, by a signal, or because of another one."""
-
 
 class PeerLost(RunError):
     """Another process of the run has died or failed, and this one cannot go on without it."""
 
     exit_code = EXIT_LOST
-
-
-@dataclass
-class Word:
-    """What a process tells the others."""
-
-    who: str = ""
-    how: How = ""
-    text: str = ""
-    signum: int = 0
-    knows: list[int] = field(default_factory=list)
-    """The processes whose leaving it has read of."""
-
-
-@dataclass
-class _Peer:
-    """What is known of another process."""
-
-    rank: int
-    word: Word = field(default_factory=Word)
-    raw: bytes | None = None
-    """Its newest beat; None before the first."""
-    silent: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank}" + (f" ({self.word.who})" if self.word.who else "")
-
-    @property
-    def there(self) -> bool:
-        return self.word.how == ""
 
 
 @dataclass(frozen=True)
@@ -112,48 +78,6 @@ class _Verdict:
     @property
     def exit_code(self) -> int:
         return 128 + self.signum if self.signum else EXIT_LOST
-
-
-# --- the store ----------------------------------------------------------------------------------
-
-
-def agent_store() -> bool:
-    """Whether the launcher itself holds the store, from before the first line of this process."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-
-
-class Line:
-    """A connection of one's own to the store that the process group was made with."""
-
-    def __init__(self, purpose: str, timeout: float = 5.0) -> None:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._sentinel = socket.create_connection((host, port), timeout)
-        wait = timedelta(seconds=timeout)
-        store = TCPStore(host, port, None, False, wait, wait_for_workers=False)
-        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-        run = "/".join(os.environ.get(name, "0") for name in names)
-        self._store = PrefixStore(f"dualsft/{run}/{purpose}", store)
-
-    def check(self) -> None:
-        """Raise when the store has gone; asking the store itself would print a C++ stack."""
-        if select.select([self._sentinel], [], [], 0)[0] and not self._sentinel.recv(1):
-            raise ConnectionError("the store has closed the connection")
-
-    def write(self, key: str, value: str) -> None:
-        self.check()
-        self._store.set(key, value)
-
-    def has(self, key: str) -> bool:
-        self.check()
-        return self._store.check([key])
-
-    def read(self, keys: list[str]) -> list[bytes]:
-        """The values of keys that are there."""
-        self.check()
-        return self._store.multi_get(keys) if keys else []
-
-    def close(self) -> None:
-        self._sentinel.close()
 
 
 # --- the watch ----------------------------------------------------------------------------------
@@ -183,8 +107,8 @@ def watched(world: World, say: Callable[[str], None]) -> Iterator[None]:
         yield
         return
     watch = _Watch(world, say)
-    watch.start()
     try:
+        watch.start()
         yield
     except BaseException as error:
         other = watch.leave(error)
@@ -206,7 +130,7 @@ class _Watch:
         self._beat = min(BEAT, self._patience / 4)
         self._rank = world.rank
         self._say = say
-        self._peers = {rank: _Peer(rank) for rank in range(world.size) if rank != world.rank}
+        self._peers = {rank: Peer(rank) for rank in range(world.size) if rank != world.rank}
         self._own = Word(who=f"process {os.getpid()} on {socket.gethostname()}")
         self._purpose = f"beats{next(_Left.count)}"
         self._news = threading.Condition()
@@ -229,9 +153,14 @@ class _Watch:
         ]
 
     def start(self) -> None:
+        """Begin, and learn the names of the others, so that each can be called by its own."""
         self._listen()
         for thread in self._threads:
             thread.start()
+        self._wait(lambda: self._all_met() or self._over.is_set(), self._patience)
+
+    def _all_met(self) -> bool:
+        return all(peer.raw is not None for peer in self._peers.values())
 
     def close(self) -> None:
         self._over.set()
@@ -292,7 +221,8 @@ class _Watch:
                 self._news.notify_all()
             if last:
                 break
-            self._wake.wait(self._beat)
+            hurry = self._leaving or not self._all_met()
+            self._wake.wait(HURRY if hurry else self._beat)
             self._wake.clear()
         if line is not None:
             line.close()
@@ -300,8 +230,8 @@ class _Watch:
     def _turn(self, line: Line, beat: int) -> None:
         """Write what this process has to say, read what the others have."""
         with self._news:
-            version, own = self._asked_to_post, asdict(self._own)
-        line.write(f"{self._rank}", json.dumps({"beat": beat, **own}))
+            version, own = self._asked_to_post, self._own.beat(beat)
+        line.write(f"{self._rank}", own)
         known = [p for p in self._peers.values() if p.raw is not None or line.has(f"{p.rank}")]
         values = line.read([f"{peer.rank}" for peer in known])
         found = dict(zip((peer.rank for peer in known), values, strict=True))
@@ -313,15 +243,8 @@ class _Watch:
         now = time.monotonic()
         passed, self._heard_at = min(now - self._heard_at, 2 * self._beat), now
         for peer in self._peers.values():
-            raw = found.get(peer.rank)
-            if raw == peer.raw:
-                peer.silent += passed
-                continue
-            assert raw is not None
-            peer.raw, peer.silent = raw, 0.0
-            told = json.loads(raw)
-            peer.word = Word(**{name: told[name] for name in asdict(peer.word)})
-        knows = [peer.rank for peer in self._peers.values() if not peer.there]
+            peer.hear(found.get(peer.rank), passed)
+        knows = [peer.rank for peer in self._peers.values() if peer.word.final]
         if knows != self._own.knows:
             self._own.knows = knows
             self._wake.set()  # one who leaves waits for it
@@ -348,15 +271,17 @@ class _Watch:
         for peer in peers:
             if peer.there and peer.silent >= self._patience:
                 return _Verdict(f"{peer.name} has not been heard of for {self._patience:g} s")
-        followed = any(peer.word.how not in ("", "done") for peer in peers)
-        if self._counted("follow", followed, passed) >= FOLLOW_TIMEOUT:
-            return self._cause(SUSPECT)
-        if not self._connected and self._store_lost:
+        left = [peer for peer in peers if peer.word.how not in ("", "done")]
+        if self._counted("follow", bool(left), passed) >= FOLLOW_TIMEOUT:
+            return self._cause(SUSPECT) or _Verdict(f"{left[0].name} has left")
+        unreached = self._store_lost and not self._connected
+        if self._counted("unreached", unreached, passed) >= STORE_TIMEOUT:
             self._say(f"[rank {self._rank}] the store cannot be reached; peers are not watched")
             self._over.set()
+            self._news.notify_all()
             return None
         closing = self._holder is not None and not self._holder.there
-        lost = self._store_lost and not closing
+        lost = self._store_lost and self._connected and not closing
         if self._counted("store", lost, passed) >= STORE_TIMEOUT:
             return _Verdict(f"{self._holder_name} is gone")
         began = self._exchange_began
@@ -371,7 +296,7 @@ class _Watch:
         return None
 
     @property
-    def _holder(self) -> _Peer | None:
+    def _holder(self) -> Peer | None:
         """The peer that holds the store; None when it is this process, or the launcher."""
         return None if agent_store() else self._peers.get(0)
 
@@ -402,7 +327,7 @@ class _Watch:
     def _end(self, verdict: _Verdict) -> None:
         """End this process from here: its main thread cannot."""
         how = "stopped" if verdict.signum else "followed"
-        self._tell(how, verdict.text, verdict.signum)
+        self._tell(how, verdict.text, verdict.signum, final=True)
         self._wait(self._all_know, 2.0)
         line = f"[rank {self._rank}] {verdict.text}; ending: {GO_ON}"
 
@@ -433,7 +358,8 @@ class _Watch:
         found = [error]
         with suppress(Interrupted), interrupt.deferred():  # it is leaving already
             found.append(self._explained(error))
-            if self._rank and self._wait(lambda: self._peers[0].word.text != "", 2.0):
+            self._tell(self._own.how, self._own.text, self._own.signum, final=True)
+            if self._rank and self._wait(lambda: self._peers[0].word.final, 2.0):
                 same = self._peers[0].word.text == self._own.text
                 _Left.repeated = found[-1] if same else None
             self._wait(self._all_know, 3.0)
@@ -447,8 +373,9 @@ class _Watch:
         if isinstance(error, Interrupted | KeyboardInterrupt):
             number = error.signum if isinstance(error, Interrupted) else signal.SIGINT
             self._tell("stopped", f"was asked to stop ({signal.Signals(number).name})", number)
-            self._wait(self._all_left, PARTING)
-            verdict = self._cause(SUSPECT)
+            before = {peer.rank: peer.beats for peer in self._peers.values()}
+            self._wait(lambda: self._all_are_seen(before), PARTING)
+            verdict = self._cause(min(SUSPECT, self._patience))
             if verdict is not None and not verdict.signum:
                 self._say(f"[rank {self._rank}] {verdict.text}")
             return error
@@ -466,9 +393,9 @@ class _Watch:
             return Interrupted(verdict.signum)
         return PeerLost(f"{verdict.text}; {GO_ON}")
 
-    def _tell(self, how: How, text: str = "", signum: int = 0) -> None:
+    def _tell(self, how: How, text: str = "", signum: int = 0, *, final: bool = False) -> None:
         with self._news:
-            self._own.how, self._own.text, self._own.signum = how, text, signum
+            self._own = replace(self._own, how=how, text=text, signum=signum, final=final)
             self._asked_to_post += 1
         self._wake.set()
 
@@ -476,7 +403,7 @@ class _Watch:
         with self._news:
             return self._news.wait_for(until, seconds)
 
-    def _gone(self, peer: _Peer) -> bool:
+    def _gone(self, peer: Peer) -> bool:
         return peer.silent >= min(SUSPECT, self._patience)
 
     def _heard(self) -> bool:
@@ -487,6 +414,15 @@ class _Watch:
         """Whether every peer has left, by its own word or without one."""
         there = [peer for peer in self._peers.values() if peer.there and not self._gone(peer)]
         return self._heard() and (not there or self._store_lost)
+
+    def _all_are_seen(self, before: dict[int, int]) -> bool:
+        """Whether each peer has left or is alive: it has beaten twice since."""
+        unseen = [
+            peer
+            for peer in self._peers.values()
+            if peer.there and not self._gone(peer) and peer.beats < before[peer.rank] + 2
+        ]
+        return self._heard() and (not unseen or self._store_lost)
 
     def _all_know(self) -> bool:
         """Whether this process may go: it was heard, by every peer if the store goes with it."""

@@ -26,16 +26,16 @@ import torch
 from torch import Tensor, nn
 
 from dualsft import adam_moments, adam_step
-from dualsft.adam_moments import MOMENTS, Moments
+from dualsft.adam_moments import Moments
 from dualsft.adam_offload import PART, Part, run_parts
 from dualsft.adam_step import MASTER_DTYPES, SCALARS, Held, Numbers
 from dualsft.compact_index import CompactIndex, checked_index, positions_kept, same_entries
 from dualsft.distributed import world
+from dualsft.optim_checks import MARK, check_numbers, check_saved, unique_parameters
 
 Indices = Mapping[str, Tensor | None]
 """Parameter name -> sorted, unique, flat int64 indices (row-major); None means every entry."""
 
-_MARK = "_dualsft_optimizer_attached"
 _BESIDE_WEIGHT = ("low", "master")  # what a state dict holds as part of the masters
 _BUCKET = 1 << 25  # entries that are added up over the processes at a time
 
@@ -66,11 +66,11 @@ class SparseAdamW(torch.optim.Optimizer):
         seed: int = 0,
     ) -> None:
         """Attach to the parameters; `indices=None` selects every entry of every parameter."""
-        _check_numbers(lr, betas, eps, weight_decay, moments)
+        check_numbers(lr, betas, eps, weight_decay, moments)
         self.moments: Moments = moments
         self.offload = offload
         self.seed = seed
-        self._params = _unique(named_parameters)
+        self._params = unique_parameters(named_parameters)
         self._numbers = {name: number for number, name in enumerate(self._params)}
         self._requires_grad = {name: p.requires_grad for name, p in self._params.items()}
         self._indices: dict[str, CompactIndex | None] = {}
@@ -83,7 +83,7 @@ class SparseAdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__([{"params": []}], defaults)
         for p in self._params.values():
-            setattr(p, _MARK, weakref.ref(self))
+            setattr(p, MARK, weakref.ref(self))
         self._select(selected)
         for name in self._indices:  # a gradient already there counts, as for any optimizer
             if self._params[name].grad is not None:
@@ -283,7 +283,7 @@ class SparseAdamW(torch.optim.Optimizer):
         selected, masters = self._checked(state_dict["indices"]), state_dict["masters"]
         names = list(selected)
         held = {names[i]: entry for i, entry in state_dict["state"].items() if i < len(names)}
-        self._check_saved(selected, masters, held)
+        check_saved(self._params, self.moments, selected, masters, held)
         self._select(selected)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.restore(masters, held)
@@ -293,7 +293,7 @@ class SparseAdamW(torch.optim.Optimizer):
         self, masters: Mapping[str, Tensor], held: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
         """Take up masters, moments and step counts by parameter name, under the present mask."""
-        self._check_saved(self._indices, masters, held)
+        check_saved(self._params, self.moments, self._indices, masters, held)
         for name, index in self._indices.items():
             p = self._params[name]
             self.state.pop(p, None)
@@ -324,7 +324,7 @@ class SparseAdamW(torch.optim.Optimizer):
         self._hooks.clear()
         for name, p in self._params.items():
             p.requires_grad_(self._requires_grad[name])
-            delattr(p, _MARK)
+            delattr(p, MARK)
 
     def __enter__(self) -> SparseAdamW:
         return self
@@ -440,36 +440,6 @@ class SparseAdamW(torch.optim.Optimizer):
                 selected[name] = index
         return selected
 
-    def _check_saved(
-        self,
-        selected: Mapping[str, CompactIndex | None],
-        masters: Mapping[str, Tensor],
-        held: Mapping[str, Mapping[str, Tensor]],
-    ) -> None:
-        """Raise unless saved masters and moments fit the indices and this optimizer's types."""
-        if list(masters) != list(selected):
-            differ = sorted(set(masters) ^ set(selected)) or "their order"
-            raise ValueError(
-                f"state_dict's masters and indices do not fit this model's parameters: {differ}"
-            )
-        for name, index in selected.items():
-            p = self._params[name]
-            count = p.numel() if index is None else len(index)
-            master = masters[name]
-            if (master.numel(), master.dtype) != (count, MASTER_DTYPES[p.dtype]):
-                raise ValueError(
-                    f"saved master of {name!r} has {master.numel()} entries of {master.dtype}; "
-                    f"this model needs {count} of {MASTER_DTYPES[p.dtype]}"
-                )
-            want = adam_step.moments_dtype(p.dtype, self.moments)
-            for key in ("exp_avg", "exp_avg_sq") if name in held else ():
-                saved = held[name][key]
-                if (saved.numel(), saved.dtype) != (count, want):
-                    raise ValueError(
-                        f"saved {key} of {name!r} has {saved.numel()} entries of {saved.dtype}; "
-                        f"this optimizer needs {count} of {want} (moments={self.moments!r})"
-                    )
-
     @torch.no_grad()
     def _select(self, selected: dict[str, CompactIndex | None], carry: bool = True) -> None:
         """Make `selected` the mask: state, hooks and `requires_grad`."""
@@ -512,33 +482,3 @@ def _hand_over(owner: weakref.ref[SparseAdamW], name: str, p: Tensor) -> None:
     optimizer = owner()
     if optimizer is not None:
         optimizer._take_gradient(name, p)
-
-
-def _check_numbers(
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, moments: str
-) -> None:
-    """Raise for settings that no AdamW has."""
-    if not lr >= 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}; it must be at least 0")
-    if not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"Invalid betas: {betas}; each must be at least 0 and below 1")
-    if not (eps >= 0.0 and weight_decay >= 0.0):
-        raise ValueError(f"Invalid eps {eps} or weight_decay {weight_decay}: both are at least 0")
-    if moments not in MOMENTS:
-        raise ValueError(f"moments is {moments!r}; it must be one of {', '.join(MOMENTS)}")
-
-
-def _unique(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
-    """Name -> parameter; refuses one tensor under two names and a tensor that is taken."""
-    params: dict[str, nn.Parameter] = {}
-    names: dict[int, str] = {}
-    for name, p in named_parameters:
-        if name in params or id(p) in names:
-            raise ValueError(
-                f"parameter {name!r} is given twice (also as {names.get(id(p), name)!r}); "
-                "give a tied weight once, as model.named_parameters() does"
-            )
-        if getattr(p, _MARK, lambda: None)() is not None:
-            raise ValueError(f"parameter {name!r} has a SparseAdamW attached; close() that first")
-        params[name], names[id(p)] = p, name
-    return params

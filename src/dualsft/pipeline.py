@@ -10,7 +10,6 @@ re-runs exactly what depends on it, saying why. A stage is written whole or not 
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,12 +19,11 @@ from typing import Any
 import torch
 
 from dualsft import config as settings
-from dualsft.benchmark_tasks import task_files, wanted_tasks
 from dualsft.config import Config
 from dualsft.context import RunContext, repeatable
 from dualsft.disk import explained
 from dualsft.distributed import alone, joined, launched, settled, world
-from dualsft.fused import HALF_DTYPES
+from dualsft.errors import ConfigError
 from dualsft.heartbeat import watched
 from dualsft.interrupt import Interrupted
 from dualsft.manifest import read_stage_manifest
@@ -33,14 +31,21 @@ from dualsft.method import Job
 from dualsft.model import choose_device
 from dualsft.pieces import Pieces
 from dualsft.preflight import FOLDERS, STAGE_NAMES, check_paths, check_stage
-from dualsft.pretrained import code_hash, tokenizer_hash, weights_hash
 from dualsft.progress import Reporter, clock
 from dualsft.report import outdated, read_manifests, write_report
-from dualsft.rundir import Fingerprint, FollowedRunDir, RunDir, atomic_write_text, sha256_file
-from dualsft.sources import source_hash
+from dualsft.rundir import Fingerprint, FollowedRunDir, RunDir, atomic_write_text
+from dualsft.stage_settings import (
+    Settings,
+    evaluation_settings,
+    finetune_settings,
+    gradients_settings,
+    gradients_with_product,
+    scores_settings,
+    selection_settings,
+    split_settings,
+    warmup_settings,
+)
 from dualsft.stages import evaluation, finetune, gradients, scores, selection, split, warmup
-
-Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -61,171 +66,12 @@ class Stage:
     """Whether all processes take part; otherwise the first computes it while the others wait."""
 
 
-def _pick(ctx: RunContext, *keys: str) -> Settings:
-    """Config values by full key; `section.*` takes the whole section."""
-    flat = settings.to_flat(ctx.config)
-    chosen: Settings = {}
-    for key in keys:
-        if key.endswith(".*"):
-            chosen |= {name: v for name, v in flat.items() if name.startswith(key[:-1])}
-        else:
-            chosen[key] = flat[key]
-    return chosen
-
-
-def _split_settings(ctx: RunContext) -> Settings:
-    chosen = _pick(ctx, "seed", "data.*", "split.*")
-    del chosen["data.padding_side"]
-    for key in ("data.path", "data.val_path"):
-        name = chosen.pop(key)
-        if name is None:
-            continue
-        chosen[f"rows of {key}"] = source_hash(ctx.data_path(name), ctx.config.data, key)
-    _hash_template(ctx, chosen)
-    if ctx.config.model.trust_remote_code:
-        chosen["code of model.path"] = code_hash(ctx.model_folder)
-    return chosen | {
-        "tokenizer": tokenizer_hash(ctx.model_folder),
-        "model type": ctx.model_type,
-        "positions of the model": ctx.max_positions,
-    }
-
-
-def _hash_template(ctx: RunContext, chosen: Settings) -> None:
-    """A template file counts by its content."""
-    if ctx.config.data.template_file is not None:
-        chosen["data.template_file"] = sha256_file(Path(ctx.config.data.template_file).expanduser())
-
-
-def _compute(ctx: RunContext) -> Settings:
-    """What decides the bits of any pass through the model."""
-    dtype = str(ctx.dtype).removeprefix("torch.")
-    chosen = _pick(ctx, "model.attention", "model.deterministic", "data.padding_side")
-    return {"dtype": dtype, "device": ctx.device.type, "batch_tokens": ctx.batch_tokens} | chosen
-
-
-def _precision(ctx: RunContext) -> Settings:
-    """Which walks have fp32 weights; without half precision all of them do."""
-    return _pick(ctx, "score.precision") if ctx.dtype in HALF_DTYPES else {}
-
-
-def _warmup_settings(ctx: RunContext) -> Settings:
-    chosen = _pick(
-        ctx, "warmup.*", "finetune.warmup_ratio", "finetune.micro_batch_size", "score.candidates"
-    )
-    del chosen["warmup.offload"]  # where the optimizer's state is changes no result
-    chosen["warmup.lr"] = ctx.config.warmup.lr or ctx.config.finetune.lr
-    chosen["warmup.batch_size"] = ctx.config.warmup.batch_size or ctx.config.finetune.batch_size
-    return chosen | _compute(ctx) | _weights(ctx)
-
-
-def _weights(ctx: RunContext) -> Settings:
-    """θ_old by its content."""
-    return {
-        "weights of model.path": weights_hash(ctx.model_folder),
-        "config.json of model.path": sha256_file(ctx.model_folder / "config.json"),
-    }
-
-
-_DIRECTION = (
-    "score.lam",
-    "score.lam_relative",
-    "score.curvature",
-    "score.curvature_scale",
-    "score.step",
-    "finetune.lr",
-)
-
-
-def _gradients_settings(ctx: RunContext, product: bool | None = None) -> Settings:
-    chosen = _pick(ctx, "score.preservation") | _compute(ctx) | _precision(ctx)
-    if ctx.config.score.preservation == "cwsd":
-        chosen |= _pick(ctx, "score.tau")
-    product = gradients.one_pass_wanted(ctx) if product is None else product
-    chosen["per-example product in the pool pass"] = product
-    return chosen | (_pick(ctx, *_DIRECTION) if product else {})
-
-
-def _gradients_with_product(ctx: RunContext) -> Settings | None:
-    """G alone is wanted, and a pool pass that also made the product has it too."""
-    wanted = gradients.one_pass_wanted(ctx)
-    return None if wanted else _gradients_settings(ctx, product=True)
-
-
-def _scores_settings(ctx: RunContext) -> Settings:
-    per_example = ctx.methods.scored("data")
-    chosen = _pick(ctx, *_DIRECTION, "score.mode", "score.keep")
-    return chosen | {"per-example scores": per_example} | _precision(ctx)
-
-
-def _selection_settings(ctx: RunContext) -> Settings:
-    chosen, methods = _pick(ctx, "select.*"), ctx.methods
-    if not methods.entries["data"].uses_budget:
-        del chosen["select.data_budget"]
-    if methods.entries["params"].uses_budget:
-        chosen |= _pick(ctx, "method.denominator")
-    else:
-        del chosen["select.param_budget"]
-    if not ctx.config.select.rounds:
-        del chosen["select.order"]
-    chosen |= methods.settings("data") | methods.settings("params")
-    others = [e for e in methods.entries.values() if "scores" not in e.needs and e.name != "all"]
-    if others:  # DualSFT's own reads stages that depend on these
-        chosen |= _weights(ctx) | _compute(ctx) | _pick(ctx, "score.candidates", "seed")
-    if any(entry.trains for entry in others):
-        chosen |= _pick(ctx, "finetune.*")
-        del chosen["finetune.checkpointing"]
-    return chosen
-
-
-def _adapter_budget(ctx: RunContext) -> Settings:
-    """The budget of an adapter, which the fine-tuning itself makes."""
-    adapter = ctx.methods.load("params").adapter
-    keys = ("select.param_budget", "method.denominator", "score.candidates")
-    return _pick(ctx, *keys) | ctx.methods.settings("params") if adapter else {}
-
-
-def _finetune_settings(ctx: RunContext) -> Settings:
-    chosen = _pick(ctx, "finetune.*", "seed")
-    del chosen["finetune.checkpointing"]  # changes memory, no result
-    chosen["learning rate"] = finetune.learning_rate(ctx)
-    chosen |= _weights(ctx) | _compute(ctx)  # nothing else need name the model: all, all
-    chosen |= {} if ctx.methods.entries["params"].uses_budget else _adapter_budget(ctx)
-    return chosen | ctx.methods.settings("weights") | ctx.methods.settings("after")
-
-
-def _evaluation_settings(ctx: RunContext) -> Settings:
-    chosen = _pick(ctx, "evaluation.*", "data.*")
-    del chosen["data.path"], chosen["data.val_path"]
-    del chosen["evaluation.allow_code_execution"]
-    files = ctx.config.evaluation.files
-    hashes = {
-        name: source_hash(ctx.data_path(path), ctx.config.data, f"evaluation.files: {name}")
-        for name, path in files.items()
-    }
-    _hash_template(ctx, chosen)
-    return chosen | {"evaluation.files": hashes, "losses of examples": True} | _task_settings(ctx)
-
-
-def _task_settings(ctx: RunContext) -> Settings:
-    """Benchmarks: the harness's version decides their prompts, local rows count by content."""
-    evaluation = ctx.config.evaluation
-    if evaluation.tasks is None:
-        return {}
-    files = task_files(wanted_tasks(evaluation.tasks), evaluation.data_dir)
-    rows = {stem: sha256_file(path) for stem, path in files.items()}
-    return {
-        "lm_eval": importlib.metadata.version("lm_eval"),
-        "evaluation.data_dir": rows or None,
-    }
-
-
 STAGES: tuple[Stage, ...] = (
-    Stage("split", split.run, _split_settings, (), together=lambda _: False),
+    Stage("split", split.run, split_settings, (), together=lambda _: False),
     Stage(
         "warmup",
         warmup.run,
-        _warmup_settings,
+        warmup_settings,
         ("split",),
         need=lambda ctx: ctx.model_bytes + ctx.vector_bytes,
         needed="warmup",
@@ -233,16 +79,16 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "gradients",
         gradients.run,
-        _gradients_settings,
+        gradients_settings,
         ("split", "warmup"),
-        _gradients_with_product,
+        gradients_with_product,
         need=lambda ctx: 3 * ctx.vector_bytes,
         needed="scores",
     ),
     Stage(
         "scores",
         scores.run,
-        _scores_settings,
+        scores_settings,
         ("split", "warmup", "gradients"),
         need=lambda ctx: len(scores.kept_vectors(ctx)) * ctx.vector_bytes,
         needed="scores",
@@ -250,19 +96,19 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "selection",
         selection.run,
-        _selection_settings,
+        selection_settings,
         ("split", "warmup", "gradients", "scores"),
         together=lambda ctx: ctx.methods.parallel,
     ),
     Stage(
         "finetune",
         finetune.run,
-        _finetune_settings,
+        finetune_settings,
         ("split", "selection"),
         need=lambda ctx: ctx.model_bytes,
         together=finetune.together,
     ),
-    Stage("evaluation", evaluation.run, _evaluation_settings, ("split", "finetune")),
+    Stage("evaluation", evaluation.run, evaluation_settings, ("split", "finetune")),
 )
 assert [*(stage.name for stage in STAGES), "report"] == list(STAGE_NAMES)
 
@@ -307,6 +153,8 @@ def _settled(ctx: RunContext) -> Iterator[None]:
     parallel, present = ctx.config.parallel, world()
     present.decided(lambda: str(ctx.model_folder))  # brought here once, before the others look
     sharded = launched() and present.decided(lambda: _is_sharded(ctx))
+    if sharded and (problems := _not_sharded(ctx.config)):
+        raise ConfigError(problems)
     with settled(sharded=sharded, offload=sharded and parallel.offload):
         if present.size > 1:
             how = "each with its rows of the model" if sharded else "each with the whole model"
@@ -314,6 +162,21 @@ def _settled(ctx: RunContext) -> Iterator[None]:
         elif parallel.mode == "shard" and not sharded:
             ctx.reporter.warn("parallel.mode=shard has no effect: there is no launcher (torchrun)")
         yield
+
+
+def _not_sharded(config: Config) -> list[str]:
+    """What a sharded model cannot have."""
+    cure = "with a sharded model; or use parallel.mode=replicate"
+    problems = [
+        f"{name}.moments: int8 has one scale for a whole parameter; use bfloat16 or float32 {cure}"
+        for name, part in (("warmup", config.warmup), ("finetune", config.finetune))
+        if part.moments == "int8"
+    ]
+    if config.score.preservation == "fisher":
+        problems.append(
+            f"score.preservation: fisher squares whole gradients; use cwsd or l2 {cure}"
+        )
+    return problems
 
 
 def _is_sharded(ctx: RunContext) -> bool:

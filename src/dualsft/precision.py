@@ -16,9 +16,11 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from dualsft.context import RunContext
+from dualsft.distributed import world
 from dualsft.fused import HALF_DTYPES
 from dualsft.ghost import widened
 from dualsft.memory import free_memory
+from dualsft.sharding import local_rows
 
 MOST_OF_FREE = 0.45  # fp32 weights may take this share of what is free; the walk needs the rest
 
@@ -33,23 +35,23 @@ def wanted(ctx: RunContext, what: Literal["directions", "pool"]) -> bool:
 @contextmanager
 def precise(
     ctx: RunContext, what: Literal["directions", "pool"], label: str, *models: PreTrainedModel
-) -> Iterator[None]:
-    """These models with fp32 weights inside the block, where `score.precision` asks for it.
+) -> Iterator[tuple[PreTrainedModel, ...]]:
+    """The models to compute with: these, with fp32 weights where `score.precision` asks for it.
 
     When the memory does not allow it the walk stays in half precision, and that is said.
     """
     more = sum(
-        p.numel() * (4 - p.itemsize)
+        local_rows(p).numel() * (4 - p.itemsize)
         for model in models
         for p in model.parameters()
         if p.dtype in HALF_DTYPES
     )
-    fits = more <= MOST_OF_FREE * free_memory(ctx.device)
+    fits = world().told(more <= MOST_OF_FREE * free_memory(ctx.device))
     if wanted(ctx, what) and not fits:
         ctx.reporter.warn(
             f"{label}: fp32 weights would take {more / 2**30:.1f} GiB more and leave too little; "
             "it stays in half precision (score.precision=half says so from the start)"
         )
     use = wanted(ctx, what) and fits
-    with widened(*models, tensor_cores=True) if use else nullcontext():
-        yield
+    with widened(*models, tensor_cores=True) if use else nullcontext(models) as wide:
+        yield wide

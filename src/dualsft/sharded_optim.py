@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualsft.adam_step import MASTER_DTYPES
-from dualsft.compact_index import CompactIndex
-from dualsft.distributed import scatter_sum, world
+from dualsft.distributed import gather, scatter_sum, world
 from dualsft.optim import Indices, SparseAdamW
 from dualsft.sharding import gathered_parameters, is_sharded, local_rows, set_requires_grad
 
@@ -26,78 +25,96 @@ from dualsft.sharding import gathered_parameters, is_sharded, local_rows, set_re
 class ShardedAdamW(SparseAdamW):
     """`SparseAdamW` over this process's rows of a sharded model.
 
-    Inside the backward pass the selected entries of a gradient are gathered into one vector, which
-    is in the order of the rows, and so of the processes: each is given the sum of its own part.
+    Inside the backward pass the processes tell each other which entries of a gradient they want:
+    their places are gathered, and each is given the sum of the values there. Nothing that grows
+    with the whole selection stays in one process.
     """
 
     def __init__(
         self, model: nn.Module, names: list[str], indices: Indices | None, **settings: Any
-    ):
-        self._gathered = gathered_parameters(model)
+    ) -> None:
+        """`indices` may leave out what is in other processes' rows."""
         self._model = model
-        self._everywhere: dict[str, CompactIndex | None] = {}
-        self._counts: dict[str, list[int]] = {}
+        self._first = {n: world().own(model.get_parameter(n).shape)[0] for n in names}
         local: list[tuple[str, nn.Parameter]] = []
         chosen: dict[str, Tensor | None] = {}
         for name in names:
-            p = model.get_parameter(name)
-            local.append((name, nn.Parameter(local_rows(p))))
-            if indices is not None and name not in indices:
-                continue
-            index = None if indices is None else indices[name]
-            if index is not None and not index.numel():
-                continue
-            chosen[name] = self._locate(name, p, index)
+            rows = local_rows(model.get_parameter(name))
+            local.append((name, nn.Parameter(rows)))
+            if indices is None or (name in indices and indices[name] is None):
+                chosen[name] = None
+            elif name in indices:
+                chosen[name] = self._own_part(name, indices[name], rows.numel())
         super().__init__(local, chosen, **settings)
+        self._shares = self._count_shares(chosen)
+        gathered = gathered_parameters(model)
         self._taking = [
-            self._gathered[name].register_post_accumulate_grad_hook(partial(self._take, name))
-            for name in self._everywhere
+            gathered[name].register_post_accumulate_grad_hook(partial(self._take, name))
+            for name in self._shares
         ]
         for name in names:
-            set_requires_grad(model, name, name in self._everywhere)
+            set_requires_grad(model, name, name in self._shares)
 
-    def _locate(self, name: str, p: Tensor, index: Tensor | None) -> Tensor | None:
-        """The local part of a parameter's index; notes the whole one, and everybody's share."""
-        borders = [world().own(p.shape, rank) for rank in range(world().size)]
-        if index is None:
-            self._everywhere[name] = None
-            self._counts[name] = [last - first for first, last in borders]
-            return None
-        edges = torch.tensor([first for first, _ in borders] + [p.numel()])
-        at = torch.searchsorted(index.cpu(), edges).tolist()
-        self._counts[name] = [b - a for a, b in zip(at, at[1:], strict=False)]
-        whole = index.numel() == p.numel()
-        device = self._gathered[name].device
-        self._everywhere[name] = None if whole else CompactIndex.encode(index.to(device), p.numel())
-        rank = world().rank
-        return index[at[rank] : at[rank + 1]] - borders[rank][0]
+    def _own_part(self, name: str, index: Tensor | None, count: int) -> Tensor:
+        assert index is not None
+        local = index - self._first[name]
+        return local[(local >= 0) & (local < count)]
+
+    def _count_shares(self, chosen: Mapping[str, Tensor | None]) -> dict[str, list[int]]:
+        """How many entries each process trains of each parameter that anybody trains."""
+        own = {name: self.count(name) if name in self._indices else 0 for name in chosen}
+        every = world().answers(own)
+        names = dict.fromkeys(name for found in every for name in found)
+        shares = {name: [found.get(name, 0) for found in every] for name in self._params}
+        return {name: shares[name] for name in self._params if name in names and any(shares[name])}
+
+    @property
+    def shares(self) -> dict[str, list[int]]:
+        """The selected entries of each parameter, by the process that has their rows."""
+        return self._shares
 
     @property
     def num_selected(self) -> int:
         """Entries of all processes."""
-        return sum(map(sum, self._counts.values()))
+        return sum(map(sum, self._shares.values()))
 
     def span(self, key: str) -> tuple[int, int]:
         """Which flat range of a saved vector over the selected entries is this process's."""
-        counts, rank = self._counts[key.partition(".")[2]], world().rank
+        counts, rank = self._shares[key.partition(".")[2]], world().rank
         return sum(counts[:rank]), sum(counts[: rank + 1])
 
     @torch.no_grad()
     def _take(self, name: str, p: Tensor) -> None:
+        """Exchange the selected entries of a fresh gradient, free it; runs inside backward."""
         assert p.grad is not None
         dense, p.grad = p.grad.detach().reshape(-1), None
-        index, counts = self._everywhere[name], self._counts[name]
-        values = dense if index is None else index.gather(dense)
-        width, rank = max(counts), world().rank
-        every = torch.zeros(
-            len(counts), width, dtype=MASTER_DTYPES[dense.dtype], device=dense.device
-        )
-        for part, count, entries in zip(every, counts, values.split(counts), strict=True):
-            part[:count] = entries
-        own = every.new_empty(width)
-        scatter_sum(own, every.view(-1))
-        if counts[rank]:
-            self.add_gradient(name, own[: counts[rank]].to(self.weight(name).device))
+        shares, rank = self._shares[name], world().rank
+        values = self._wanted(name, p.shape, dense).to(MASTER_DTYPES[dense.dtype])
+        own = values.new_empty(max(shares))
+        scatter_sum(own, values)
+        if shares[rank]:
+            self.add_gradient(name, own[: shares[rank]].to(self.weight(name).device))
+
+    def _wanted(self, name: str, shape: torch.Size, dense: Tensor) -> Tensor:
+        """The gradient at the entries of every process, each padded to as many as the most have.
+
+        What is in the padding is nobody's and never looked at.
+        """
+        size, width = world().size, max(self._shares[name])
+        if sum(self._shares[name]) == dense.numel():  # all of it: rows lie as they are wanted
+            return nn.functional.pad(dense, (0, size * width - dense.numel()))
+        own = torch.zeros(width, dtype=torch.int32, device=dense.device)
+        if name in self._indices:
+            index = self._indices[name]
+            count = self.count(name)
+            places = torch.arange(count) if index is None else index.decode()
+            own[:count] = places.to(own)
+        every = own.new_empty(size * width)
+        gather(every, own)
+        starts = [world().own(shape, rank)[0] for rank in range(size)]
+        base = torch.tensor(starts, device=dense.device)
+        places = (every.view(size, width) + base[:, None]).view(-1).clamp_(max=dense.numel() - 1)
+        return dense[places]
 
     def exchange(self) -> None:
         """Gradients are summed in the backward pass already."""

@@ -13,7 +13,7 @@ everything. It finds no gradient to reduce, because each is taken as soon as it 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,11 +26,12 @@ from dualsft.distributed import world
 from dualsft.errors import ConfigError
 from dualsft.model import PROCESSOR_FILES, decoder_blocks, load_model, meta_model
 from dualsft.tensor_files import Form
-from dualsft.vectors import Seen, Vector, save_tensors
+from dualsft.vectors import ParamVector, Seen, ShardedVector, Vector, save_tensors
 
 R = TypeVar("R")
 
 _GATHERED = "_dualsft_gathered"
+_SOURCE = "_dualsft_source"
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -43,8 +44,9 @@ def load_sharded(
     device: torch.device,
     attention: str = "auto",
     remote: bool = False,
+    through_dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
-    """A model in eval mode of which every process has its rows.
+    """A model in eval mode of which every process has its rows, rounded to `through_dtype` first.
 
     The first process reads the files, into the host's memory, and deals the rows out one parameter
     at a time; the others never have more than one parameter whole.
@@ -73,14 +75,26 @@ def load_sharded(
         for name, p in model.named_parameters():
             full = torch.empty(p.shape, dtype=p.dtype, device=device)
             if name in source:
-                full.copy_(source[name])
+                full.copy_(source[name].to(through_dtype or p.dtype))
             rows = distribute_tensor(full, mesh, [Shard(0)])
             local_rows(p).copy_(rows.to_local())
         given = dict(whole.named_buffers()) if whole is not None else {}
         for name, buffer in model.named_buffers():
             buffer.copy_(present.decided(partial(_on_host, given, name)))
     _remember_gathered(model)
+    vars(model)[_SOURCE] = (folder, device, attention, remote)
     return model.eval()
+
+
+def wide_copy(model: nn.Module) -> PreTrainedModel:
+    """A sharded model with fp32 weights of the same numbers, read again from its files."""
+    folder, device, *more = vars(model)[_SOURCE]
+    stored = next(iter(model.parameters())).dtype
+    wide = load_sharded(folder, torch.float32, device, *more, through_dtype=stored)
+    for buffer in wide.get_input_embeddings().buffers():
+        if buffer.is_floating_point():  # Gemma rounds its scale to the weights' dtype
+            buffer.copy_(buffer.to(stored))
+    return wide
 
 
 def _on_host(tensors: dict[str, Tensor], name: str) -> Tensor:
@@ -186,13 +200,20 @@ def save_model(model: PreTrainedModel, tokenizer: Any, base: Path, target: Path)
 
 
 def entries_of(p: Tensor, index: Tensor) -> Tensor:
-    """A parameter's values at sorted flat indices, on every process, in the host's memory."""
-    if not hasattr(p, "to_local"):
-        return p.detach().view(-1)[index.to(p.device)].cpu()
-    first, last = world().own(p.shape)
-    inside = index[(index >= first) & (index < last)] - first
+    """A parameter's values at sorted flat indices, in the host's memory; when it is sharded the
+    indices are in this process's rows."""
     rows = local_rows(p).reshape(-1)
-    return world().joined(rows[inside.to(rows.device)].cpu())
+    first, _ = world().held(p.shape)
+    return rows[index.to(rows.device) - first].cpu()
+
+
+def weights_vector(model: nn.Module, names: Iterable[str]) -> ParamVector:
+    """A model's own parameters as a vector, however the model is held."""
+    parameters = {name: model.get_parameter(name) for name in names}
+    rows = {name: local_rows(p) for name, p in parameters.items()}
+    if not is_sharded(model):
+        return ParamVector(rows)
+    return ShardedVector(rows, {name: Form(p.dtype, p.shape) for name, p in parameters.items()})
 
 
 class _Weights(Vector):

@@ -16,18 +16,17 @@ Larger means better: the sign counts, not the size.
 Ties are broken by the order of the parameters, then by flat index. Nothing is written here.
 
 In a world of several processes (`distributed.py`) each reads its own rows of every parameter, and
-the answer is that of one process with all of them. Samples, histograms and counts meet; keys do
-not, nor scores. Every process is given the whole mask. What stops one of them stops all.
+the answer is that of one process with all of them. Samples, histograms, counts and the chosen
+indices meet, and nothing else. Every process is given the whole mask, of a sharded model the part
+in its own rows; what stops one stops all.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -35,29 +34,21 @@ from torch import Tensor
 
 from dualsft.distributed import world
 from dualsft.errors import RunError
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-ScoreSource = Callable[[], Iterator[tuple[str, int, Tensor]]]
-"""Called once a reading; yields (parameter name, flat offset, 1-D chunk of its scores).
-
-Parameters come in `named_parameters` order and chunks in flat order; every call must yield the same
-scores, all float32 or all float64. A chunk may be a temporary: no reference to it is kept.
-
-A process of several yields its own rows alone, at their offsets in the whole parameter, and an
-empty chunk of a parameter of which it has none; a rank's rows lie before those of the next.
-"""
+from dualsft.score_reading import (
+    KEY_DTYPES,
+    NOT_REPEATABLE,
+    ScoreSource,
+    Survey,
+    key_of_infinity,
+    look,
+    ordered_keys,
+    reread,
+    score_of_key,
+    surveyed,
+    together,
+)
 
 _BIN_BITS = 16
-_SAMPLE = 1 << 20
-"""Most keys in the sample; all of them when there are no more."""
-_SPARE = 1 << 20
-"""Least number of positions that may be kept beyond k while the k-th key is only bracketed."""
-_KEY_DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64}
-_NOT_REPEATABLE = (
-    "the score source gave other scores on a later reading; each call must repeat them"
-)
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,8 @@ class TopK:
     """The k largest scores, as sorted flat indices per parameter (int64, on the CPU)."""
 
     indices: dict[str, Tensor]
-    """One entry for each parameter that the source named; empty where nothing was selected."""
+    """One entry for each parameter that the source named; empty where nothing was selected. In a
+    sharded world those in this process's rows."""
     threshold: float
     """Smallest selected score."""
     next_score: float | None
@@ -74,50 +66,6 @@ class TopK:
     num_total: int
     num_nonpositive: int
     """Selected scores that are zero or negative: the budget reached beyond the useful entries."""
-
-
-@dataclass(frozen=True)
-class _Share:
-    """What a process tells the others of its first reading."""
-
-    spans: dict[str, tuple[int, int]]
-    """Flat range that it has of each parameter, in reading order."""
-    dtype: torch.dtype
-    num_scores: int
-    num_taken: int
-    """Size of its sample."""
-    stride: int
-    """How many of its scores one of the sample stands for: a power of two."""
-
-
-@dataclass(frozen=True)
-class _Look:
-    """The first reading of this process's scores: what it tells of them, and a sample of keys."""
-
-    share: _Share
-    at: np.ndarray
-    """Positions of the sample among these scores in reading order, increasing."""
-    keys: Tensor
-    """Keys at these positions, on the CPU."""
-
-
-@dataclass(frozen=True)
-class _Survey:
-    """What the first reading says: of this process's own scores, and of all together."""
-
-    own: _Look
-    num_total: int
-    sample: Tensor
-    """Keys of all processes' samples, brought to one stride; on the CPU."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.own.share.dtype
-
-    @property
-    def spare(self) -> int:
-        """How many positions beyond k may be held."""
-        return max(_SPARE, self.num_total >> 6)
 
 
 @dataclass(frozen=True)
@@ -194,37 +142,21 @@ class _Kept:
     """Whether the reading was given up, as more than k and the spare would have been kept."""
 
 
-def chunked(tensors: Mapping[str, Tensor], chunk: int = 1 << 22) -> ScoreSource:
-    """Make a source of scores that are already in memory; the chunks are views, not copies."""
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; it must be at least 1")
-    for name, tensor in tensors.items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"scores of {name!r} are not contiguous; pass tensor.contiguous()")
-
-    def read() -> Iterator[tuple[str, int, Tensor]]:
-        for name, tensor in tensors.items():
-            flat = tensor.detach().view(-1)
-            for start in range(0, max(flat.numel(), 1), chunk):
-                yield name, start, flat[start : start + chunk]
-
-    return read
-
-
 def topk_signed(source: ScoreSource, k: int) -> TopK:
     """Select the k largest scores over all parameters, and all processes, together."""
     world().agreed(str(k), "the number of scores to select")
     if k < 1:
         raise ValueError(f"k is {k}; at least 1 score must be selected")
-    survey = _surveyed(_look(source))
+    survey = surveyed(look(source))
     if k > survey.num_total:
         raise ValueError(f"k is {k}, but there are only {survey.num_total} scores to select from")
     found = _collect(source, survey, _guess(survey, k), k)
     if found is None:
         found = _collect(source, survey, _narrowed(source, survey, k), k)
     if found is None:
-        raise RunError(_NOT_REPEATABLE)
-    world().agreed(_fingerprint(found.indices), "the mask")
+        raise RunError(NOT_REPEATABLE)
+    if not world().sharded:  # there each has its own part
+        world().agreed(_fingerprint(found.indices), "the mask")
     return found
 
 
@@ -248,179 +180,10 @@ def top_b(scores: np.ndarray | Tensor, tie_order: Sequence[int] | np.ndarray, b:
     return np.lexsort((order, -values))[:b]
 
 
-def _together(work: Callable[P, T]) -> Callable[P, T]:
-    """Work that fails in all processes when it fails in one, so that none waits for it forever."""
-
-    @wraps(work)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            found = work(*args, **kwargs)
-        except Exception as error:
-            world().any(True)
-            world().answers(f"{type(error).__name__}: {error}")
-            raise
-        if any(world().any(False)):
-            said = world().answers("")
-            rank = next(rank for rank, words in enumerate(said) if words)
-            raise RunError(f"the selection failed in another process, rank {rank}: {said[rank]}")
-        return found
-
-    return guarded
-
-
-def _ordered_keys(scores: Tensor) -> Tensor:
-    """Map scores to integers of the same order; integer work only, so denormals stay exact.
-
-    IEEE floats are sign and magnitude, integers are two's complement: the key is +magnitude or
-    -magnitude, which also makes -0 and +0 equal.
-    """
-    key_dtype = _KEY_DTYPES[scores.dtype]
-    bits = scores.view(key_dtype)
-    sign = bits >> (torch.iinfo(key_dtype).bits - 1)  # 0 or -1
-    keys = sign & torch.iinfo(key_dtype).max
-    keys ^= bits
-    keys -= sign
-    return keys
-
-
-def _score_of_key(key: int, dtype: torch.dtype) -> float:
-    """Invert `_ordered_keys` for one key."""
-    magnitude = torch.tensor([abs(key)], dtype=_KEY_DTYPES[dtype]).view(dtype).item()
-    return -magnitude if key < 0 else magnitude
-
-
-def _infinity(dtype: torch.dtype) -> int:
-    """Key of infinity: the keys of finite scores lie between its negative and it."""
-    return int(torch.tensor([torch.inf], dtype=dtype).view(_KEY_DTYPES[dtype]).item())
-
-
-def _refuse_nonfinite(name: str, offset: int, scores: Tensor) -> None:
-    """Raise for the first NaN or infinity of a chunk; both show in its extremes."""
-    if all(map(math.isfinite, torch.stack(torch.aminmax(scores)).tolist())):
-        return
-    position = int((~torch.isfinite(scores)).nonzero()[0].item())
-    raise RunError(
-        f"score of {name!r} at flat index {offset + position} is {scores[position].item()}; "
-        "scores must be finite: look for a diverged warmup or an overflow in the gradients"
-    )
-
-
-def _read(source: ScoreSource) -> Iterator[tuple[str, int, Tensor]]:
-    """Read the source once, checking the order and type of its chunks."""
-    ends: dict[str, int] = {}
-    current: str | None = None
-    dtype: torch.dtype | None = None
-    for name, offset, scores in source():
-        if scores.dtype not in _KEY_DTYPES or (dtype is not None and scores.dtype != dtype):
-            raise ValueError(
-                f"scores of {name!r} are {scores.dtype}; all must be float32 or all float64"
-                + ("" if dtype is None else f", and earlier ones are {dtype}")
-            )
-        if scores.dim() != 1:
-            raise ValueError(f"chunk of {name!r} has shape {tuple(scores.shape)}; it must be 1-D")
-        if (name != current and name in ends) or offset < ends.get(name, 0):
-            raise ValueError(
-                f"chunk of {name!r} at flat offset {offset} comes out of order; "
-                "ties need one run of chunks a parameter, in flat order"
-            )
-        dtype, current, ends[name] = scores.dtype, name, offset + scores.numel()
-        yield name, offset, scores
-
-
-@_together
-def _look(source: ScoreSource) -> _Look:
-    """The first reading: all scores are finite, and a sample of them, spread evenly.
-
-    One position out of every `stride` is taken, at a place that varies, so that rows of a weight
-    are not always met in the same column. The stride doubles when the sample is full.
-    """
-    at, keys = [np.empty(0, np.int64)], [torch.empty(0, dtype=torch.int32)]
-    num_scores, num_taken, stride = 0, 0, 1
-    dtype = torch.float32
-    spans: dict[str, tuple[int, int]] = {}
-    for name, offset, scores in _read(source):
-        size, dtype = scores.numel(), scores.dtype
-        spans[name] = (spans.get(name, (offset,))[0], offset + size)
-        if not size:
-            continue
-        _refuse_nonfinite(name, offset, scores)
-        while num_taken + size // stride > _SAMPLE:
-            at, keys = [np.concatenate(at)[::2]], [torch.cat(keys)[::2]]
-            num_taken, stride = len(at[0]), 2 * stride
-        if count := (num_scores + size) // stride - num_scores // stride:
-            width, order = size // count, np.arange(count)
-            places = order * width + ((order + num_scores) * 2654435761 >> 15) % width
-            at.append(places + num_scores)
-            keys.append(_ordered_keys(scores[torch.from_numpy(places).to(scores.device)]).cpu())
-            num_taken += count
-        num_scores += size
-    merged = torch.cat([part.to(_KEY_DTYPES[dtype]) for part in keys])
-    share = _Share(spans, dtype, num_scores, num_taken, stride)
-    return _Look(share, at=np.concatenate(at), keys=merged)
-
-
-def _surveyed(own: _Look) -> _Survey:
-    """All processes' first readings together: they must fit, and their samples become one."""
-    shares = world().answers(own.share)
-    _refuse_misfits(shares)
-    stride = max(share.stride for share in shares)
-    most = _SAMPLE + len(shares)  # a sample may be one larger than full
-    while sum(-(-share.num_taken * share.stride // stride) for share in shares) > most:
-        stride *= 2
-    return _Survey(
-        own=own,
-        num_total=sum(share.num_scores for share in shares),
-        sample=world().joined(own.keys[:: stride // own.share.stride]),
-    )
-
-
-def _refuse_misfits(shares: Sequence[_Share]) -> None:
-    """Raise when the processes do not name the same parameters, or hold the same rows of one."""
-    first = shares[0]
-    for rank, share in enumerate(shares):
-        if list(share.spans) != list(first.spans) or share.dtype != first.dtype:
-            raise ValueError(
-                f"rank {rank} has {share.dtype} scores of {_listed(share.spans)}, and rank 0 has "
-                f"{first.dtype} scores of {_listed(first.spans)}; every process must yield every "
-                "parameter, in the same order, if only an empty chunk of it"
-            )
-    for name in first.spans:
-        end = 0
-        for rank, (start, stop) in enumerate(share.spans[name] for share in shares):
-            if start < stop and start < end:
-                raise ValueError(
-                    f"rank {rank} has {name!r} from flat index {start} on, and an earlier rank up "
-                    f"to {end}; each process must yield its own rows alone, in the order of ranks"
-                )
-            end = stop if start < stop else end
-
-
-def _listed(names: Mapping[str, object]) -> str:
-    few = ", ".join(list(names)[:3])
-    return f"{len(names)} parameters ({few}{', ...' if len(names) > 3 else ''})"
-
-
-def _reread(source: ScoreSource, survey: _Survey) -> Iterator[tuple[str, int, Tensor]]:
-    """A later reading; the sample must show the keys of the first one, and no score be missing."""
-    done, own = 0, survey.own
-    spans = {}
-    for name, offset, scores in _read(source):
-        first, last = np.searchsorted(own.at, [done, done + scores.numel()])
-        places = torch.from_numpy(own.at[first:last] - done).to(scores.device)
-        seen = _ordered_keys(scores[places]).cpu()
-        if scores.dtype != survey.dtype or not torch.equal(seen, own.keys[first:last]):
-            raise RunError(_NOT_REPEATABLE)
-        yield name, offset, scores
-        done += scores.numel()
-        spans[name] = (spans.get(name, (offset,))[0], offset + scores.numel())
-    if done != own.share.num_scores or list(spans.items()) != list(own.share.spans.items()):
-        raise RunError(_NOT_REPEATABLE)
-
-
-def _guess(survey: _Survey, k: int) -> _Bracket:
+def _guess(survey: Survey, k: int) -> _Bracket:
     """Where the sample says the k-th and (k+1)-th largest keys lie; exact when it is complete."""
     ordered = survey.sample.sort(descending=True).values
-    size, share, infinity = ordered.numel(), k / survey.num_total, _infinity(survey.dtype)
+    size, share, infinity = ordered.numel(), k / survey.num_total, key_of_infinity(survey.dtype)
     if size == survey.num_total:
         above, below = k - 1, min(k, size - 1)
     else:
@@ -432,29 +195,29 @@ def _guess(survey: _Survey, k: int) -> _Bracket:
     )
 
 
-def _narrowed(source: ScoreSource, survey: _Survey, k: int) -> _Bracket:
+def _narrowed(source: ScoreSource, survey: Survey, k: int) -> _Bracket:
     """The bracket of all keys, narrowed by histograms until it holds few keys, or one alone."""
-    infinity = _infinity(survey.dtype)
+    infinity = key_of_infinity(survey.dtype)
     bracket, num_inside = _Bracket(-infinity, infinity, rank=k), survey.num_total
     while num_inside > survey.spare and bracket.lo < bracket.hi:
         counts = world().sum_(_histogram(source, survey, bracket, num_inside == survey.num_total))
         if int(counts.sum()) != num_inside:
-            raise RunError(_NOT_REPEATABLE)
+            raise RunError(NOT_REPEATABLE)
         bracket, num_inside = bracket.narrowed(counts)
     return bracket
 
 
-@_together
-def _histogram(source: ScoreSource, survey: _Survey, bracket: _Bracket, all_inside: bool) -> Tensor:
+@together
+def _histogram(source: ScoreSource, survey: Survey, bracket: _Bracket, all_inside: bool) -> Tensor:
     """This process's keys in each bin of the bracket, by one reading."""
     counts = torch.zeros(bracket.num_bins, dtype=torch.int64)
-    for _, _, scores in _reread(source, survey):
-        keys = _ordered_keys(scores)
+    for _, _, scores in reread(source, survey):
+        keys = ordered_keys(scores)
         counts += bracket.histogram(keys if all_inside else bracket.among(keys))
     return counts
 
 
-def _collect(source: ScoreSource, survey: _Survey, bracket: _Bracket, k: int) -> TopK | None:
+def _collect(source: ScoreSource, survey: Survey, bracket: _Bracket, k: int) -> TopK | None:
     """Positions of the k largest by one reading; None when the bracket missed or holds too many."""
     kept = _kept(source, survey, bracket, k)
     own = [kept.num_kept, kept.num_open, kept.num_positive, kept.num_cut, kept.overfull]
@@ -471,23 +234,23 @@ def _collect(source: ScoreSource, survey: _Survey, bracket: _Bracket, k: int) ->
         next_key = _largest(_own_largest_below(source, survey, bracket.lo))
     return TopK(
         indices=_settled(kept.parts, key, ties),
-        threshold=_score_of_key(key, survey.dtype),
-        next_score=None if next_key is None else _score_of_key(next_key, survey.dtype),
+        threshold=score_of_key(key, survey.dtype),
+        next_score=None if next_key is None else score_of_key(next_key, survey.dtype),
         num_selected=k,
         num_total=survey.num_total,
         num_nonpositive=k - num_positive if key <= 0 else 0,
     )
 
 
-@_together
-def _kept(source: ScoreSource, survey: _Survey, bracket: _Bracket, k: int) -> _Kept:
+@together
+def _kept(source: ScoreSource, survey: Survey, bracket: _Bracket, k: int) -> _Kept:
     """This process's positions above the bracket and inside it, by one reading."""
     lo, hi = bracket.lo, bracket.hi
     kept = _Kept({})
-    for name, offset, scores in _reread(source, survey):
+    for name, offset, scores in reread(source, survey):
         mine = kept.parts.setdefault(name, [])
         # Bit patterns order positive scores as their keys do, and are negative for the others.
-        keys = scores.view(_KEY_DTYPES[survey.dtype]) if lo > 0 else _ordered_keys(scores)
+        keys = scores.view(KEY_DTYPES[survey.dtype]) if lo > 0 else ordered_keys(scores)
         where = (keys >= lo).nonzero().view(-1)
         high = keys[where]
         undecided = (high <= hi).nonzero().view(-1)
@@ -538,7 +301,8 @@ def _without(where: Tensor, dropped: Tensor) -> Tensor:
 
 
 def _settled(parts: dict[str, list[_Part]], key: int, ties: int) -> dict[str, Tensor]:
-    """All processes' indices above `key` and the first `ties` equal to it; empties `parts`."""
+    """The indices above `key` and the first `ties` equal to it: of all processes, but of a sharded
+    world's in this process's rows. Empties `parts`."""
     equal = np.zeros((len(parts), world().size), np.int64)
     for row, mine in zip(equal, parts.values(), strict=True):
         row[world().rank] = sum(int((part.keys == key).sum()) for part in mine)
@@ -547,7 +311,7 @@ def _settled(parts: dict[str, list[_Part]], key: int, ties: int) -> dict[str, Te
     room = (ties - before[:, world().rank]).clip(0).tolist()
     indices = {}
     for (name, mine), most in zip(parts.items(), room, strict=True):
-        indices[name] = world().joined(_own_settled(mine, key, most))
+        indices[name] = world().kept(_own_settled(mine, key, most))
         mine.clear()
     return indices
 
@@ -564,13 +328,13 @@ def _own_settled(parts: list[_Part], key: int, ties: int) -> Tensor:
     return torch.cat(found)
 
 
-@_together
-def _own_largest_below(source: ScoreSource, survey: _Survey, lo: int) -> int | None:
+@together
+def _own_largest_below(source: ScoreSource, survey: Survey, lo: int) -> int | None:
     """This process's largest key under `lo`, by one more reading: the next score lies outside."""
-    lowest = torch.iinfo(_KEY_DTYPES[survey.dtype]).min
+    lowest = torch.iinfo(KEY_DTYPES[survey.dtype]).min
     largest = lowest
-    for _, _, scores in _reread(source, survey):
-        keys = _ordered_keys(scores)
+    for _, _, scores in reread(source, survey):
+        keys = ordered_keys(scores)
         if keys.numel():
             largest = max(largest, int(keys.masked_fill_(keys >= lo, lowest).amax()))
     return None if largest == lowest else largest

@@ -189,9 +189,9 @@ class Vector(Mapping[str, Tensor]):
                 raise RunError(f"{path.name}: {name} holds a non-finite number; nothing written")
 
         header = {key: json.dumps(value) for key, value in metadata.items()}
-        self._write(path, header, look)
+        self.write(path, header, look)
 
-    def _write(
+    def write(
         self,
         path: Path,
         header: Mapping[str, str],
@@ -200,12 +200,12 @@ class Vector(Mapping[str, Tensor]):
         """A file of all entries, written by the first process; `look` may refuse them."""
         if not world().main:
             for name in file_order(self.forms):
-                for _ in self._collected(name):
+                for _ in self.collected(name):
                     raise AssertionError("only the first process is given entries")
             return
 
         def pieces(name: str) -> Iterator[Tensor]:
-            for entries in self._collected(name):
+            for entries in self.collected(name):
                 look(name, entries)
                 yield entries
 
@@ -215,7 +215,7 @@ class Vector(Mapping[str, Tensor]):
         """The flat range of a parameter's block that a process has when vectors are sharded."""
         return world().own(self.forms[name].shape, rank)
 
-    def _collected(self, name: str) -> Iterator[Tensor]:
+    def collected(self, name: str) -> Iterator[Tensor]:
         """A parameter's entries in order, chunk by chunk, in the first process; the others send."""
         present, form = world(), self.forms[name]
         owners = range(present.size) if present.sharded else (0,)
@@ -307,6 +307,32 @@ class ShardedVector(ParamVector):
         first, last = world().own(self.forms[name].shape)
         assert first <= start and stop <= max(first, last), f"{name}: not this process's rows"
         return self.tensors[name].reshape(-1)[start - first : stop - first]
+
+
+class PartedVector(ParamVector):
+    """1-D tensors of which each process has a part, one behind the other: indices, and values."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        counts = world().answers({name: t.numel() for name, t in tensors.items()})
+        self._counts = {name: [found[name] for found in counts] for name in tensors}
+        self.forms = {
+            name: Form(t.dtype, torch.Size([sum(self._counts[name])]))
+            for name, t in self.tensors.items()
+        }
+
+    def share(self, name: str, rank: int) -> tuple[int, int]:
+        counts = self._counts[name]
+        return sum(counts[:rank]), sum(counts[: rank + 1])
+
+    def piece(self, name: str, start: int, stop: int, seen: Seen | None = None) -> Tensor:
+        first, _ = self.share(name, world().rank)
+        return self.tensors[name][start - first : stop - first]
+
+
+def of_all(tensors: Mapping[str, Tensor]) -> ParamVector:
+    """1-D tensors, of which a process of a sharded world gives its own part, as one vector."""
+    return PartedVector(tensors) if world().sharded else ParamVector(tensors)
 
 
 class LazyVector(Vector):
@@ -401,4 +427,4 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str,
     A lazy vector is written piece by piece and never whole in memory.
     """
     vector = tensors if isinstance(tensors, Vector) else ParamVector(tensors)
-    vector._write(path, header)
+    vector.write(path, header)

@@ -1,7 +1,7 @@
 """topk.py in a world of several processes: real ones, over gloo, against a full stable sort.
 
-To start a process takes seconds, so four are started once for this file. They form worlds of 1, 2,
-3 and 4 in turn, try every case in each, and write down what they found; the tests read that.
+To start a process takes seconds, so three are started once for this file. They form worlds of 3, 2
+and 1 in turn, try every case in each, and write down what they found; the tests read that.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import torch.distributed as dist
 from test_topk import by_full_sort, denormals, split
 from torch import Tensor
 
-from dualsft import topk
+from dualsft import score_reading, topk
 from dualsft.distributed import World, alone, joined
-from dualsft.topk import ScoreSource, TopK, chunked, topk_signed
+from dualsft.score_reading import ScoreSource, chunked
+from dualsft.topk import TopK, topk_signed
 
-SIZES = (1, 2, 3, 4)
-NUM_RANDOM = 150
+SIZES = (1, 2, 3)
+NUM_RANDOM = 50
 PATIENCE = timedelta(seconds=60)
 """How long a process waits for the others: one that waits in vain fails, and its test with it."""
 LIMIT = 240.0  # seconds for all of it; some 25 are needed
@@ -97,18 +98,16 @@ def scores_of_a_kind(rng: np.random.Generator, count: int, dtype: torch.dtype) -
 @contextmanager
 def sizes_of(sample: int, spare: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topk, "_SAMPLE", sample)
-        patch.setattr(topk, "_SPARE", spare)
+        patch.setattr(score_reading, "SAMPLE", sample)
+        patch.setattr(score_reading, "SPARE", spare)
         yield
 
 
 def differences(
     one: World, tensors: dict[str, Tensor], cuts: Cuts, k: int, chunk: int
 ) -> list[str]:
-    """What is not as the full sort says, and as one process alone has it."""
+    """What of the selection is not as a full sort of all processes' scores says."""
     found = topk_signed(share(tensors, cuts, one.rank, chunk), k)
-    with alone():
-        single = topk_signed(chunked(tensors, chunk), k)
     indices, ordered = by_full_sort(tensors, k)
     expected = TopK(
         indices={name: torch.tensor(index, dtype=torch.int64) for name, index in indices.items()},
@@ -119,10 +118,9 @@ def differences(
         num_nonpositive=int((ordered[:k] <= 0).sum()),
     )
     return [
-        f"{field}: {getattr(found, field)}, not {getattr(other, field)} ({words})"
-        for words, other in (("full sort", expected), ("one process", single))
+        f"{field}: {getattr(found, field)}, not {getattr(expected, field)}"
         for field in TopK.__dataclass_fields__
-        if not same(getattr(found, field), getattr(other, field))
+        if not same(getattr(found, field), getattr(expected, field))
     ]
 
 
@@ -137,7 +135,7 @@ def same(ours: Any, theirs: Any) -> bool:
 def random_cases(one: World) -> Any:
     """Shapes, scores, budgets, borders and sizes of the sample from seeds; what went wrong."""
     wrong = []
-    for seed in range(NUM_RANDOM):
+    for seed in range(1000 * one.size, 1000 * one.size + NUM_RANDOM):
         rng = np.random.default_rng(seed)
         dtype = torch.float32 if rng.random() < 0.5 else torch.float64
         shapes = [rng.integers(0, (9, 12)).tolist() for _ in range(rng.integers(1, 6))] + [[1, 7]]
@@ -149,7 +147,7 @@ def random_cases(one: World) -> Any:
         }
         cuts = by_rows(tensors, one) if rng.random() < 0.5 else anyhow(rng, tensors, one.size)
         total = flat.numel()
-        k = int(rng.choice([1, total, rng.integers(1, total + 1)]))
+        k = [1, total, int(rng.integers(1, total + 1))][rng.integers(0, 3)]
         chunk = int(rng.integers(1, 80))
         with sizes_of(*((1 << 20, 1 << 20) if seed % 3 == 0 else rng.integers(1, 40, 2).tolist())):
             found = differences(one, tensors, cuts, k, chunk)
@@ -164,60 +162,61 @@ def ties_across_borders(one: World) -> Any:
     tensors = split(flat, 30, 0, 41, 1)
     wrong = []
     for cuts in (by_rows(tensors, one), anyhow(np.random.default_rng(1), tensors, one.size)):
-        for k in range(1, 97):
+        for k in (1, 2, 5, 9, 13, 17, 21, 24, 25, 60, 95, 96):
             with sizes_of(16, 2):
-                wrong += [f"k {k}: {words}" for words in differences(one, tensors, cuts, k, 7)]
+                wrong += [f"k {k}: {words}" for words in differences(one, tensors, cuts, k, 20)]
     return wrong
 
 
 def large_case(one: World) -> Any:
-    """More scores than the real sample holds, and a sample that must be thinned to one stride."""
-    rng = np.random.default_rng(5)
-    flat = torch.from_numpy(rng.standard_normal(2_400_000, np.float32))
-    tensors = {"a": flat[:1_500_000].view(1500, 1000), "b": flat[1_500_000:].view(9, 100_000)}
-    wrong, readings = [], 0
+    """More scores than the real sample holds, and samples that must be thinned to one stride."""
+    flat = torch.from_numpy(np.random.default_rng(5).standard_normal(1_500_000, np.float32))
+    tensors = {"a": flat[:900_000].view(900, 1000), "b": flat[900_000:].view(6, 100_000)}
+    by_row = by_rows(tensors, one)
     in_one = {name: [0] * one.size + [tensor.numel()] for name, tensor in tensors.items()}
-    for cuts in (by_rows(tensors, one), in_one):
-        source = share(tensors, cuts, one.rank, 100_003)
-
-        def counted(source: ScoreSource = source) -> Iterator[tuple[str, int, Tensor]]:
-            nonlocal readings
-            readings += 1
-            return source()
-
-        topk_signed(counted, 120_000)
-        wrong += differences(one, tensors, cuts, 120_000, 100_003)
+    readings = [
+        count_readings(share(tensors, cuts, one.rank, 100_003), 75_000) for cuts in (by_row, in_one)
+    ]
     with sizes_of(1 << 12, 1 << 20):
-        sample = topk._surveyed(topk._look(share(tensors, by_rows(tensors, one), one.rank, 9973)))
-    return {"wrong": wrong, "readings": readings, "sampled": sample.sample.numel()}
+        survey = score_reading.surveyed(score_reading.look(share(tensors, by_row, one.rank, 9973)))
+    wrong = differences(one, tensors, by_row, 75_000, 99_991)
+    return {"wrong": wrong, "readings": readings, "sampled": survey.sample.numel()}
+
+
+def count_readings(source: ScoreSource, k: int) -> int:
+    count = 0
+
+    def counted() -> Iterator[tuple[str, int, Tensor]]:
+        nonlocal count
+        count += 1
+        return source()
+
+    topk_signed(counted, k)
+    return count
 
 
 def misleading_samples(one: World) -> Any:
     """What the samples meet says nothing of the rest: histograms of all processes' keys decide."""
     wrong, readings = [], {}
     for dtype in (torch.float32, torch.float64):
-        for sampled in (-9.0, 9.0):
+        for kind, sampled in (("low", -9.0), ("high", 9.0)):
             tensors = {"w": torch.zeros(600, 10, dtype=dtype)}
             cuts = by_rows(tensors, one)
             with sizes_of(64, 8):
                 for rank in range(one.size):
                     with alone():
-                        at = topk._look(share(tensors, cuts, rank, 1000)).at + cuts["w"][rank]
+                        at = (
+                            score_reading.look(share(tensors, cuts, rank, 1000)).at
+                            + cuts["w"][rank]
+                        )
                     tensors["w"].view(-1)[torch.from_numpy(at)] = sampled
                 rest = tensors["w"] != sampled
                 random = np.random.default_rng(2).standard_normal(int(rest.sum()))
                 tensors["w"][rest] = torch.from_numpy(random).to(dtype)
                 for k in (1, 60, 3000, 5999, 6000):
                     wrong += differences(one, tensors, cuts, k, 1000)
-                count, source = 0, share(tensors, cuts, one.rank, 1000)
-
-                def counted(source: ScoreSource = source) -> Iterator[tuple[str, int, Tensor]]:
-                    nonlocal count
-                    count += 1
-                    return source()
-
-                topk_signed(counted, 2000)
-                readings[f"{dtype} {sampled}"] = count
+                source = share(tensors, cuts, one.rank, 1000)
+                readings[f"{kind} {dtype}"] = count_readings(source, 2000)
     return {"wrong": wrong, "readings": readings}
 
 
@@ -310,7 +309,7 @@ JOBS: Sequence[Callable[[World], Any]] = (
 def process(rank: int, folder: Path) -> None:
     """One of the processes: every world that it is in, every job in each."""
     torch.set_num_threads(1)
-    for size in SIZES:
+    for size in reversed(SIZES):  # the largest first: no process has to wait for it
         if rank >= size:
             continue
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
@@ -372,7 +371,7 @@ def test_all_processes_have_the_answer_of_one(found: Found, size: int, job: str)
 def test_samples_of_all_processes_bracket_the_answer_at_once(found: Found, size: int) -> None:
     for said in found[size]:
         assert said["large_case"]["wrong"] == []
-        assert said["large_case"]["readings"] == 2 * 2  # with equal shares, and with all in one
+        assert said["large_case"]["readings"] == [2, 2]  # by rows, and all in the last process
         assert 1 << 11 <= said["large_case"]["sampled"] <= (1 << 12) + size
 
 
@@ -383,7 +382,9 @@ def test_samples_that_mislead_cost_readings_and_never_the_answer(found: Found, s
         assert said["wrong"] == []
         assert said["readings"] == every[0]["readings"]
         for case, count in said["readings"].items():
-            assert 3 < count <= (5 if "32" in case else 7), case
+            # a look, a guess, two or four histograms, the answer; a low bracket may hold it already
+            least, most = (2 if "low" in case else 4), (5 if "32" in case else 7)
+            assert least <= count <= most, case
 
 
 FAULTS = {

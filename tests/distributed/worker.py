@@ -9,6 +9,7 @@ for many runs: importing torch and transformers takes longer than a tiny run.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from dualsft.progress import Reporter
 def main() -> None:
     jobs = json.loads(Path(sys.argv[1]).read_text())
     with joined(use_cuda=False) as world:
+        print(f"worker {world.rank} is process {os.getpid()};", flush=True)
         for job in jobs:
             config = settings.load(None, job["settings"])
             say = (lambda line: print(line, flush=True)) if world.main else (lambda _: None)

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from dualsft.method import AfterMethod, Job
 from dualsft.methods.training_table import FapmOptions
-from dualsft.topk import ScoreSource, topk_signed
+from dualsft.score_reading import ScoreSource
+from dualsft.topk import topk_signed
 from dualsft.vectors import accumulation_dtype, reduction_dtype
 
 CHUNK = 1 << 22

@@ -18,7 +18,8 @@ from dualsft.data import digest
 from dualsft.errors import ConfigError
 from dualsft.method import Job, ParamChoice, ParamMethod
 from dualsft.methods.matrices import Matrix, matrices, shares
-from dualsft.topk import ScoreSource, topk_signed
+from dualsft.score_reading import ScoreSource
+from dualsft.topk import topk_signed
 from dualsft.vectors import accumulation_dtype
 
 OVERSAMPLING = 8  # directions beyond the rank that the randomised factorisation follows

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from safetensors.torch import load_file
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from dualsft.context import RunContext
@@ -25,9 +26,10 @@ from dualsft.data import Example, source_lines
 from dualsft.distributed import world
 from dualsft.memory import free_memory
 from dualsft.model import locate
+from dualsft.score_reading import ScoreSource
 from dualsft.stages.projection import param_scores
-from dualsft.topk import ScoreSource, TopK
-from dualsft.vectors import CHUNK, ParamVector, Vector, save_tensors
+from dualsft.topk import TopK
+from dualsft.vectors import CHUNK, ParamVector, Vector, of_all
 
 CARD_CHUNK = 1 << 26
 """Entries of a chunk of what is held on a GPU: small ones leave it waiting for launches (2.8e9
@@ -68,14 +70,16 @@ def write_mask(
     ctx: RunContext, folder: Path, indices: Mapping[str, Tensor], denominator: int
 ) -> dict[str, Any]:
     """mask.safetensors, and the numbers that say how much was selected where."""
-    save_tensors(folder / "mask.safetensors", dict(indices), {})
+    every = of_all(own_part(indices, ctx.parameter_shapes))
+    every.write(folder / "mask.safetensors", {})
+    counts = {name: form.num_entries for name, form in every.forms.items()}
     layers: dict[str, int] = defaultdict(int)
     modules: dict[str, int] = defaultdict(int)
-    for name, index in indices.items():
+    for name, entries in counts.items():
         layer, module = locate(name)
-        layers["other" if layer is None else str(layer)] += index.numel()
-        modules[module] += index.numel()
-    count, of = sum(index.numel() for index in indices.values()), ctx.config.method.denominator
+        layers["other" if layer is None else str(layer)] += entries
+        modules[module] += entries
+    count, of = sum(counts.values()), ctx.config.method.denominator
     share = count / denominator
     named = {"candidates": "candidates", "all": "parameters", "eligible": "eligible entries"}[of]
     ctx.reporter.say(f"parameters: {count:,} of {denominator:,} {named} ({100 * share:.2f} %)")
@@ -122,7 +126,27 @@ def write_selected(ctx: RunContext, folder: Path, chosen: list[Example]) -> None
     (folder / "ids.json").write_text(json.dumps([row.id for row in rows]) + "\n")
 
 
-def read_mask(folder: Path) -> dict[str, Tensor]:
-    """The selected flat indices by parameter name; parameters without any are left out."""
-    stored = load_file(str(folder / "mask.safetensors"))
-    return {name: index for name, index in stored.items() if index.numel()}
+def read_mask(folder: Path, shapes: Mapping[str, Sequence[int]] | None = None) -> dict[str, Tensor]:
+    """The selected flat indices by parameter name; parameters without any are left out.
+
+    Given the parameters' shapes, a process of a sharded world keeps those in its own rows.
+    """
+    found: dict[str, Tensor] = {}
+    with safe_open(str(folder / "mask.safetensors"), framework="pt") as stored:
+        for name in stored.keys():  # noqa: SIM118
+            index = stored.get_tensor(name)
+            if index.numel():
+                found[name] = index if shapes is None else own_part({name: index}, shapes)[name]
+    return found
+
+
+def own_part(
+    indices: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Tensor]:
+    """The indices that lie in what this process holds of each parameter."""
+    found = {}
+    for name, index in indices.items():
+        borders = torch.tensor(world().held(shapes[name])).to(index)
+        first, last = torch.searchsorted(index, borders).tolist()
+        found[name] = index[first:last]
+    return found

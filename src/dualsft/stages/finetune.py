@@ -39,7 +39,8 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     chosen = json.loads((selection / "summary.json").read_text())
     final = selection / chosen["final"]
     params: ParamMethod = ctx.methods.load("params")
-    indices = read_mask(final) if (final / "mask.safetensors").is_file() else None
+    shapes = ctx.parameter_shapes
+    indices = read_mask(final, shapes) if (final / "mask.safetensors").is_file() else None
     examples = training_examples(ctx, final)
     job = Job(ctx, "params", part, examples)
     start = selection / "start"

@@ -43,12 +43,13 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     engine = GhostEngine(model, ctx.candidates(model))
     settings = pass_settings(ctx)
     check_fused_loss(model, roles["val"][0], settings, TOLERANCE[ctx.dtype])
-    objective = loss_objective(model)
     say = ctx.reporter
 
     sums, label = blank(engine.candidates, engine.candidates.dtype), "v_new (validation)"
-    with precise(ctx, "directions", label, model):
-        validation = walk(engine, roles["val"], objective, settings, say, label, sums=sums)
+    with precise(ctx, "directions", label, model) as (wide,):
+        validation = walk(
+            engine.on(wide), roles["val"], loss_objective(wide), settings, say, label, sums=sums
+        )
     mean = sums.scaled(1.0 / len(roles["val"]))
     del sums
     val_grad = _stored(ctx, mean, part / "val_grad.safetensors")
@@ -66,11 +67,11 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
         direction = terms.estimate()
     grad_sum = blank(engine.candidates, engine.candidates.dtype)
     label = "pool (G and f)" if one_pass else "pool (G)"
-    with precise(ctx, "pool", label, model):
+    with precise(ctx, "pool", label, model) as (wide,):
         result = walk(
-            engine,
+            engine.on(wide),
             pool,
-            objective,
+            loss_objective(wide),
             settings,
             say,
             label,

@@ -8,17 +8,22 @@ a warmup θ̄ = θ_old and all of them are exactly zero. Stored unscaled: λ com
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from dualsft.context import RunContext
 from dualsft.data import Example, collate
+from dualsft.distributed import world
 from dualsft.fused import fused_blocks
 from dualsft.ghost import GhostEngine, alone
 from dualsft.passes import PassSettings, cwsd_objective, walk
+from dualsft.pieces import State
 from dualsft.placement import blank
 from dualsft.precision import precise
+from dualsft.sharding import weights_vector
 from dualsft.vectors import ParamVector, Vector
 
 
@@ -33,14 +38,17 @@ def prior_gradient(
         return _weights(engine, engine.model).combine(torch.zeros_like), 0.0
     theta_old = ctx.theta_old()
     if kind == "cwsd":
-        objective = cwsd_objective(theta_old, engine.model, ctx.config.score.tau)
         label = "v_prior (CWSD on the anchors)"
         sums = blank(engine.candidates, engine.candidates.dtype)
         with (
-            precise(ctx, "directions", label, engine.model, theta_old),
-            fused_blocks(theta_old, wide=True),  # the teacher computes as the student does
+            precise(ctx, "directions", label, engine.model, theta_old) as (student, teacher),
+            fused_blocks(teacher, wide=True),  # the teacher computes as the student does
         ):
-            result = walk(engine, anchors, objective, settings, ctx.reporter, label, sums=sums)
+            objective, at = (
+                cwsd_objective(teacher, student, ctx.config.score.tau),
+                engine.on(student),
+            )
+            result = walk(at, anchors, objective, settings, ctx.reporter, label, sums=sums)
         return sums.scaled(1.0 / len(anchors)), float(result.values.mean())
     moved = _weights(engine, engine.model).plus(_weights(engine, theta_old), -1.0)  # θ̄ − θ_old
     if kind == "l2":
@@ -52,9 +60,7 @@ def prior_gradient(
 
 def _weights(engine: GhostEngine, model: PreTrainedModel) -> Vector:
     """A model's own weights over the candidates, in G's dtype when they are asked for."""
-    parameters = dict(model.named_parameters())
-    weights = ParamVector({name: parameters[name].detach() for name in engine.candidates})
-    return weights.to(engine.device, engine.candidates.dtype)
+    return weights_vector(model, engine.candidates).to(engine.device, engine.candidates.dtype)
 
 
 def _fisher(
@@ -72,16 +78,26 @@ def _fisher(
     if piece is not None:
         done = piece.facts["done"]
         for name, block in total.items():
-            block.copy_(piece.tensors[name])
+            block.copy_(piece.tensors[f"squares.{name}"])
     label = "v_prior (Fisher on the anchors)"
     with (
         ctx.reporter.track(label, len(anchors), "examples", done) as progress,
         settings.pieces.loop(),
     ):
-        for number, example in enumerate(anchors[done:], done + 1):
-            batch = collate([example], settings.pad_id, settings.padding_side, ctx.device)
-            alone(theta_old, candidates, batch, add_square)
-            progress.advance(1, tokens=example.num_tokens)
-            where = f"{label}: {number:,} of {len(anchors):,} examples"
-            settings.pieces.tick("fisher", lambda n=number: (total, {"done": n}), where)
+        for turn in world().turns(anchors[done:]):
+            if (example := world().mine(turn)) is not None:
+                batch = collate([example], settings.pad_id, settings.padding_side, ctx.device)
+                alone(theta_old, candidates, batch, add_square)
+            done += len(turn)
+            progress.advance(len(turn), tokens=sum(e.num_tokens for e in turn))
+            where = f"{label}: {done:,} of {len(anchors):,} examples"
+            settings.pieces.tick("fisher", partial(_squares, total, done), where)
+    for block in total.values():
+        world().sum_(block)
     return total.scaled(1.0 / len(anchors))
+
+
+def _squares(total: ParamVector, done: int) -> State:
+    """For a piece: each process has the squares of its own examples."""
+    tensors = {f"squares.{name}": block for name, block in total.items()}
+    return tensors, {"done": done, "layout": {"squares": "terms"}}

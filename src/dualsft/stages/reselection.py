@@ -18,6 +18,7 @@ import torch
 
 from dualsft.context import RunContext, pass_settings
 from dualsft.data import Example
+from dualsft.distributed import world
 from dualsft.ghost import GhostEngine
 from dualsft.passes import loss_objective, walk
 from dualsft.placement import blank
@@ -105,8 +106,10 @@ def _jaccard(a: set[int], b: set[int]) -> float:
 
 
 def _mask_jaccard(a: TopK, b: TopK) -> float:
-    shared = sum(
-        int(torch.isin(index, b.indices[name], assume_unique=True).sum())
-        for name, index in a.indices.items()
+    shared = world().across(
+        sum(
+            int(torch.isin(index, b.indices[name], assume_unique=True).sum())
+            for name, index in a.indices.items()
+        )
     )
     return shared / (a.num_selected + b.num_selected - shared)

@@ -106,10 +106,11 @@ def exact_dots(
     ctx: RunContext, engine: GhostEngine, examples: list[Example], direction: Vector, label: str
 ) -> np.ndarray:
     """⟨direction, g_n⟩ of these examples by a walk of its own."""
-    objective, settings = loss_objective(engine.model), pass_settings(ctx)
-    with precise(ctx, "pool", label, engine.model):
+    settings, say = pass_settings(ctx), ctx.reporter
+    with precise(ctx, "pool", label, engine.model) as (wide,):
+        objective = loss_objective(wide)
         result = walk(
-            engine, examples, objective, settings, ctx.reporter, label, direction=direction
+            engine.on(wide), examples, objective, settings, say, label, direction=direction
         )
     return result.dots
 
@@ -180,21 +181,22 @@ def _check_alone(
     rows = [examples[i] for i in probes]
     settings, silent = pass_settings(ctx), Reporter(lambda _: None)
 
-    def scored_together(label: str) -> np.ndarray:
-        objective = loss_objective(engine.model)
-        return walk(engine, rows, objective, settings, silent, label, direction=direction).dots
+    def scored_together(with_engine: GhostEngine, label: str) -> np.ndarray:
+        objective = loss_objective(with_engine.model)
+        return walk(with_engine, rows, objective, settings, silent, label, direction=direction).dots
 
-    got = scored_together("probes") if dots is None else dots[probes]
+    got = scored_together(engine, "probes") if dots is None else dots[probes]
     largest = float(np.abs(got if dots is None else dots).max())
     scale, rounding, told = products.norm("direction"), [], []
     with (
         ctx.reporter.track("self-check (scored alone)", len(rows), "examples") as progress,
-        widened(engine.model),
+        widened(engine.model) as (wide,),
     ):
-        again = scored_together("probes, widened") if half else got
+        exactly = engine.on(wide)
+        again = scored_together(exactly, "probes, widened") if half else got
         near = at_hand(direction)
         for example, ours, repeated in zip(rows, got, again, strict=True):
-            exact, norm = dot_alone(engine, example, near, settings)
+            exact, norm = dot_alone(exactly, example, near, settings)
             size = scale * norm
             rounding.append(abs(exact - ours))
             error = abs(exact - repeated) / size if size > 0 else 0.0

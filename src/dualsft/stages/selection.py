@@ -270,8 +270,8 @@ def rescore(
     ctx: RunContext, engine: GhostEngine, examples: list[Example], scored: Scored
 ) -> np.ndarray:
     """s_D = ⟨u, g_n⟩ of these examples, exactly."""
-    with widened(engine.model, tensor_cores=True):
-        dots = exact_dots(ctx, engine, examples, scored.projection, "re-scoring")
+    with widened(engine.model, tensor_cores=True) as (wide,):
+        dots = exact_dots(ctx, engine.on(wide), examples, scored.projection, "re-scoring")
     return dots * scored.terms.eta_sc
 
 

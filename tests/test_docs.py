@@ -59,10 +59,16 @@ def test_every_shell_command_runs(workplace: Path) -> None:
     assert len(commands) >= 8
     for command in commands:
         words = shlex.split(command)
-        assert words[0] == "dualsft", command
-        run([sys.executable, "-m", *words], workplace)
+        launcher = {"dualsft": ["dualsft"], "torchrun": ["torch.distributed.run", "--standalone"]}
+        assert words[0] in launcher, command
+        run([sys.executable, "-m", *launcher[words[0]], *words[1:]], workplace)
     assert (workplace / "runs/mine/report.md").is_file()
     assert (workplace / "runs/merged/config.json").is_file()
+    selected = [
+        (workplace / f"runs/{name}/5_selection/selected.jsonl").read_bytes()
+        for name in ("two", "sharded")
+    ]
+    assert selected[0] == selected[1]
 
 
 def test_python_blocks_run(workplace: Path) -> None:
@@ -84,6 +90,16 @@ def test_config_page_is_generated_from_the_code() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert (ROOT / "docs/config.md").read_text(encoding="utf-8") == module.render()
+
+
+def test_scaling_table_is_generated_from_the_formulas() -> None:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
+    assert module.with_table(page) == page
+    assert page.count("| Llama-3.1-405B, ") == 4
 
 
 def test_algorithm_page_names_functions_that_exist() -> None:

@@ -84,15 +84,16 @@ class _Verdict:
 
 
 class _Left:
-    """The newest error that came out of `watched`, where the first process says the same."""
+    """The newest error that came out of `watched`, and whether the first process says the same."""
 
-    repeated: BaseException | None = None
+    error: BaseException | None = None
+    repeated = False
     count = itertools.count()
 
 
-def repeated(error: BaseException) -> bool:
-    """Whether the first process says of this error, which came out of `watched`, the same."""
-    return _Left.repeated is error
+def repeated(error: BaseException) -> bool | None:
+    """Whether the first process says the same itself; None for an error not out of `watched`."""
+    return _Left.repeated if _Left.error is error else None
 
 
 @contextmanager
@@ -359,11 +360,16 @@ class _Watch:
         with suppress(Interrupted), interrupt.deferred():  # it is leaving already
             found.append(self._explained(error))
             self._tell(self._own.how, self._own.text, self._own.signum, final=True)
-            if self._rank and self._wait(lambda: self._peers[0].word.final, 2.0):
-                same = self._peers[0].word.text == self._own.text
-                _Left.repeated = found[-1] if same else None
+            _Left.error, _Left.repeated = found[-1], self._first_says_the_same()
             self._wait(self._all_know, 3.0)
         return found[-1]
+
+    def _first_says_the_same(self) -> bool:
+        first = self._peers.get(0)
+        if first is None or not self._wait(lambda: first.word.final or self._gone(first), 2.0):
+            return False
+        its_failure = first.word.how == "failed" and self._own.how == "followed"
+        return its_failure or first.word.text == self._own.text
 
     @property
     def _holds_store(self) -> bool:

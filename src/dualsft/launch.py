@@ -102,8 +102,10 @@ def _is_first_ones(error: BaseException) -> bool:
     from dualsft import heartbeat
     from dualsft.launcher_store import Line
 
-    if isinstance(error, interrupt.Interrupted) or heartbeat.repeated(error):
+    if isinstance(error, interrupt.Interrupted):
         return True
+    if (known := heartbeat.repeated(error)) is not None:
+        return known
     if _agent_store():  # otherwise the store was the first process's: gone, or not yet made
         with suppress(RuntimeError, OSError):
             line, deadline = Line(SAID), time.monotonic() + FIRST_WORD

@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Literal
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-
 How = Literal["", "done", "failed", "stopped", "followed"]
 """How a process has left: by itself, by its own error, by a signal, or because of another one."""
 
@@ -79,6 +77,8 @@ class Line:
     """A connection of one's own to the store that the process group was made with."""
 
     def __init__(self, purpose: str, timeout: float = 5.0) -> None:
+        from torch._C._distributed_c10d import PrefixStore, TCPStore  # not in every build of torch
+
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._sentinel = socket.create_connection((host, port), timeout)
         self._sentinel.setblocking(False)

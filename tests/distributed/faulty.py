@@ -1,0 +1,119 @@
+"""One process of a world in which one process has a fault (started by torchrun).
+
+    torchrun --nproc-per-node 2 faulty.py MODEL OUT
+
+Writes OUT/<rank>.json: what each fault came to in this process, and what the sums were without one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dualsft.data import Example
+from dualsft.distributed import joined, settled, world
+from dualsft.errors import DualsftError
+from dualsft.ghost import GhostEngine
+from dualsft.model import find_candidates, load_model, text_parameters
+from dualsft.passes import PassSettings, loss_objective, walk
+from dualsft.placement import blank
+from dualsft.progress import Reporter
+from dualsft.sharded_optim import make_optimizer
+from dualsft.sharding import load_sharded, local_rows
+from dualsft.training import Hooks, TrainingPlan, mean_loss, train
+
+EXAMPLES = [
+    Example(f"id{i}", i, list(range(3, 8 + i % 3)), list(range(3, 8 + i % 3))) for i in range(12)
+]
+PLAN = TrainingPlan(
+    lr=1e-3,
+    epochs=1,
+    batch_size=6,
+    warmup_ratio=0.0,
+    max_grad_norm=1.0,
+    micro_batch_size=2,
+    batch_tokens=1000,
+    seed=0,
+    pad_id=0,
+    padding_side="right",
+)
+
+
+def out_of_memory(_: int) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+
+
+def trained(model: Any, fault: Callable[[Any], Any] | None) -> dict[str, Any]:
+    """A short training, in which one process has a fault at its first large enough batch."""
+    said: list[str] = []
+    before = {name: local_rows(p).clone() for name, p in model.named_parameters()}
+
+    def objective(model: Any, batch: Any, rows: Any, scale: float) -> Any:
+        total, losses = mean_loss(model, batch, rows, scale)
+        if world().rank == 1 and fault is not None and len(rows) > 1:
+            losses = fault(losses)
+        return total, losses
+
+    result: dict[str, Any] = {"error": None}
+    with make_optimizer(model, text_parameters(model), None, lr=1e-3) as optimizer:
+        try:
+            hooks = Hooks(objective=objective)
+            train(model, EXAMPLES, optimizer, PLAN, Reporter(said.append), "training", hooks=hooks)
+        except DualsftError as problem:
+            result["error"] = str(problem)
+    result["said"] = [line for line in said if "memory" in line]
+    result["moved"] = any(
+        not torch.equal(before[name], local_rows(p)) for name, p in model.named_parameters()
+    )
+    result["norm"] = sum(
+        float(local_rows(p).double().square().sum()) for _, p in model.named_parameters()
+    )
+    return result
+
+
+def walked(model: Any, fault: Callable[[int], None] | None) -> dict[str, Any]:
+    """A walk over the examples, in which one process has a fault at a batch of several."""
+    said: list[str] = []
+    candidates = find_candidates(model, "block_linear")
+    engine, plain = GhostEngine(model, candidates), loss_objective(model)
+
+    def objective(batch: Any, observer: Any) -> Any:
+        if world().rank == 1 and fault is not None and len(batch.input_ids) > 1:
+            fault(len(batch.input_ids))
+        return plain(batch, observer)
+
+    sums = blank(candidates, candidates.dtype)
+    settings = PassSettings(batch_tokens=24, pad_id=0, padding_side="right")
+    reporter = Reporter(said.append)
+    values = walk(engine, EXAMPLES, objective, settings, reporter, "walk", sums=sums).values
+    return {
+        "said": [line for line in said if "memory" in line],
+        "norm": sums.norm(),
+        "values": values.tolist(),
+    }
+
+
+def main() -> None:
+    folder, out = Path(sys.argv[1]), Path(sys.argv[2])
+    cpu = torch.device("cpu")
+    found: dict[str, Any] = {}
+    with joined(use_cuda=False):
+        with settled(sharded=False, offload=False):
+            model = load_model(folder, torch.float64, cpu)
+            found["nan"] = trained(model, lambda losses: losses * torch.nan)
+            found["walk"] = walked(model, None)
+            found["walk, no room"] = walked(model, out_of_memory)
+            found["no room"] = trained(model, lambda _: out_of_memory(0))
+        with settled(sharded=True, offload=False):
+            model = load_sharded(folder, torch.float64, cpu)
+            found["nan, sharded"] = trained(model, lambda losses: losses * torch.nan)
+        (out / f"{world().rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

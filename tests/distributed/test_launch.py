@@ -1,0 +1,242 @@
+"""`--gpus` and launchers, as a stranger uses them: real processes, one voice, one exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import small_run, write_jsonl
+from typer.testing import CliRunner
+
+import dualsft
+from dualsft import cli, launch
+from dualsft.errors import ConfigError
+
+Folders = Callable[[str], Path]
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+LONG = ("finetune.epochs=4000", "resume.every=0.2")
+DONE_ALONE = [
+    ("report", "run"),
+    ("check",),
+    ("estimate",),
+    ("diagnose", "run"),
+    ("compare", "compare_quick"),
+    ("methods",),
+    ("quickstart",),
+    ("export", "merge", "a", "b", "c"),
+]
+
+
+def environment(**more: str) -> dict[str, str]:
+    source = str(Path(dualsft.__file__).parents[1])
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "OMP_NUM_THREADS")}
+    return {**env, "PYTHONPATH": source, "COLUMNS": "300", **more}
+
+
+def python(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        env=environment(**env),
+        timeout=120,
+        check=False,
+    )
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("score.lamda=1",), "did you mean"),
+        (("model.device=cuda",), "--gpus: 2, but this machine shows no GPU; use model.device=cpu"),
+        (("--until", "nothing"), "--until: 'nothing' is not a stage"),
+    ],
+)
+def test_a_mistake_starts_nothing(
+    words: tuple[str, ...], told: str, model_folder: Folders, corpus: Path, tmp_path: Path
+) -> None:
+    settings = small_run(model_folder("llama"), corpus)
+    out = str(tmp_path / "run")
+    done = python(
+        *("-m", "dualsft", "run", "--gpus", "2", "--out", out, *settings, *words),
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert done.returncode == 2 and told in done.stderr
+    assert done.stdout == "" and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "split", "score", "evaluate"])
+def test_gpus_under_a_launcher_is_refused(
+    command: str, model_folder: Folders, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(monkeypatch, rank=0)
+    folder = [] if command == "run" else ["folder"]
+    words = [command, *folder, "--gpus", "1", *small_run(model_folder("llama"), corpus)]
+    refused = CliRunner().invoke(cli.app, words).exception
+    assert isinstance(refused, ConfigError) and "started by a launcher (WORLD_SIZE=2)" in str(
+        refused
+    )
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """As one of two processes that somebody started, without torchrun's store."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999", "WORLD_SIZE": "2"}
+    for name, value in {**place, "RANK": str(rank)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+
+@pytest.mark.parametrize("words", DONE_ALONE, ids=lambda words: words[0])
+def test_a_command_that_is_not_parallel_refuses_on_every_rank(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(monkeypatch, rank=0)
+    first = CliRunner().invoke(cli.app, words)
+    assert isinstance(first.exception, ConfigError) and first.exception.exit_code == 2
+    told = f"dualsft {words[0]} runs in one process; start it without torchrun"
+    assert str(first.exception) == told
+    launched(monkeypatch, rank=1)
+    second = CliRunner().invoke(cli.app, words)
+    assert second.exit_code == 2 and second.output == ""
+
+
+def test_one_process_of_a_launcher_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, rank=0)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert launch.size() == 1
+    assert CliRunner().invoke(cli.app, ["methods"]).exit_code == 0
+
+
+def test_the_command_without_gpus() -> None:
+    words = ["run", "--gpus", "4", "x=1", "--gpus=2", "--out", "gpus"]
+    assert launch.without_gpus(words) == ["run", "x=1", "--out", "gpus"]
+
+
+# --- one voice ------------------------------------------------------------------------------------
+
+
+def test_an_error_of_all_is_said_once(model_folder: Folders, tmp_path: Path) -> None:
+    """Found before the processes meet, and while they work together."""
+    done = python(*TORCHRUN, "-m", "dualsft", "run", "no_such_recipe", OMP_NUM_THREADS="1")
+    assert done.returncode == 1 and done.stderr.count("no such file or recipe") == 1
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "x", "response": ""}] * 40)
+    words = small_run(model_folder("llama"), rows)
+    out = str(tmp_path / "run")
+    done = python("-m", "dualsft", "run", "--gpus", "2", "--out", out, *words)
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.splitlines()
+    assert "rows.jsonl" in done.stderr and len(lines) == len(set(lines)), done.stderr
+    assert all(line.startswith("error: ") for line in lines), done.stderr
+
+
+def test_an_error_of_one_is_said_with_its_rank(
+    model_folder: Folders, corpus: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\nif os.environ['RANK'] == '1':\n"
+        "    os.environ['DUALSFT_PEER_TIMEOUT'] = 'soon'\n"
+        "from dualsft.cli import main\nmain()\n"
+    )
+    words = ["run", "--out", str(tmp_path / "run"), *small_run(model_folder("llama"), corpus)]
+    done = python(*TORCHRUN, str(program), *words, OMP_NUM_THREADS="1")
+    assert done.returncode == 1
+    assert "[rank 1] error: DUALSFT_PEER_TIMEOUT: 'soon'" in done.stderr, done.stderr
+
+
+# --- the work -------------------------------------------------------------------------------------
+
+
+def test_a_run_on_two_processes(model_folder: Folders, corpus: Path, tmp_path: Path) -> None:
+    """The same selection as in one process; nothing is said twice, and nothing by torchrun."""
+    words = small_run(model_folder("llama"), corpus)
+    out, alone = tmp_path / "run", tmp_path / "alone"
+    done = python("-m", "dualsft", "run", "--gpus", "2", "--out", str(out), *words)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[0] == "--gpus 2: 2 processes on the CPU (model.device=cpu)"
+    for line in (f"run folder: {out}", "[split] started", "2 processes, each with the whole model"):
+        assert said.count(line) == 1, done.stdout
+    assert "OMP_NUM_THREADS" not in done.stderr and "torch/distributed" not in done.stderr
+    done = python("-m", "dualsft", "run", "--gpus", "1", "--out", str(alone), *words)
+    assert done.returncode == 0 and "2 processes" not in done.stdout, done.stderr
+    name = "5_selection/selected.jsonl"
+    assert (out / name).read_bytes() == (alone / name).read_bytes()
+    done = python("-m", "dualsft", "evaluate", str(out), "--gpus", "2")
+    assert done.returncode == 0 and "[evaluation] reused" in done.stdout, done.stderr
+
+
+class Running:
+    """`dualsft run --gpus 2` in the middle of its fine-tuning."""
+
+    def __init__(self, out: Path, words: list[str]) -> None:
+        command = [sys.executable, "-m", "dualsft", "run", "--gpus", "2", "--out", str(out)]
+        self._log = out.with_suffix(".log")
+        with open(self._log, "w") as log:
+            self.launcher = subprocess.Popen(
+                [*command, *words], env=environment(), stdout=log, stderr=subprocess.STDOUT
+            )
+        deadline = time.monotonic() + 90
+        while (
+            not re.search(r"fine-tuning: [1-9]", self.said)
+            or not (out / "6_finetune.work").exists()
+        ):
+            assert self.launcher.poll() is None and time.monotonic() < deadline, self.said
+            time.sleep(0.05)
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def ranks(self) -> list[int]:
+        """The processes that the launcher has started, by rank."""
+        children = Path(f"/proc/{self.launcher.pid}/task/{self.launcher.pid}/children")
+        return sorted(int(pid) for pid in children.read_text().split())
+
+    def end(self, pid: int, signum: int) -> int:
+        """Send a signal; the exit code of the launcher."""
+        os.kill(pid, signum)
+        try:
+            return self.launcher.wait(60)
+        finally:
+            self.launcher.kill()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+def test_a_run_on_two_processes_is_killed_stopped_and_taken_up(
+    model_folder: Folders, corpus: Path, tmp_path: Path
+) -> None:
+    words = [*small_run(model_folder("llama"), corpus), *LONG]
+    run = Running(tmp_path / "run", words)
+    victim = run.ranks()[1]
+    assert run.end(victim, signal.SIGKILL) == 128 + signal.SIGKILL, run.said
+    assert f"error: rank 1 (process {victim} on " in run.said and "gloo" not in run.said
+    assert f"error: rank 1 (process {victim}) died of SIGKILL" in run.said
+    run = Running(tmp_path / "run", words)
+    assert "going on behind" in run.said
+    assert run.end(run.launcher.pid, signal.SIGINT) == 130, run.said
+    assert run.said.count("stopped by SIGINT: saved") == 1 and "Traceback" not in run.said
+
+
+def test_under_accelerate(model_folder: Folders, corpus: Path, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    words = small_run(model_folder("llama"), corpus)
+    done = python(
+        *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"),
+        *("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "-m", "dualsft"),
+        *("run", "--out", str(tmp_path / "run"), "--until", "split", *words),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 processes, each with the whole model" in done.stdout
+    assert done.stdout.count("run folder: ") == 1

@@ -269,12 +269,10 @@ def joined(use_cuda: bool) -> Iterator[World]:
             f"the process group was made with {dist.get_backend_config()} alone; words between the "
             "processes need gloo too: init_process_group('cpu:gloo,cuda:nccl')"
         )
-    try:
-        with _being(World(rank=rank, size=size, local_rank=local_rank)) as one:
-            yield one
-    finally:
-        if made:
-            dist.destroy_process_group()
+    with _being(World(rank=rank, size=size, local_rank=local_rank)) as one:
+        yield one
+    if made:  # after an error the others may not come to it: the process ends without
+        dist.destroy_process_group()
 
 
 def _take_device(local_rank: int) -> torch.device:

@@ -10,6 +10,7 @@ re-runs exactly what depends on it, saying why. A stage is written whole or not 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ from dualsft.stage_settings import (
     warmup_settings,
 )
 from dualsft.stages import evaluation, finetune, gradients, scores, selection, split, warmup
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def run(
         ctx = RunContext(config, rundir, voice, lenders=lenders, answers=answers)
         for warning in settings.warnings(config):
             ctx.reporter.warn(warning)
-        with watched(present, reporter.warn), explained(rundir.path), ExitStack() as held:
+        with watched(present, log.error), explained(rundir.path), ExitStack() as held:
             rundir.create()
             held.enter_context(rundir.lock())
             held.enter_context(_described_by(rundir, config))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from models import save_tiny_folder
@@ -13,7 +14,7 @@ from worlds import environment, torchrun
 from dualsft.scaling import ModelShape, finetuning_memory, scoring_memory, walk_traffic
 
 TRAFFIC = Path(__file__).with_name("traffic.py")
-WIDE = {
+WIDE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_attention_heads": 4,

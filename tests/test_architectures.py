@@ -212,7 +212,7 @@ def save_whole(name: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_5"])
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def test_whole_run_on_a_multimodal_folder(name: str, corpus: Path, tmp_path: Path) -> None:
     """From a saved folder to a result that transformers loads in a process of its own."""
     base = save_whole(name, tmp_path / "base")

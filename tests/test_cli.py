@@ -139,6 +139,7 @@ def test_recipe_file_flags_and_python_are_one_definition(
         assert got == (reference / "4_scores/examples.parquet").read_bytes()
 
 
+@pytest.mark.slow
 def test_stage_commands_work_on_a_run_folder(
     model_folder: Folders, corpus: Path, tmp_path: Path
 ) -> None:

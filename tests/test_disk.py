@@ -142,6 +142,7 @@ def check_points(bench: Bench, points: int, seed: int) -> None:
         assert content(out) == expected[second]
 
 
+@pytest.mark.slow
 def test_the_disk_fails_at_some_points(bench: Bench) -> None:
     check_points(bench, points=8, seed=1)
 

@@ -143,8 +143,17 @@ def test_a_killed_stage_goes_on_and_does_not_start_again(bench: Bench) -> None:
     assert "[split] reused" in said
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("work", ["warmup", "pool (G and f)", "fine-tuning"])
+@pytest.mark.parametrize(
+    ("work", "signum", "code"),
+    [
+        ("warmup", signal.SIGTERM, 143),
+        ("pool (G and f)", signal.SIGINT, 130),
+        pytest.param("warmup", signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param("pool (G and f)", signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param("fine-tuning", signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param("fine-tuning", signal.SIGINT, 130, marks=pytest.mark.slow),
+    ],
+)
 def test_asked_to_stop(bench: Bench, work: str, signum: int, code: int) -> None:
     """Without saves on the way: the signal itself saves, says so, and gives the exit code."""
     out = f"stop-{work[:4]}-{code}"
@@ -179,6 +188,7 @@ def crash_at(bench: Bench, name: str, point: int, *settings: str) -> None:
     bench.finish(out, *settings)
 
 
+@pytest.mark.slow
 def test_some_crash_points_of_a_run(bench: Bench) -> None:
     """Die at an open, write, fsync, rename, unlink …: the next start needs nobody's help."""
     total = count_changes(bench.launcher, bench.words("counted", EVERY_STEP), bench.folder)
@@ -195,6 +205,7 @@ def test_every_crash_point_of_a_run(bench: Bench) -> None:
         shutil.rmtree(bench.folder / f"every-{point}")
 
 
+@pytest.mark.slow
 def test_crash_while_a_stage_is_replaced(bench: Bench) -> None:
     """Crash points of a second selection: the old one or the new one is there, never neither."""
     base = bench.words("replaced", "--until", "selection")

@@ -238,6 +238,7 @@ def test_a_silent_process_is_missed(start: Start, mode: str, stop: signal.Signal
         assert named(2, pids[2]) in job.said(f"rank{rank}")
 
 
+@pytest.mark.slow
 def test_a_stopped_holder_of_the_store_is_missed(start: Start) -> None:
     job = start("apart", 3, DUALSFT_PEER_TIMEOUT="4")
     pids = job.pids()
@@ -247,6 +248,7 @@ def test_a_stopped_holder_of_the_store_is_missed(start: Start) -> None:
         assert f"{named(0, pids[0])} has not answered for 4 s" in job.said(f"rank{rank}")
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_orphans(start: Start) -> None:
     job = start("apart", 2, torchrun=True)
     pids = job.pids()
@@ -285,6 +287,7 @@ def test_the_others_name_the_process_that_failed(start: Start, torchrun: bool) -
     assert f"error: {told}" in job.said("rank0") and f"again: {told}" in job.said("rank2")
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_notice_a_failure_is_ended(start: Start) -> None:
     job = start("fail apart")
     pids = job.pids()
@@ -303,6 +306,7 @@ def test_an_error_that_all_have_is_everybodys_own(start: Start) -> None:
 # --- signals --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_cleanly(start: Start) -> None:
     job = start("steps")
     os.kill(job.pids()[1], signal.SIGTERM)
@@ -310,6 +314,7 @@ def test_a_signal_to_one_process_stops_all_cleanly(start: Start) -> None:
     assert job.said() == "stopped by SIGTERM\n\nstopped by SIGTERM\n"
 
 
+@pytest.mark.slow
 def test_a_stop_outside_of_the_steps_stops_those_who_wait(start: Start) -> None:
     """The first waits in a collective for one that is stopped: stopped as well, not broken."""
     job = start("wait")
@@ -318,6 +323,7 @@ def test_a_stop_outside_of_the_steps_stops_those_who_wait(start: Start) -> None:
     assert "stopped by SIGINT" in job.said("rank0")
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_come_to_the_end_of_its_step_is_ended(start: Start) -> None:
     """Inside a collective Python hears no signal; the watch does."""
     job = start("out of step", DUALSFT_STOP_TIMEOUT="2")
@@ -330,6 +336,7 @@ def test_a_process_that_does_not_come_to_the_end_of_its_step_is_ended(start: Sta
 # --- the good end ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "torchrun"), [("done", False), ("done backwards", False), ("done", True)]
 )
@@ -340,6 +347,7 @@ def test_processes_may_finish_apart(start: Start, mode: str, torchrun: bool) -> 
     assert job.said().strip() == ""
 
 
+@pytest.mark.slow
 def test_one_group_may_be_watched_twice(start: Start) -> None:
     job = start("twice", torchrun=True)
     assert job.codes(60) == [0] and job.said() == ""

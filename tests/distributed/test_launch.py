@@ -126,6 +126,7 @@ def test_the_command_without_gpus() -> None:
 # --- one voice ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_error_of_all_is_said_once(model_folder: Folders, tmp_path: Path) -> None:
     """Found before the processes meet, and while they work together."""
     done = python(*TORCHRUN, "-m", "dualsft", "run", "no_such_recipe", OMP_NUM_THREADS="1")
@@ -158,6 +159,7 @@ def test_an_error_of_one_is_said_with_its_rank(
 # --- the work -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_on_two_processes(model_folder: Folders, corpus: Path, tmp_path: Path) -> None:
     """The same selection as in one process; nothing is said twice, and nothing by torchrun."""
     words = small_run(model_folder("llama"), corpus)
@@ -213,6 +215,7 @@ class Running:
             self.launcher.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
 def test_a_run_on_two_processes_is_killed_stopped_and_taken_up(
     model_folder: Folders, corpus: Path, tmp_path: Path
@@ -229,6 +232,7 @@ def test_a_run_on_two_processes_is_killed_stopped_and_taken_up(
     assert run.said.count("stopped by SIGINT: saved") == 1 and "Traceback" not in run.said
 
 
+@pytest.mark.slow
 def test_under_accelerate(model_folder: Folders, corpus: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     words = small_run(model_folder("llama"), corpus)

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
 
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = Path(__file__).parent / "distributed/worker.py"
 VECTORS = (
     "2_warmup/curvature",
     "3_gradients/grad_sum",
@@ -24,7 +24,7 @@ VECTORS = (
 
 
 def environment() -> dict[str, str]:
-    source = str(Path(__file__).parents[2] / "src")
+    source = str(Path(__file__).parents[1] / "src")
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 

@@ -20,8 +20,9 @@ from dualsft.data import Example
 from dualsft.fused import HALF_DTYPES, fused_blocks
 from dualsft.ghost import GhostEngine, widened
 from dualsft.model import find_candidates
-from dualsft.passes import PassResult, PassSettings, cwsd_objective, dot_alone, loss_objective, walk
+from dualsft.passes import PassResult, PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.progress import Reporter
+from dualsft.self_checks import dot_alone
 from dualsft.stages.chosen import product_source
 from dualsft.stages.projection import effective_lambda
 from dualsft.stages.scores import NUM_ALONE_HALF, rounding_ratio

@@ -33,8 +33,9 @@ from dualsft.model import (
     load_model,
     text_parameters,
 )
-from dualsft.passes import PassSettings, check_fused_loss, cwsd_objective, loss_objective, walk
+from dualsft.passes import PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.progress import Reporter
+from dualsft.self_checks import check_fused_loss
 from dualsft.vectors import ParamVector
 
 QUIET = Reporter(lambda _: None)

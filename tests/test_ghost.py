@@ -19,8 +19,9 @@ from dualsft.errors import ConfigError, RunError
 from dualsft.ghost import GhostEngine
 from dualsft.losses import comparison, example_objective
 from dualsft.model import decoder_blocks, find_candidates
-from dualsft.passes import PassResult, PassSettings, cwsd_objective, dot_alone, loss_objective, walk
+from dualsft.passes import PassResult, PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.progress import Reporter
+from dualsft.self_checks import dot_alone
 from dualsft.vectors import ParamVector
 
 QUIET = Reporter(lambda _: None)

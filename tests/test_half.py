@@ -16,8 +16,9 @@ from models import tiny_model
 
 from dualsft.ghost import GhostEngine, widened
 from dualsft.model import find_candidates, load_model
-from dualsft.passes import PassSettings, cwsd_objective, dot_alone, loss_objective, walk
+from dualsft.passes import PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.progress import Reporter
+from dualsft.self_checks import dot_alone
 from dualsft.stages.gradients import read_pool
 from dualsft.stages.scores import rounding_scales
 from dualsft.stages.split import read_split

@@ -24,17 +24,9 @@ from dualsft.errors import ConfigError, RunError
 from dualsft.fused import fused_blocks
 from dualsft.ghost import GhostEngine, widened
 from dualsft.model import find_candidates
-from dualsft.passes import (
-    TOLERANCE,
-    Objective,
-    PassSettings,
-    check_fused_loss,
-    cwsd_objective,
-    dot_alone,
-    loss_objective,
-    walk,
-)
+from dualsft.passes import Objective, PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.progress import Reporter
+from dualsft.self_checks import TOLERANCE, check_fused_loss, dot_alone
 from dualsft.stages.chosen import product_source
 from dualsft.stages.projection import ProjectionTerms, effective_lambda
 from dualsft.stages.split import resolve_budget

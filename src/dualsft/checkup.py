@@ -20,9 +20,10 @@ from dualsft.data import Example
 from dualsft.ghost import GhostEngine
 from dualsft.method import Job
 from dualsft.model import locate
-from dualsft.passes import TOLERANCE, check_fused_loss, dot_alone, loss_objective, walk
+from dualsft.passes import loss_objective, walk
 from dualsft.progress import Reporter
 from dualsft.rundir import RunDir
+from dualsft.self_checks import TOLERANCE, check_fused_loss, dot_alone
 from dualsft.stages.finetune import finetune_plan
 from dualsft.stages.selection import data_budget, denominator, param_budget
 from dualsft.stages.split import Split, divide, load_examples

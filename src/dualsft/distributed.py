@@ -28,6 +28,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from dualsft.errors import ConfigError, RunError
 from dualsft.tensor_files import CHUNK
@@ -36,6 +38,8 @@ T = TypeVar("T")
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, accelerate launch and every other launcher of torch sets."""
+MEETING = timedelta(minutes=10)
+"""All processes must have started within this time."""
 PATIENCE = timedelta(days=30)
 """A collective waits as long as its peers live: that they do is watched by `heartbeat.py`."""
 
@@ -242,19 +246,34 @@ def settled(*, sharded: bool, offload: bool) -> Iterator[World]:
         yield one
 
 
-def launched() -> bool:
-    """Whether a launcher has started this process as one of several."""
-    return all(name in os.environ for name in ENVIRONMENT)
+def launched(alone_too: bool = True) -> bool:
+    """Whether a launcher has started this process, as one of several or alone as well."""
+    given = all(name in os.environ for name in ENVIRONMENT)
+    return given and (alone_too or os.environ["WORLD_SIZE"] != "1")
+
+
+def _meet(rank: int, size: int) -> Any:
+    """The store through which the processes find each other, once all are there."""
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        store, _, _ = next(rendezvous("env://", rank, size, timeout=MEETING))
+    except dist.DistError as problem:
+        raise RunError(
+            f"rank {rank} of {size} did not meet the others at {where} within "
+            f"{MEETING.total_seconds() / 60:.0f} minutes ({problem}); start all processes, with "
+            "the same MASTER_ADDR and MASTER_PORT"
+        ) from None
+    return PrefixStore("dualsft", store)
 
 
 @contextmanager
-def joined(use_cuda: bool) -> Iterator[World]:
+def joined(use_cuda: bool, alone_too: bool = True) -> Iterator[World]:
     """Take part in the world that the launcher's environment describes; leave it at the end.
 
-    Without a launcher, and inside an outer `joined`, nothing happens. A process group that the
-    caller has made is used and left as it is.
+    Without a launcher, and inside an outer `joined`, nothing happens; nor, without `alone_too`, in
+    a world of one process. A process group that the caller has made is used and left as it is.
     """
-    if not launched() or world().size > 1:
+    if not launched(alone_too) or world().size > 1:
         yield world()
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -263,7 +282,9 @@ def joined(use_cuda: bool) -> Iterator[World]:
     made = not dist.is_initialized()
     if made:
         backend = "gloo" if device is None else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=PATIENCE, device_id=device)
+        store = _meet(rank, size)
+        named = {"store": store, "rank": rank, "world_size": size}
+        dist.init_process_group(backend, timeout=PATIENCE, device_id=device, **named)
     elif "gloo" not in str(dist.get_backend_config()):
         raise ConfigError(
             f"the process group was made with {dist.get_backend_config()} alone; words between the "

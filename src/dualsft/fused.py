@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from dualsft.memory import is_out_of_memory
 from dualsft.model import text_decoder
+from dualsft.sharding import device_of, through
 from dualsft.vectors import accumulation_dtype
 
 log = logging.getLogger("dualsft")
@@ -189,7 +190,8 @@ def fused_blocks(
     then not rounded away, and gradients flow back along it in fp32.
     """
     first = next(model.parameters())
-    if not (kernels_for(first) is not None if wanted is None else wanted):
+    like = torch.empty(0, dtype=first.dtype, device=device_of(model))
+    if not (kernels_for(like) is not None if wanted is None else wanted):
         yield
         return
     with ExitStack() as stack:
@@ -226,9 +228,11 @@ def _takes_wide(model: PreTrainedModel, like: Tensor) -> bool:
     A module that was not recognised would hand fp32 to a half-precision product, which torch
     refuses; such a model keeps its own dtype throughout.
     """
-    ids = torch.zeros(1, 2, dtype=torch.long, device=like.device)
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device_of(model))
+    decoder = text_decoder(model)
     try:
-        output = text_decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
+        result = through(model, lambda: decoder(input_ids=ids, use_cache=False))
+        output = result.last_hidden_state
     except RuntimeError as problem:
         if is_out_of_memory(problem):
             raise

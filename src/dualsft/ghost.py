@@ -44,6 +44,7 @@ from dualsft.model import (
 )
 from dualsft.placement import Factors, Lender
 from dualsft.sharding import (
+    device_of,
     gathered_parameters,
     is_sharded,
     set_requires_grad,
@@ -142,7 +143,7 @@ class GhostEngine:
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.candidates.values())).device
+        return device_of(self.model)
 
     def on(self, model: PreTrainedModel) -> GhostEngine:
         """This engine on another copy of its model."""

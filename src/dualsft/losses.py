@@ -103,7 +103,7 @@ class LogitMap:
     @classmethod
     def of(cls, model: PreTrainedModel) -> LogitMap:
         """Read off the configuration (Granite, Cohere, Falcon-H1; Gemma-2). That it is what the
-        model really does is checked on a row of every run (`passes.check_fused_loss`)."""
+        model really does is checked on a row of every run (`self_checks.check_fused_loss`)."""
         config = model.config.get_text_config()
         scale = float(getattr(config, "logit_scale", None) or 1.0)
         scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)

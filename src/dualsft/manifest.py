@@ -31,8 +31,8 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode("ascii")).hexdigest()
+def sha256_text(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def sha256_file(path: str | os.PathLike[str]) -> str:
@@ -112,7 +112,7 @@ class Fingerprint:
     @property
     def hash(self) -> str:
         """SHA-256 over the canonical JSON of both parts."""
-        return _sha256(_canonical({"settings": self.settings, "reads": self.reads}))
+        return sha256_text(_canonical({"settings": self.settings, "reads": self.reads}))
 
     def explain(self, old_manifest: Mapping[str, Any]) -> list[str]:
         """Why the stage behind a manifest is not this one; empty when it is."""
@@ -160,7 +160,7 @@ def broken_seal(text: str) -> bool:
 
 def render_manifest(body: Mapping[str, Any]) -> str:
     """A manifest's text; `seal` is a hash of the rest, so that damage to the file itself shows."""
-    sealed = {**body, "seal": _sha256(_canonical(body))}
+    sealed = {**body, "seal": sha256_text(_canonical(body))}
     return json.dumps(sealed, indent=1, allow_nan=False) + "\n"
 
 
@@ -179,7 +179,7 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], str]:
     version = body.get("format_version")
     stated = body.pop("seal", None)
     try:
-        sealed, intact = stated == _sha256(_canonical(body)), render_manifest(body) == text
+        sealed, intact = stated == sha256_text(_canonical(body)), render_manifest(body) == text
     except (ValueError, RecursionError):
         sealed = intact = False
     if sealed and isinstance(version, int) and version > FORMAT_VERSION:

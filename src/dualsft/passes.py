@@ -26,11 +26,10 @@ from transformers import PreTrainedModel
 from dualsft.checkpointing import checkpointed
 from dualsft.data import IGNORE, Batch, Example, collate, make_batches, named
 from dualsft.distributed import world
-from dualsft.errors import ConfigError, RunError
-from dualsft.ghost import GhostEngine, Taps, alone
+from dualsft.errors import RunError
+from dualsft.ghost import GhostEngine, Taps
 from dualsft.losses import (
     HeadObserver,
-    both_logits,
     distillation_objective,
     example_objective,
 )
@@ -63,8 +62,8 @@ from dualsft.trial import Objective, measure
 from dualsft.vectors import ParamVector, ShardedVector, Vector
 from dualsft.walk_state import PassResult, Span, WalkState
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-3, torch.float16: 5e-3}
-"""What the self-checks allow, by dtype (bf16: measured at most 4e-4 on a real model)."""
+SHARDED_TOKENS = 8192
+"""Padded tokens of a batch of a sharded model on a GPU, where memory is not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +126,17 @@ class _NoRoom(Exception):
 
     def __init__(self, problem: BaseException, shape: Sequence[int] | None = None) -> None:
         super().__init__(str(problem))
-        self.shape = shape
+        self.shape = None if shape is None else tuple(shape)
+
+
+def _agree_on_room(no_room: _NoRoom | None) -> None:
+    """Raise in every process when one has no room, with one shape: all go on with one plan."""
+    if not any(world().any(no_room is not None)):
+        return
+    found = [one for one in world().answers(no_room and (str(no_room), no_room.shape)) if one]
+    shapes = [shape for _, shape in found if shape is not None]
+    least = min(shapes, key=lambda shape: shape[0] // 2 * shape[1], default=None)
+    raise _NoRoom(MemoryError(found[0][0]), least)
 
 
 class _Walk:
@@ -189,7 +198,9 @@ class _Walk:
         device, dtype = engine.device, engine.candidates.dtype
         tokens = sum(example.num_tokens for example in self.examples)
         most = min(most, max(1, -(-tokens // world().size)))  # a batch for every process
-        if device.type != "cuda" or not self.examples or world().sharded:
+        if world().sharded:
+            return 0, [self._sharded_plan(device, most, wishes)]
+        if device.type != "cuda" or not self.examples:
             return 0, unmeasured(most, wishes, len(self.shapes))
         held = torch.cuda.memory_allocated(device)
         memory = min(int((wishes.memory or 2**20) * GIB), held + free_memory(device))
@@ -222,6 +233,16 @@ class _Walk:
             )
         return memory, plans
 
+    def _sharded_plan(self, device: torch.device, most: int, wishes: Wishes) -> Plan:
+        """Nothing is measured and there is no smaller plan: on a GPU small batches, recomputed,
+        unless they are set."""
+        plan = unmeasured(most, replace(wishes, placement="device"), len(self.shapes))[0]
+        if device.type != "cuda":
+            return plan
+        tokens = plan.batch_tokens if wishes.exact_batch else min(most, SHARDED_TOKENS)
+        again = True if wishes.checkpointing is None else wishes.checkpointing
+        return replace(plan, batch_tokens=tokens, checkpointing=again)
+
     def _first(self, chain: list[Plan], piece: Piece | None) -> Plan:
         """The plan to begin with; after a kill, batches and groups are cut as they were."""
         if piece is None:
@@ -240,7 +261,7 @@ class _Walk:
 
         def batch_of(count: int, labelled: int) -> Batch:
             rows = [full] * labelled + [bare] * (count - labelled)
-            return _collate(rows, self.settings, self.engine.device)
+            return collate_for(rows, self.settings, self.engine.device)
 
         return measure(
             self.engine,
@@ -287,12 +308,14 @@ class _Walk:
         """Every batch that a span has left, with its G and direction where the plan puts them."""
         only = None if len(span.names) == len(self.shapes) else set(span.names)
         with ExitStack() as stack:
+            sums = direction = no_room = None
             try:
                 sums, direction = self._placed(plan, span, stack)
             except Exception as problem:
                 if not is_out_of_memory(problem):
                     raise
-                raise _NoRoom(problem) from None
+                no_room = _NoRoom(problem)
+            _agree_on_room(no_room)
             taps = stack.enter_context(
                 self.engine.tapped(sums=sums, direction=direction, bounds=self.bounds, only=only)
             )
@@ -379,7 +402,7 @@ class _Walk:
         rows = turn[0] if own is None and world().sharded else own
         no_room: _NoRoom | None = None
         if rows is not None:
-            batch = _collate([examples[i] for i in rows], self.settings, self.engine.device)
+            batch = collate_for([examples[i] for i in rows], self.settings, self.engine.device)
             taps.begin(len(rows))
             try:
                 with self._around():
@@ -400,9 +423,7 @@ class _Walk:
                 if own is not None:
                     self.state.add(own, *found)
                     _refuse_nonfinite(label, own, examples, self.state.result)
-        if any(world().any(no_room is not None)):
-            shapes = [shape for shape in world().answers(no_room and no_room.shape) if shape]
-            raise no_room or _NoRoom(MemoryError("another process is out of memory"), shapes[0])
+        _agree_on_room(no_room)
 
     def _refuse_nonfinite_sums(self) -> None:
         sums = self.state.sums
@@ -422,7 +443,7 @@ class _Walk:
             observer = engine.head_observer(taps)
             for example in self.examples:
                 taps.begin(1)
-                batch = _collate([example], self.settings, engine.device)
+                batch = collate_for([example], self.settings, engine.device)
                 self.objective(batch, observer)[0].backward()
                 if not bool(torch.isfinite(sums[name]).all()):
                     found.append(example)
@@ -445,7 +466,7 @@ def _with_labels(example: Example, count: int) -> Example:
     return replace(example, labels=[IGNORE] * first + example.input_ids[first:])
 
 
-def _collate(examples: Sequence[Example], settings: PassSettings, device: torch.device) -> Batch:
+def collate_for(examples: Sequence[Example], settings: PassSettings, device: torch.device) -> Batch:
     return collate(examples, settings.pad_id, settings.padding_side, device)
 
 
@@ -459,39 +480,3 @@ def _refuse_nonfinite(
             f"{label}: the loss or gradient of {named(bad)} is not finite; nothing was "
             "written (look at these rows, or use model.dtype=float32)"
         )
-
-
-def check_fused_loss(
-    model: PreTrainedModel, example: Example, settings: PassSettings, tolerance: float
-) -> None:
-    """Our head's logits against the model's own, on one example; refused by name.
-
-    A model that does more to its logits than its configuration tells (`losses.py`) would be
-    trained, scored and evaluated on something else than what it computes.
-    """
-    device = next(model.parameters()).device
-    ours, own = both_logits(model, _collate([example], settings, device))
-    difference, largest = float((ours - own).abs().max()), float(own.abs().max())
-    if not difference <= tolerance * max(1.0, largest):
-        raise ConfigError(
-            f"{type(model).__name__}: its own logits for example {example.id} (at most "
-            f"{largest:.6g}) are up to {difference:.6g} away from ours; the model changes its "
-            "logits in a way that its configuration does not tell, and cannot be scored"
-        )
-
-
-def dot_alone(
-    engine: GhostEngine, example: Example, direction: Vector, settings: PassSettings
-) -> tuple[float, float]:
-    """(⟨U, g_n⟩, ‖g_n‖) of one example by plain autograd: no batch, no rule, no fused loss."""
-    batch = _collate([example], settings, engine.device)
-    totals = [0.0, 0.0]
-
-    def visit(name: str, gradient: Tensor) -> None:
-        block = ParamVector({name: gradient})
-        totals[0] += block.dot(direction)
-        totals[1] += block.norm() ** 2
-
-    with checkpointed(engine.model, engine.device.type == "cuda"):  # memory before speed
-        alone(engine.model, engine.candidates, batch, visit)
-    return totals[0], totals[1] ** 0.5

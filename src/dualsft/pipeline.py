@@ -10,7 +10,9 @@ re-runs exactly what depends on it, saying why. A stage is written whole or not 
 
 from __future__ import annotations
 
+import json
 import logging
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,17 +26,18 @@ from dualsft.config import Config
 from dualsft.context import RunContext, repeatable
 from dualsft.disk import explained
 from dualsft.distributed import alone, joined, launched, settled, world
-from dualsft.errors import ConfigError
+from dualsft.errors import ConfigError, RunError
 from dualsft.heartbeat import watched
 from dualsft.interrupt import Interrupted
-from dualsft.manifest import read_stage_manifest
+from dualsft.manifest import read_stage_manifest, sha256_text, versions
 from dualsft.method import Job
-from dualsft.model import choose_device
+from dualsft.model import choose_device, empty_model
 from dualsft.pieces import Pieces
 from dualsft.preflight import FOLDERS, STAGE_NAMES, check_paths, check_stage
 from dualsft.progress import Reporter, clock
 from dualsft.report import outdated, read_manifests, write_report
 from dualsft.rundir import Fingerprint, FollowedRunDir, RunDir, atomic_write_text
+from dualsft.scaling import ModelShape, scoring_memory, warmup_memory
 from dualsft.stage_settings import (
     Settings,
     evaluation_settings,
@@ -134,7 +137,8 @@ def run(
     check_paths(config)
     last = check_stage(until)
     reporter = reporter or Reporter()
-    with joined(choose_device(config.model.device).type == "cuda") as present:
+    use_cuda = choose_device(config.model.device).type == "cuda"
+    with joined(use_cuda, config.parallel.mode == "shard") as present:
         kind = RunDir if present.main else FollowedRunDir
         rundir, voice = kind(Path(out)), reporter if present.main else Reporter(lambda _: None)
         ctx = RunContext(config, rundir, voice, lenders=lenders, answers=answers)
@@ -143,6 +147,7 @@ def run(
         with watched(present, log.error), explained(rundir.path), ExitStack() as held:
             rundir.create()
             held.enter_context(rundir.lock())
+            _check_same(rundir, config)
             held.enter_context(_described_by(rundir, config))
             held.enter_context(repeatable(config.model.deterministic))
             held.enter_context(_settled(ctx))
@@ -150,18 +155,55 @@ def run(
     return rundir.path
 
 
+def _check_same(rundir: RunDir, config: Config) -> None:
+    """Every process must have the same settings, packages and run folder."""
+    present = world()
+    if present.size == 1:
+        return
+    present.agreed(sha256_text(settings.to_yaml(config)), "the configuration (its hash)")
+    present.agreed(json.dumps(versions(), sort_keys=True), "what is installed")
+    word = rundir.path / f".{present.told(secrets.token_hex(8))}.tmp"
+    if present.main:
+        atomic_write_text(word, "")
+    present.barrier()
+    missing = present.answers(word.is_file()).count(False)
+    if present.main:
+        word.unlink()
+    if missing:
+        raise RunError(
+            f"--out: {missing} of {present.size} processes do not see what the first one writes to "
+            f"{rundir.path}; give a folder on a file system that all machines share"
+        )
+
+
+def _warn_of_noise(ctx: RunContext) -> None:
+    """Dropout is drawn by each process for its own examples."""
+    rates = {
+        name: value
+        for name, value in ctx.model_config.to_dict().items()
+        if "drop" in name and isinstance(value, float) and 0 < value < 1
+    }
+    if rates:
+        name, value = next(iter(rates.items()))
+        ctx.reporter.warn(
+            f"the model has dropout ({name}={value}): what is drawn depends on the number of "
+            "processes, and so does the result, by more than rounding"
+        )
+
+
 @contextmanager
 def _settled(ctx: RunContext) -> Iterator[None]:
     """The present world with the model held as `parallel.mode` says."""
     parallel, present = ctx.config.parallel, world()
     present.decided(lambda: str(ctx.model_folder))  # brought here once, before the others look
-    sharded = launched() and present.decided(lambda: _is_sharded(ctx))
+    sharded = launched(parallel.mode == "shard") and present.decided(lambda: _is_sharded(ctx))
     if sharded and (problems := _not_sharded(ctx.config)):
         raise ConfigError(problems)
     with settled(sharded=sharded, offload=sharded and parallel.offload):
         if present.size > 1:
             how = "each with its rows of the model" if sharded else "each with the whole model"
             ctx.reporter.say(f"{present.size} processes, {how}")
+            _warn_of_noise(ctx)
         elif parallel.mode == "shard" and not sharded:
             ctx.reporter.warn("parallel.mode=shard has no effect: there is no launcher (torchrun)")
         yield
@@ -183,15 +225,20 @@ def _not_sharded(config: Config) -> list[str]:
 
 
 def _is_sharded(ctx: RunContext) -> bool:
-    """`parallel.mode`; auto: the weights, G and the direction would fill most of one GPU."""
+    """`parallel.mode`; auto: what scoring or the warmup holds would fill most of one GPU."""
     mode, device = ctx.config.parallel.mode, ctx.device
     if mode != "auto" or device.type != "cuda" or world().size == 1:
         return mode == "shard"
-    vectors = ctx.num_candidates * (4 + ctx.dtype.itemsize)
-    return ctx.model_bytes + vectors > MOST_OF_GPU * torch.cuda.mem_get_info(device)[1]
+    empty = empty_model(ctx.model_folder, ctx.trusted)
+    shape = ModelShape.of(empty, ctx.candidates(empty).parameters, ctx.dtype.itemsize)
+    needs = [scoring_memory(shape, 1, sharded=False)]
+    warmup = ctx.config.warmup
+    if warmup.epochs and not warmup.offload and warmup.trainable == "all":
+        needs.append(warmup_memory(shape, 1, sharded=False))
+    return max(needs) > MOST_OF_GPU * torch.cuda.mem_get_info(device)[1]
 
 
-MOST_OF_GPU = 0.7  # what scoring may hold of a GPU beside its activations when nothing is sharded
+MOST_OF_GPU = 0.7  # what a stage may hold of a GPU beside its activations when nothing is sharded
 
 
 def finished(config: Config, out: Path) -> bool:
@@ -326,6 +373,9 @@ def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
         if stage.together(ctx):
             _compute_stage(ctx, stage, due.fingerprint)
         elif present.main:
+            if present.size > 1 and stage.name != "split":
+                what = ctx.methods.title
+                ctx.reporter.say(f"[{stage.name}] by the first process alone: {what} is not shared")
             with alone():
                 _compute_stage(ctx, stage, due.fingerprint)
         present.barrier()  # the stage is in its place

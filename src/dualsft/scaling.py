@@ -39,10 +39,16 @@ class ModelShape:
     """Bytes of an entry of G."""
 
     @classmethod
-    def of(cls, model: nn.Module, candidates: Mapping[str, nn.Parameter]) -> ModelShape:
+    def of(
+        cls,
+        model: nn.Module,
+        candidates: Mapping[str, nn.Parameter],
+        itemsize: int | None = None,
+    ) -> ModelShape:
+        """Of a model, in its own dtype unless another weight's bytes are given."""
         counts = [sum(p.numel() for p in block.parameters()) for block in decoder_blocks(model)[1]]  # pyright: ignore[reportArgumentType]
         sizes = [p.numel() for p in candidates.values()]
-        itemsize = next(iter(candidates.values())).itemsize
+        itemsize = itemsize or next(iter(candidates.values())).itemsize
         return cls(
             parameters=sum(p.numel() for p in model.parameters()),
             blocks=sum(counts),

@@ -120,8 +120,9 @@ class ShardedAdamW(SparseAdamW):
         """Gradients are summed in the backward pass already."""
 
     def total_norm(self) -> Tensor:
-        squares = super().total_norm().double() ** 2
-        return world().sum_(squares.cpu()).sqrt()
+        own = super().total_norm()
+        device = next(iter(self._params.values())).device
+        return world().sum_(own.double().cpu() ** 2).sqrt().to(device, own.dtype)
 
     def close(self) -> None:
         if self._closed:

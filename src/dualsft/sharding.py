@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from dualsft.distributed import world
 from dualsft.errors import ConfigError
@@ -102,13 +103,22 @@ def _on_host(tensors: dict[str, Tensor], name: str) -> Tensor:
 
 
 def _refuse_renamed(folder: Path, model: nn.Module, whole: nn.Module) -> None:
+    """A sharded model is saved under the names that it has in memory."""
     ours, own = ({n for n, _ in m.named_parameters()} for m in (model, whole))
-    if ours != own:
-        odd = sorted(ours ^ own)[:3]
+    kind = str(getattr(model.config, "model_type", ""))
+    if ours != own or get_checkpoint_conversion_mapping(kind):
         raise ConfigError(
-            f"model.path: {folder.name!r} has other parameters when it is loaded than its "
-            f"configuration makes ({odd} …): it cannot be sharded; use parallel.mode=replicate"
+            f"model.path: {folder.name!r} ({kind}) has other names in its files than in memory, "
+            "where a sharded model is saved from; use parallel.mode=replicate"
         )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes: its parameters' device, but of rows that wait in host memory the
+    GPU that they are gathered on."""
+    if is_sharded(model):
+        return vars(model)[_SOURCE][1]
+    return next(model.parameters()).device
 
 
 def local_rows(p: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from dualsft.memory import Smaller, give_back, is_out_of_memory
 from dualsft.optim import SparseAdamW
 from dualsft.pieces import Piece, Pieces, State
 from dualsft.progress import Reporter
+from dualsft.sharding import device_of
 from dualsft.tensor_files import Form
 from dualsft.vectors import LazyVector, Seen
 
@@ -128,6 +129,8 @@ def train(
         hooks.load_state(piece.facts["hooks"])
     if first:
         log_step(resumed_at=first)
+    if world().sharded and plan.checkpointing is None and device_of(model).type == "cuda":
+        plan = replace(plan, checkpointing=True)  # lack of memory could not be answered later
     order: list[int] = []
     model.train()
     try:
@@ -259,7 +262,7 @@ def _fitting_step(
         optimizer.zero_grad()
         for parameter in model.parameters():
             parameter.grad = None
-        give_back(next(model.parameters()).device)
+        give_back(device_of(model))
 
 
 class _Full(Exception):
@@ -284,7 +287,7 @@ def _step(
     Losses and norm are read together, once: the device is waited for once a step. From
     `before_update` on the state of the step before is no more.
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     shares = [micro_batches(share, plan) for share in world().dealt(rows)]
     pieces = shares[world().rank]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -361,9 +364,10 @@ def _agreed(work: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
                 "finetune.checkpointing=true, or start more processes"
             ) from None
         full = problem
-    if any(world().any(full is not None)):
-        shapes = [shape for shape in world().answers(full and full.shape) if shape]
-        raise full or _Full(shapes[0], MemoryError("another process is out of memory"))
+    if any(world().any(full is not None)):  # with one shape, so that all go on alike
+        found = [one for one in world().answers(full and (full.shape, str(full))) if one]
+        shape, words = min(found, key=lambda one: one[0][0] // 2 * one[0][1])
+        raise _Full(shape, MemoryError(words))
     return result
 
 
@@ -386,7 +390,7 @@ def _backward(
     model: PreTrainedModel, rows: Sequence[Example], plan: TrainingPlan, scale: float, hooks: Hooks
 ) -> torch.Tensor:
     """Gradients of one micro-batch, each example's times `scale`; returns its examples' losses."""
-    batch = collate(rows, plan.pad_id, plan.padding_side, next(model.parameters()).device)
+    batch = collate(rows, plan.pad_id, plan.padding_side, device_of(model))
     try:
         objective, losses = hooks.objective(model, batch, rows, scale)
         objective.backward()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dualsft import passes
 from dualsft.data import Example
 from dualsft.distributed import joined, settled, world
 from dualsft.errors import DualsftError
@@ -28,7 +29,7 @@ from dualsft.sharding import load_sharded, local_rows
 from dualsft.training import Hooks, TrainingPlan, mean_loss, train
 
 EXAMPLES = [
-    Example(f"id{i}", i, list(range(3, 8 + i % 3)), list(range(3, 8 + i % 3))) for i in range(12)
+    Example(f"id{i}", i, list(range(3, 8 + i % 7)), list(range(3, 8 + i % 7))) for i in range(13)
 ]
 PLAN = TrainingPlan(
     lr=1e-3,
@@ -76,14 +77,16 @@ def trained(model: Any, fault: Callable[[Any], Any] | None) -> dict[str, Any]:
     return result
 
 
-def walked(model: Any, fault: Callable[[int], None] | None) -> dict[str, Any]:
-    """A walk over the examples, in which one process has a fault at a batch of several."""
+def walked(
+    model: Any, fault: Callable[[int], None] | None, ranks: tuple[int, ...] = (1,)
+) -> dict[str, Any]:
+    """A walk over the examples, in which some processes have a fault at a batch of several."""
     said: list[str] = []
     candidates = find_candidates(model, "block_linear")
     engine, plain = GhostEngine(model, candidates), loss_objective(model)
 
     def objective(batch: Any, observer: Any) -> Any:
-        if world().rank == 1 and fault is not None and len(batch.input_ids) > 1:
+        if world().rank in ranks and fault is not None and len(batch.input_ids) > 1:
             fault(len(batch.input_ids))
         return plain(batch, observer)
 
@@ -98,6 +101,23 @@ def walked(model: Any, fault: Callable[[int], None] | None) -> dict[str, Any]:
     }
 
 
+def displaced(model: Any) -> dict[str, Any]:
+    """A walk in which one process has no room for G at first."""
+    true, tries = passes.move, []
+
+    def move(*given: Any) -> None:
+        tries.append(1)
+        if world().rank == 1 and len(tries) == 1:
+            out_of_memory(0)
+        true(*given)
+
+    passes.move = move
+    try:
+        return walked(model, None)
+    finally:
+        passes.move = true
+
+
 def main() -> None:
     folder, out = Path(sys.argv[1]), Path(sys.argv[2])
     cpu = torch.device("cpu")
@@ -108,6 +128,8 @@ def main() -> None:
             found["nan"] = trained(model, lambda losses: losses * torch.nan)
             found["walk"] = walked(model, None)
             found["walk, no room"] = walked(model, out_of_memory)
+            found["walk, no room anywhere"] = walked(model, out_of_memory, ranks=(0, 1))
+            found["walk, no place"] = displaced(model)
             found["no room"] = trained(model, lambda _: out_of_memory(0))
         with settled(sharded=True, offload=False):
             model = load_sharded(folder, torch.float64, cpu)

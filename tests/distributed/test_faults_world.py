@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Runner, small_run
 from models import save_tiny_folder
-from worlds import environment, torchrun
+from worlds import FP32, assert_same_run, environment, torchrun
 
 FAULTY = Path(__file__).with_name("faulty.py")
 
@@ -43,13 +45,15 @@ def test_a_nan_in_one_process_stops_all_before_the_update(
     assert found[0][case]["error"] == found[1][case]["error"]
 
 
-def test_lack_of_memory_in_one_process_makes_all_batches_smaller(
-    found: list[dict[str, Any]],
+@pytest.mark.parametrize("case", ["walk, no room", "walk, no room anywhere", "walk, no place"])
+def test_lack_of_memory_changes_the_plan_of_all_and_no_number(
+    case: str, found: list[dict[str, Any]]
 ) -> None:
+    """In one process, in both with batches of different shapes, and before the first batch."""
     for one in found:
-        assert one["walk, no room"]["said"] and not one["walk"]["said"]
-        assert one["walk, no room"]["values"] == pytest.approx(one["walk"]["values"], rel=1e-12)
-        assert one["walk, no room"]["norm"] == pytest.approx(one["walk"]["norm"], rel=1e-12)
+        assert one[case]["said"] and not one["walk"]["said"]
+        assert one[case]["values"] == pytest.approx(one["walk"]["values"], rel=1e-12)
+        assert one[case]["norm"] == pytest.approx(one["walk"]["norm"], rel=1e-12)
 
 
 def test_training_goes_on_with_less_memory_in_all_processes(found: list[dict[str, Any]]) -> None:
@@ -57,3 +61,71 @@ def test_training_goes_on_with_less_memory_in_all_processes(found: list[dict[str
         assert one["no room"]["error"] is None and one["no room"]["moved"]
         assert len(one["no room"]["said"]) >= 2  # activations recomputed, then smaller batches
     assert found[0]["no room"]["norm"] == found[1]["no room"]["norm"]
+
+
+EVALUATION = """
+import sys, torch
+from dualsft import config, losses, pipeline
+from dualsft.distributed import joined, world
+from dualsft.progress import Reporter
+from dualsft.stages import evaluation
+
+def short(before, after, batch, true=evaluation.comparison):
+    if world().rank == 1 and len(batch.input_ids) > 1:
+        raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+    return true(before, after, batch)
+
+with joined(False):
+    evaluation.comparison = short
+    pipeline.run(config.load(None, sys.argv[2:]), sys.argv[1], None, Reporter(lambda _: None))
+"""
+
+
+def test_evaluation_counts_every_row_once_when_memory_runs_out(
+    make_run: Runner, model_folder: Callable[[str], Path], corpus: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "evaluation.py"
+    script.write_text(EVALUATION)
+    one, many = make_run("score.batch_tokens=120", out="one"), tmp_path / "many"
+    words = [*small_run(model_folder("llama"), corpus), "score.batch_tokens=120"]
+    done = subprocess.run(
+        torchrun(2, str(script), str(many), *words),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert_same_run(one, many, FP32)
+
+
+def test_processes_with_other_settings_are_refused(
+    model_folder: Callable[[str], Path], corpus: Path, tmp_path: Path
+) -> None:
+    """And those that do not see the same run folder."""
+    script = tmp_path / "apart.py"
+    script.write_text(
+        "import os, sys\n"
+        "from dualsft import config, pipeline\n"
+        "from dualsft.errors import RunError\n"
+        "from dualsft.progress import Reporter\n"
+        "rank, out = os.environ['RANK'], sys.argv[1]\n"
+        "for words, folder in (([f'seed={rank}'], out), ([], out + rank)):\n"
+        "    try:\n"
+        "        pipeline.run(config.load(None, [*sys.argv[2:], *words]), folder, None,\n"
+        "                     Reporter(lambda _: None))\n"
+        "    except RunError as problem:\n"
+        "        print(f'[{rank}] {problem}', flush=True)\n"
+    )
+    words = small_run(model_folder("llama"), corpus)
+    done = subprocess.run(
+        torchrun(2, str(script), str(tmp_path / "out"), *words),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    said = done.stdout + done.stderr
+    assert said.count("the configuration (its hash) differs between rank 0") == 2, said[-3000:]
+    assert said.count("1 of 2 processes do not see what the first one writes") == 2, said[-3000:]
+    assert not list(tmp_path.glob("out*/1_split"))

@@ -27,7 +27,8 @@ from dualsft.diagnostics.surrogate import budgets, known_scores, warm_surrogate
 from dualsft.ghost import widened
 from dualsft.losses import last_hidden
 from dualsft.model import locate
-from dualsft.passes import dot_alone, remaining_batches
+from dualsft.passes import remaining_batches
+from dualsft.self_checks import dot_alone
 from dualsft.stages.chosen import at_hand, read_mask
 from dualsft.stages.gradients import read_pool
 from dualsft.vectors import Vector

@@ -155,6 +155,7 @@ def _compare_batch(
     own = world().mine(turn)
     rows = turn[0] if own is None and world().sharded else own
     budget: int | None = None
+    measured = None
     if rows is not None:
         chosen = [examples[i] for i in rows]
         batch = collate(chosen, ctx.pad_id, ctx.config.data.padding_side, ctx.device)
@@ -168,11 +169,11 @@ def _compare_batch(
             budget = smaller.batch_tokens
         else:
             _refuse_nonfinite(label, chosen, both)
-            if own is not None:
-                measured = (both.loss_before, both.loss_after, both.divergence)
-                each[own] = torch.stack([values.double().cpu() for values in measured], dim=1)
-    if any(world().any(budget is not None)):
+            measured = (both.loss_before, both.loss_after, both.divergence)
+    if any(world().any(budget is not None)):  # the whole turn is dealt out again
         return min(found for found in world().answers(budget) if found is not None)
+    if own is not None and measured is not None:
+        each[own] = torch.stack([values.double().cpu() for values in measured], dim=1)
     return None
 
 

@@ -22,15 +22,10 @@ from dualsft.data import Example
 from dualsft.distributed import world
 from dualsft.ghost import GhostEngine
 from dualsft.memory import give_back
-from dualsft.passes import (
-    TOLERANCE,
-    PassResult,
-    check_fused_loss,
-    loss_objective,
-    walk,
-)
+from dualsft.passes import PassResult, loss_objective, walk
 from dualsft.placement import blank
 from dualsft.precision import precise
+from dualsft.self_checks import TOLERANCE, check_fused_loss
 from dualsft.stages.preservation import prior_gradient
 from dualsft.stages.projection import projection_terms
 from dualsft.vectors import LazyVector, Vector

@@ -27,9 +27,10 @@ from dualsft.errors import RunError
 from dualsft.fused import HALF_DTYPES
 from dualsft.ghost import GhostEngine, widened
 from dualsft.model import Candidates
-from dualsft.passes import TOLERANCE, dot_alone, loss_objective, walk
+from dualsft.passes import loss_objective, walk
 from dualsft.precision import precise
 from dualsft.progress import Reporter
+from dualsft.self_checks import TOLERANCE, dot_alone
 from dualsft.stages.chosen import at_hand
 from dualsft.stages.gradients import one_pass_wanted, read_pool
 from dualsft.stages.projection import ProjectionTerms, param_scores, projection_terms

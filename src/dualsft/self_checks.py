@@ -1,0 +1,59 @@
+"""What every run checks about itself: the model's own logits, and examples alone by plain autograd.
+
+ALGORITHM.md §3.1, beside Algorithm 1 lines 5 and 8: the fused loss against the logits of the model
+itself, and ⟨U, g_n⟩ of an example by the slow, independent path (`ghost.alone`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dualsft.checkpointing import checkpointed
+from dualsft.data import Example
+from dualsft.errors import ConfigError
+from dualsft.ghost import GhostEngine, alone
+from dualsft.losses import both_logits
+from dualsft.passes import PassSettings, collate_for
+from dualsft.sharding import device_of
+from dualsft.vectors import ParamVector, Vector
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-3, torch.float16: 5e-3}
+"""What the self-checks allow, by dtype (bf16: measured at most 4e-4 on a real model)."""
+
+
+def check_fused_loss(
+    model: PreTrainedModel, example: Example, settings: PassSettings, tolerance: float
+) -> None:
+    """Our head's logits against the model's own, on one example; refused by name.
+
+    A model that does more to its logits than its configuration tells (`losses.py`) would be
+    trained, scored and evaluated on something else than what it computes.
+    """
+    device = device_of(model)
+    ours, own = both_logits(model, collate_for([example], settings, device))
+    difference, largest = float((ours - own).abs().max()), float(own.abs().max())
+    if not difference <= tolerance * max(1.0, largest):
+        raise ConfigError(
+            f"{type(model).__name__}: its own logits for example {example.id} (at most "
+            f"{largest:.6g}) are up to {difference:.6g} away from ours; the model changes its "
+            "logits in a way that its configuration does not tell, and cannot be scored"
+        )
+
+
+def dot_alone(
+    engine: GhostEngine, example: Example, direction: Vector, settings: PassSettings
+) -> tuple[float, float]:
+    """(⟨U, g_n⟩, ‖g_n‖) of one example by plain autograd: no batch, no rule, no fused loss."""
+    batch = collate_for([example], settings, engine.device)
+    totals = [0.0, 0.0]
+
+    def visit(name: str, gradient: Tensor) -> None:
+        block = ParamVector({name: gradient})
+        totals[0] += block.dot(direction)
+        totals[1] += block.norm() ** 2
+
+    with checkpointed(engine.model, engine.device.type == "cuda"):  # memory before speed
+        alone(engine.model, engine.candidates, batch, visit)
+    return totals[0], totals[1] ** 0.5

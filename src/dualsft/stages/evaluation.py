@@ -154,7 +154,7 @@ def _compare_batch(
     """
     own = world().mine(turn)
     rows = turn[0] if own is None and world().sharded else own
-    budget: int | None = None
+    smaller: Smaller | None = None
     measured = None
     if rows is not None:
         chosen = [examples[i] for i in rows]
@@ -162,19 +162,25 @@ def _compare_batch(
         try:
             both = comparison(before, after, batch)
         except Exception as problem:
-            if not is_out_of_memory(problem) or world().sharded:
+            if not is_out_of_memory(problem):
                 raise
             smaller = Smaller.than(batch.input_ids.shape, problem, "evaluation.batch_tokens")
-            ctx.reporter.warn(f"{label}: {smaller}")
-            budget = smaller.batch_tokens
+            if world().sharded:
+                raise RunError(f"{label}: {world().name}: {problem}; {_LOWER}") from None
         else:
             _refuse_nonfinite(label, chosen, both)
             measured = (both.loss_before, both.loss_after, both.divergence)
-    if any(world().any(budget is not None)):  # the whole turn is dealt out again
-        return min(found for found in world().answers(budget) if found is not None)
+    if any(world().any(smaller is not None)):  # the whole turn is dealt out again, and said
+        told = smaller and (smaller.batch_tokens, str(smaller))
+        budget, words = min(found for found in world().answers(told) if found is not None)
+        ctx.reporter.warn(f"{label}: {words}")
+        return budget
     if own is not None and measured is not None:
         each[own] = torch.stack([values.double().cpu() for values in measured], dim=1)
     return None
+
+
+_LOWER = "lower evaluation.batch_tokens, or start more processes"
 
 
 def _facts(examples: list[Example], each: torch.Tensor) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from dualsft.model import (
     load_tokenizer,
 )
 from dualsft.pretrained import resolve_model, weights_hash
-from dualsft.sharding import save_model
+from dualsft.saving import save_model
 
 
 def merge(base: str, delta_path: Path, out: Path, dtype: str = "auto", force: bool = False) -> int:

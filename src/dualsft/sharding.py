@@ -12,7 +12,6 @@ everything. It finds no gradient to reduce, because each is taken as soon as it 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -20,14 +19,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from dualsft.distributed import world
 from dualsft.errors import ConfigError
-from dualsft.model import PROCESSOR_FILES, decoder_blocks, load_model, meta_model
+from dualsft.model import decoder_blocks, load_model, meta_model
 from dualsft.tensor_files import Form
-from dualsft.vectors import ParamVector, Seen, ShardedVector, Vector, save_tensors
+from dualsft.vectors import ParamVector, ShardedVector
 
 R = TypeVar("R")
 
@@ -181,34 +180,6 @@ def release(model: nn.Module) -> None:
         root.reshard()
 
 
-def save_model(model: PreTrainedModel, tokenizer: Any, base: Path, target: Path) -> None:
-    """Weights, tokenizer, and what else the base has for its processor, as one folder.
-
-    Written by the first process; of a sharded model the others send it their rows, a chunk at a
-    time. The generation settings are the base's own file: transformers refuses to write some that
-    it reads (a temperature without sampling), and they are not ours to change.
-    """
-    main = world().main
-    if is_sharded(model):
-        if main:
-            target.mkdir(parents=True)
-            model.config.save_pretrained(target)
-        save_tensors(target / "model.safetensors", _Weights(model), {})
-    elif main:
-        settings, model.generation_config = model.generation_config, GenerationConfig()
-        try:
-            model.save_pretrained(target)
-        finally:
-            model.generation_config = settings
-        (target / "generation_config.json").unlink(missing_ok=True)
-    if not main:
-        return
-    tokenizer.save_pretrained(target)
-    for name in ("generation_config.json", *PROCESSOR_FILES):
-        if (base / name).is_file() and not (target / name).exists():
-            shutil.copyfile(base / name, target / name)
-
-
 def entries_of(p: Tensor, index: Tensor) -> Tensor:
     """A parameter's values at sorted flat indices, in the host's memory; when it is sharded the
     indices are in this process's rows."""
@@ -224,29 +195,3 @@ def weights_vector(model: nn.Module, names: Iterable[str]) -> ParamVector:
     if not is_sharded(model):
         return ParamVector(rows)
     return ShardedVector(rows, {name: Form(p.dtype, p.shape) for name, p in parameters.items()})
-
-
-class _Weights(Vector):
-    """A sharded model's parameters, and its buffers that are saved, as one vector."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = dict(model.named_parameters())
-        saved = model.state_dict().keys()
-        self._buffers = {name: b for name, b in model.named_buffers() if name in saved}
-        every = {**self._parameters, **self._buffers}
-        self.forms = {name: Form(t.dtype, t.shape) for name, t in every.items()}
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self._parameters.values())).device
-
-    def share(self, name: str, rank: int) -> tuple[int, int]:
-        if name in self._parameters:
-            return super().share(name, rank)
-        return (0, self.forms[name].num_entries) if rank == 0 else (0, 0)
-
-    def piece(self, name: str, start: int, stop: int, seen: Seen | None = None) -> Tensor:
-        if name in self._buffers:
-            return self._buffers[name].reshape(-1)[start:stop]
-        first, _ = world().own(self.forms[name].shape)
-        return local_rows(self._parameters[name]).reshape(-1)[start - first : stop - first]

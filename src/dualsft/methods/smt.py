@@ -24,7 +24,7 @@ from dualsft.methods.matrices import FAMILIES, Matrix, of_role, refuse_empty, wh
 from dualsft.model import text_parameters
 from dualsft.optim import SparseAdamW
 from dualsft.pieces import Pieces
-from dualsft.sharding import save_model
+from dualsft.saving import save_model
 from dualsft.stages.finetune import finetune_plan
 from dualsft.training import Hooks, train
 from dualsft.vectors import accumulation_dtype, reduction_dtype

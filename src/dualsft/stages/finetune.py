@@ -27,8 +27,8 @@ from dualsft.model import text_parameters
 from dualsft.optim import SparseAdamW
 from dualsft.pretrained import weights_hash
 from dualsft.rundir import sha256_file
+from dualsft.saving import save_model
 from dualsft.sharded_optim import make_optimizer
-from dualsft.sharding import save_model
 from dualsft.stages.chosen import read_mask
 from dualsft.training import FEW_STEPS, Hooks, TrainingPlan, train
 

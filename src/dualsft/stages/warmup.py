@@ -22,9 +22,9 @@ from dualsft.distributed import world
 from dualsft.ghost import GhostEngine
 from dualsft.model import Candidates, text_parameters
 from dualsft.optim import SparseAdamW
+from dualsft.saving import save_model
 from dualsft.self_checks import TOLERANCE, check_fused_loss
 from dualsft.sharded_optim import make_optimizer
-from dualsft.sharding import save_model
 from dualsft.tensor_files import Form
 from dualsft.training import FEW_STEPS, TrainingPlan, train
 from dualsft.vectors import LazyVector, Seen

@@ -252,6 +252,14 @@ def launched(alone_too: bool = True) -> bool:
     return given and (alone_too or os.environ["WORLD_SIZE"] != "1")
 
 
+def place_of_meeting() -> str:
+    """Where the first of several processes is about to wait for the others; empty otherwise."""
+    if not launched(alone_too=False) or world().size > 1 or os.environ["RANK"] != "0":
+        return ""
+    size, where = os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]
+    return f"waiting for {size} processes at {where}:{os.environ['MASTER_PORT']}"
+
+
 def _meet(rank: int, size: int) -> Any:
     """The store through which the processes find each other, once all are there."""
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -25,7 +25,14 @@ from dualsft import config as settings
 from dualsft.config import Config
 from dualsft.context import RunContext, repeatable
 from dualsft.disk import explained
-from dualsft.distributed import alone, joined, launched, settled, world
+from dualsft.distributed import (
+    alone,
+    joined,
+    launched,
+    place_of_meeting,
+    settled,
+    world,
+)
 from dualsft.errors import ConfigError, RunError
 from dualsft.heartbeat import watched
 from dualsft.interrupt import Interrupted
@@ -138,6 +145,8 @@ def run(
     last = check_stage(until)
     reporter = reporter or Reporter()
     use_cuda = choose_device(config.model.device).type == "cuda"
+    if meeting := place_of_meeting():
+        reporter.say(meeting)
     with joined(use_cuda, config.parallel.mode == "shard") as present:
         kind = RunDir if present.main else FollowedRunDir
         rundir, voice = kind(Path(out)), reporter if present.main else Reporter(lambda _: None)

@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
+
+from dualsft.training import TrainingPlan
 
 WORKER = Path(__file__).parent / "distributed/worker.py"
 VECTORS = (
@@ -23,9 +26,28 @@ VECTORS = (
 )
 
 
+def short_training(**changes: Any) -> TrainingPlan:
+    """A plan for a few steps over a few rows."""
+    plan = TrainingPlan(
+        lr=1e-3,
+        epochs=1,
+        batch_size=6,
+        warmup_ratio=0.0,
+        max_grad_norm=1.0,
+        micro_batch_size=2,
+        batch_tokens=1000,
+        seed=0,
+        pad_id=0,
+        padding_side="right",
+    )
+    return replace(plan, **changes)
+
+
 def environment() -> dict[str, str]:
-    source = str(Path(__file__).parents[1] / "src")
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    """Where the package and these helpers are found, one thread a process."""
+    tests = Path(__file__).parent
+    places = [str(tests.parent / "src"), str(tests), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, places))
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 

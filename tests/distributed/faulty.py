@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from worlds import short_training
 
 from dualsft import passes
 from dualsft.data import Example
@@ -26,23 +27,12 @@ from dualsft.placement import blank
 from dualsft.progress import Reporter
 from dualsft.sharded_optim import make_optimizer
 from dualsft.sharding import load_sharded, local_rows
-from dualsft.training import Hooks, TrainingPlan, mean_loss, train
+from dualsft.training import Hooks, mean_loss, train
 
 EXAMPLES = [
     Example(f"id{i}", i, list(range(3, 8 + i % 7)), list(range(3, 8 + i % 7))) for i in range(13)
 ]
-PLAN = TrainingPlan(
-    lr=1e-3,
-    epochs=1,
-    batch_size=6,
-    warmup_ratio=0.0,
-    max_grad_norm=1.0,
-    micro_batch_size=2,
-    batch_tokens=1000,
-    seed=0,
-    pad_id=0,
-    padding_side="right",
-)
+PLAN = short_training()
 
 
 def out_of_memory(_: int) -> None:

@@ -27,11 +27,9 @@ WIDE: dict[str, Any] = {
 def test_counted_bytes(size: int, tmp_path: Path) -> None:
     """One batch a process and one micro-batch a process: a turn, and a step."""
     folder = save_tiny_folder(tmp_path / "model", "llama", ["a small text"], **WIDE)
-    env = environment()
-    env["PYTHONPATH"] += f":{Path(__file__).parents[1]}"
     done = subprocess.run(
         torchrun(size, str(TRAFFIC), str(folder)),
-        env=env,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=200,

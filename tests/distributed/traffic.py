@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from worlds import short_training
 
 from dualsft.data import Example
 from dualsft.distributed import joined, settled, world
@@ -25,7 +26,7 @@ from dualsft.progress import Reporter
 from dualsft.scaling import ModelShape, step_traffic, walk_traffic
 from dualsft.sharded_optim import ShardedAdamW, make_optimizer
 from dualsft.sharding import load_sharded, weights_vector
-from dualsft.training import TrainingPlan, train
+from dualsft.training import train
 
 SMALL = 1024
 """Words between the processes (flags, counts) are smaller than this and not counted."""
@@ -98,18 +99,7 @@ def measure(folder: Path, sharded: bool) -> list[dict[str, Any]]:
     found.append({"what": "walk", "sharded": sharded, "sent": sent, "said": said, "kinds": kinds})
 
     indices = {n: torch.arange(0, p.numel(), 7) for n, p in candidates.parameters.items()}
-    plan = TrainingPlan(
-        lr=1e-3,
-        epochs=1,
-        batch_size=len(examples),
-        warmup_ratio=0.0,
-        max_grad_norm=1.0,
-        micro_batch_size=1,
-        batch_tokens=1000,
-        seed=0,
-        pad_id=0,
-        padding_side="right",
-    )
+    plan = short_training(batch_size=len(examples), micro_batch_size=1)
     with make_optimizer(model, text_parameters(model), indices, lr=1e-3) as optimizer:
         shares = (
             list(optimizer.shares.values())

@@ -8,6 +8,7 @@ Where a stage does not fit, the settings that make it fit are tried and said. No
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -19,15 +20,15 @@ import torch
 
 from dualsft import config as settings
 from dualsft.config import Config
-from dualsft.context import RunContext, pass_settings
+from dualsft.context import RunContext
 from dualsft.disk import free_bytes
 from dualsft.fused import HALF_DTYPES
 from dualsft.memory import free_memory
 from dualsft.method import Job
 from dualsft.model import empty_model, find_candidates, shallow_model, text_parameters
-from dualsft.plans import GIB, Demand, Plan, choose, unmeasured
+from dualsft.plans import GIB, Plan
 from dualsft.preflight import FOLDERS, STAGE_NAMES, check_paths, check_stage
-from dualsft.probe import Memory, Probe, Trial, probe
+from dualsft.probe import Probe, Trial, probe
 from dualsft.progress import Reporter, peak_memory_gib
 from dualsft.rundir import RunDir
 from dualsft.stages.finetune import finetune_plan
@@ -37,8 +38,12 @@ from dualsft.stages.selection import data_budget, param_budget
 from dualsft.stages.warmup import warmup_plan
 from dualsft.training_costs import Room, Training, finetune_cures, warmup_cures
 from dualsft.vectors import accumulation_dtype
+from dualsft.walk_costs import Walk, has_room_for_fp32
 from dualsft.workload import Workload, survey
 
+OPEN_SHARE = 0.1
+"""Of the pool, in half precision: examples so near the boundary that they are scored again (a tenth
+of GSM8K with SmolLM2-135M)."""
 IO_BYTES = 1e9
 """Bytes a second that files are read and written with: a guess, and a small part of the time."""
 FORWARDS = 4
@@ -127,7 +132,7 @@ class _Estimator:
         self.model_bytes = self.num_parameters * self.itemsize
         self.vector_bytes = self.num_candidates * self.wide
         self.work: Workload = survey(ctx)
-        self.room = machine(ctx, self.model_bytes, self.work)
+        self.room = self.before = machine(ctx, self.model_bytes, self.work)
         self.probe: Probe = self._probe()
         if not self.room.on_cpu:  # the libraries that CUDA loads are in this process now
             self.room = machine(ctx, self.model_bytes, self.work)
@@ -262,62 +267,54 @@ class _Estimator:
         return self._stage(name, device, host, seconds, disk, note, cure)
 
     def _gradients(self) -> StageEstimate:
-        one_pass, counts = one_pass_wanted(self.ctx), self.work.counts
+        counts = self.work.counts
         warmed = warmup_plan(self.ctx).num_steps(counts["warm"]) > 0
-        walks = [("v_new", self._direction(self._walk(False, self.probe.walk), 1), counts["val"])]
+        walks = [self._walk(counts["val"], wide=self._widens("mixed", "full"))]
+        seconds = 0.0
         if self.config.score.preservation == "cwsd" and warmed:
-            found = self._walk(False, self.probe.cwsd, num_models=2)
-            walks.append(("v_prior", self._direction(found, 2), counts["anchor"]))
-        walks.append(("pool", self._walk(one_pass, self.probe.walk), counts["pool"]))
-        wide = ("v_new", "v_prior", *(["pool"] if self.config.score.precision == "full" else []))
-        seconds = sum(
-            self._walk_seconds(plan, count) * (2 if self._fp32 and label in wide else 1)
-            for label, (plan, _, _), count in walks
-        )
-        if len(walks) == 3:  # the teacher looks at the anchors as well
+            wide = self._widens("mixed", "full", num_models=2)
+            walks.append(self._walk(counts["anchor"], wide=wide, teacher=True))
             num_batches, tokens = self.work.batches(counts["anchor"], self.ctx.batch_tokens)
-            line = self.probe.forward_seconds
+            line = self.probe.forward_seconds  # the teacher looks at the anchors as well
             seconds += num_batches * line.fixed + tokens * line.slope
+        one_pass = one_pass_wanted(self.ctx)
+        walks.append(self._walk(counts["pool"], wide=self._widens("full"), direction=one_pass))
+        planned = [walk.planned(self.ctx, self.room, self.work) for walk in walks]
         disk = 3 * self.vector_bytes
-        device = max(found[1] for _, found, _ in walks)
-        host = max(found[2] for _, found, _ in walks)
-        plan = walks[-1][1][0]
-        return self._walked(
-            "gradients", plan, device, host, seconds + self._io(2 * disk + self.model_bytes), disk
-        )
-
-    @property
-    def _fp32(self) -> bool:
-        """Whether the walks over D_val and D_anchor have fp32 weights (`precision.py`)."""
-        return self._half and self.config.score.precision != "half"
-
-    def _direction(self, found: tuple[Plan, int, int], num_models: int) -> tuple[Plan, int, int]:
-        """A walk for v_new or v_prior: fp32 weights where they fit."""
-        plan, device, host = found
-        wider = device + num_models * self.model_bytes
-        return plan, wider if self._fp32 and self.room.fits(wider) else device, host
+        seconds += sum(one.seconds for one in planned) + self._io(2 * disk + self.model_bytes)
+        device, host = max(one.device for one in planned), max(one.host for one in planned)
+        return self._walked("gradients", planned[-1].plan, device, host, seconds, disk)
 
     def _scores(self) -> StageEstimate:
         disk = len(kept_vectors(self.ctx)) * self.vector_bytes
-        wanted = self.ctx.methods.scored("data")
+        wanted, count = self.ctx.methods.scored("data"), NUM_ALONE_HALF if self._half else NUM_ALONE
         seconds = self._io(self.model_bytes + 4 * self.vector_bytes + disk)
+        line, tokens = self.probe.step_seconds, self.work.lengths.mean()
+        seconds += count * (line.fixed + tokens * line.slope)
+        device, host = self._alone() + self._at_hand(self.vector_bytes), 0
+        if self._half:  # the probes once more by the engine
+            probes = self._walk(count, wide=True, sums=False, direction=True)
+            planned = probes.planned(self.ctx, self.room, self.work)
+            device, seconds = max(device, planned.device), seconds + planned.seconds
         if one_pass_wanted(self.ctx) or not wanted:
-            device = self._alone() + self._at_hand(self.vector_bytes)
-            line, tokens = self.probe.step_seconds, self.work.lengths.mean()
-            count = NUM_ALONE_HALF if self._half else NUM_ALONE
-            seconds += count * (line.fixed + tokens * line.slope) if wanted else 0
             return self._stage("scores", device, 0, seconds, disk, "from the pool pass")
-        plan, device, host = self._walk(True, self.probe.walk, sums=False)
-        seconds += self._walk_seconds(plan, self.work.counts["pool"])
-        return self._walked("scores", plan, device, host, seconds, disk)
+        pool = self._walk(
+            self.work.counts["pool"], wide=self._widens("full"), sums=False, direction=True
+        ).planned(self.ctx, self.room, self.work)
+        device, host = max(device, pool.device), pool.host
+        return self._walked("scores", pool.plan, device, host, seconds + pool.seconds, disk)
 
     def _selection(self) -> StageEstimate:
         chosen = self._num_selected()
-        device = self.model_bytes + 2 * self._at_hand(self.vector_bytes)
-        if self._half and self.ctx.methods.scored("data"):  # what is scored again
-            device = max(device, self._alone() + self.vector_bytes)
+        device, host = self.model_bytes + 2 * self._at_hand(self.vector_bytes), 16 * chosen
         seconds = self.num_candidates * TOPK_SECONDS[self.ctx.device.type]
         seconds += self._io(self.model_bytes + 4 * self.vector_bytes)
+        if self._half and self.ctx.methods.scored("data"):
+            count = math.ceil(OPEN_SHARE * self.work.counts["pool"])
+            again = self._walk(count, wide=True, sums=False, direction=True)
+            planned = again.planned(self.ctx, self.room, self.work)
+            device, host = max(device, planned.device), max(host, planned.host)
+            seconds += planned.seconds
         subset = int(self.work.num_bytes * min(1.0, self._share_selected()))
         note = f"k = {chosen:,}" if chosen else "all parameters"
         methods = self.ctx.methods
@@ -325,7 +322,7 @@ class _Estimator:
         own = [name for name in own if name not in ("all", "random")]
         if own:
             note += f"; the passes of {', '.join(own)} are not counted"
-        return self._stage("selection", device, 16 * chosen, seconds, 8 * chosen + subset, note)
+        return self._stage("selection", device, host, seconds, 8 * chosen + subset, note)
 
     @property
     def _half(self) -> bool:
@@ -334,10 +331,10 @@ class _Estimator:
     def _alone(self) -> int:
         """One example by plain autograd: the model, in half precision widened to fp32, and what its
         activations take then."""
-        lean = self.probe.walk.recomputed if not self.room.on_cpu else None
-        activations = lean or self.probe.walk.kept
+        memory = self.probe.wide.loss
+        activations = (None if self.room.on_cpu else memory.recomputed) or memory.kept
         batch = int(activations.at(self.work.longest.num_tokens)) if activations else 0
-        return (2 if self._half else 1) * (self.model_bytes + batch)
+        return (2 if self._half else 1) * self.model_bytes + batch
 
     def _share_selected(self) -> float:
         if not self.ctx.methods.entries["data"].uses_budget:
@@ -349,6 +346,8 @@ class _Estimator:
         val = self.work.counts["val"]
         rows = num_sets * (min(val, asked.limit) if asked.limit else val)
         tokens, longest = asked.batch_tokens or self.ctx.batch_tokens, self.work.longest.num_tokens
+        if num_sets == 1:  # of other files the size is not known
+            tokens = max(longest, min(tokens, int(rows * self.work.lengths.mean())))
 
         def peak(tokens: int) -> int:
             return 2 * self.model_bytes + 2 * int(self.probe.forward.at(tokens))
@@ -366,35 +365,31 @@ class _Estimator:
     # --- walks ----------------------------------------------------------------------------------
 
     def _walk(
-        self, direction: bool, memory: Memory, num_models: int = 1, sums: bool = True
-    ) -> tuple[Plan, int, int]:
-        """(the plan that a walk would take, its bytes on the device, in the host's memory)."""
-        demand = Demand(
+        self,
+        num_examples: int,
+        *,
+        wide: bool,
+        teacher: bool = False,
+        sums: bool = True,
+        direction: bool = False,
+    ) -> Walk:
+        """A walk with the weights as they are, or with fp32 ones in a half-precision run."""
+        wide = wide and self._half
+        num_bytes = (2 if teacher else 1) * self.model_bytes * (2 if wide else 1)
+        return Walk(
             shapes=self.shapes,
-            held=num_models * self.model_bytes,
+            measured=self.probe.wide if wide else self.probe.walks,
+            objective="cwsd" if teacher else "loss",
+            weights=num_bytes,
             sum_itemsize=self.wide if sums else 0,
-            direction_itemsize=self.itemsize if direction else 0,
-            longest=self.work.longest.num_tokens,
-            kept=memory.kept,
-            recomputed=memory.recomputed,
+            direction_itemsize=(self.wide if wide else self.itemsize) if direction else 0,
+            num_examples=num_examples,
         )
-        wishes, most = pass_settings(self.ctx).wishes, self.ctx.batch_tokens
-        if self.room.on_cpu:
-            plan = unmeasured(most, wishes, len(self.shapes))[0]
-        else:
-            free = max(0, self.room.host_bytes - self.room.base)
-            plan = choose(demand, self.room.device_bytes, free, most, wishes)[0]
-        activations = demand.activations(plan.checkpointing) or memory.recomputed
-        tokens = max(plan.batch_tokens, demand.longest)
-        vectors = demand.vectors(plan.placement, plan.num_groups)
-        batch = int(activations.at(tokens)) if activations else self.room.device_bytes
-        return plan, demand.held + vectors + batch, demand.host(plan.placement)
 
-    def _walk_seconds(self, plan: Plan, count: int) -> float:
-        num_batches, tokens = self.work.batches(count, max(1, plan.batch_tokens))
-        line = self.probe.walk_seconds
-        again = 4 / 3 if plan.checkpointing else 1.0
-        return plan.num_groups * again * (num_batches * line.fixed + tokens * line.slope)
+    def _widens(self, *precisions: str, num_models: int = 1) -> bool:
+        """Whether a walk that has fp32 weights at these settings of score.precision gets them."""
+        asked = self.config.score.precision in precisions
+        return asked and has_room_for_fp32(self.room, num_models)
 
     def _walked(
         self, name: str, plan: Plan, device: int, host: int, seconds: float, disk: int
@@ -430,7 +425,7 @@ class _Estimator:
         assert name in FOLDERS
         fits, total = self.room.fits(device, host), self.room.hosted(device, host)
         if name == "split":  # no model is loaded
-            total = self.room.base + host
+            total = self.before.base + host
             fits = total <= self.room.host_bytes
         return StageEstimate(
             name=name,

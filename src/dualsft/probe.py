@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from dualsft.checkpointing import checkpointed
 from dualsft.data import Batch, Example, collate
 from dualsft.errors import ConfigError, RunError
-from dualsft.fused import fused_blocks
-from dualsft.ghost import GhostEngine
+from dualsft.fused import HALF_DTYPES, fused_blocks
+from dualsft.ghost import GhostEngine, widened
 from dualsft.losses import CHUNK_BYTES, example_objective
 from dualsft.memory import give_back, is_out_of_memory
 from dualsft.model import find_candidates, text_parameters
@@ -53,6 +53,16 @@ class Memory:
         return self.recomputed if checkpointing else self.kept
 
 
+@dataclass(frozen=True)
+class Walks:
+    """The ghost walk with weights of one dtype; seconds of a batch by its tokens."""
+
+    loss: Memory
+    """With G, direction and bounds, without the vectors themselves."""
+    cwsd: Memory
+    seconds: Line
+
+
 @dataclass(frozen=True, kw_only=True)
 class Probe:
     """Everything measured, at the model's own depth; seconds of a batch by its tokens."""
@@ -61,13 +71,12 @@ class Probe:
     """A training step on every parameter: without gradients and optimizer state."""
     finetune: Memory
     """The same where only the candidates have gradients."""
-    walk: Memory
-    """The ghost walk: G, direction and bounds, without the vectors themselves."""
-    cwsd: Memory
+    walks: Walks
+    wide: Walks
+    """With fp32 weights, as some walks of a half-precision run have them (`precision.py`)."""
     forward: Line
     """Bytes of a forward pass with the loss, without gradients."""
     step_seconds: Line
-    walk_seconds: Line
     forward_seconds: Line
     update_seconds: float
     """An entry in the optimizer's update."""
@@ -116,14 +125,21 @@ def probe(
     def memory(name: str) -> Memory:
         return _deeper_memory(getattr(one, name), getattr(two, name), depth)
 
+    def walks(name: str) -> Walks:
+        few, more = getattr(one, name), getattr(two, name)
+        return Walks(
+            _deeper_memory(few.loss, more.loss, depth),
+            _deeper_memory(few.cwsd, more.cwsd, depth),
+            deeper(few.seconds, more.seconds, depth),
+        )
+
     return Probe(
         warmup=memory("warmup"),
         finetune=memory("finetune"),
-        walk=memory("walk"),
-        cwsd=memory("cwsd"),
+        walks=walks("walks"),
+        wide=walks("wide"),
         forward=line("forward"),
         step_seconds=line("step_seconds"),
-        walk_seconds=line("walk_seconds"),
         forward_seconds=line("forward_seconds"),
         update_seconds=min(one.update_seconds, two.update_seconds),
     )
@@ -150,35 +166,41 @@ def _measured(model: PreTrainedModel, trial: Trial, device: torch.device) -> Pro
     """All numbers of one shallow model."""
     engine = _engine(model, trial.candidates)
     everything = [name for name, _ in text_parameters(model)]
+    walks = wide = _walks(engine, trial)
+    if any(p.dtype in HALF_DTYPES for p in model.parameters()):
+        with widened(model, tensor_cores=True) as (widely,):
+            wide = _walks(engine.on(widely), trial)
     if device.type == "cuda":
-        memory = {
-            "warmup": _both(lambda again: _step_peaks(model, everything, trial, again)),
-            "finetune": _both(
-                lambda again: _step_peaks(model, engine.candidates.names, trial, again)
-            ),
-            "walk": _both(lambda again: _walk_peaks(engine, trial, again)),
-            "cwsd": _both(lambda again: _walk_peaks(engine, trial, again, teacher=True)),
-        }
+        names = engine.candidates.names
+        warmup = _both(lambda again: _step_peaks(model, everything, trial, again))
+        finetune = _both(lambda again: _step_peaks(model, names, trial, again))
         forward = _forward_peaks(model, trial)
     else:
-        counted = _counted(model, trial, everything)
-        memory = dict.fromkeys(("warmup", "finetune", "walk", "cwsd"), counted)
+        warmup = finetune = _counted(model, trial)
         forward = Line(_logits(model, trial), 8.0 * _width(model) * 4)
     with fused_blocks(model):
         step_seconds = _seconds(_training(model), trial, device)
-    with _walking(engine) as walk:
-        walk_seconds = _seconds(walk, trial, device)
     return Probe(
-        warmup=memory["warmup"],
-        finetune=memory["finetune"],
-        walk=memory["walk"],
-        cwsd=memory["cwsd"],
+        warmup=warmup,
+        finetune=finetune,
+        walks=walks,
+        wide=wide,
         forward=forward,
         step_seconds=step_seconds,
-        walk_seconds=walk_seconds,
         forward_seconds=_seconds(_looking(model), trial, device),
         update_seconds=_update_seconds(model, trial, device),
     )
+
+
+def _walks(engine: GhostEngine, trial: Trial) -> Walks:
+    """The walk's bytes and seconds with the weights as they are now."""
+    if engine.device.type == "cuda":
+        loss = _both(lambda again: _walk_peaks(engine, trial, again))
+        cwsd = _both(lambda again: _walk_peaks(engine, trial, again, teacher=True))
+    else:
+        loss = cwsd = _counted(engine.model, trial)
+    with _walking(engine) as walk:
+        return Walks(loss, cwsd, _seconds(walk, trial, engine.device))
 
 
 def _engine(model: PreTrainedModel, candidates: str) -> GhostEngine:
@@ -323,9 +345,9 @@ def saved_bytes(model: PreTrainedModel, batch: Batch) -> int:
     return sum(saved.values())
 
 
-def _counted(model: PreTrainedModel, trial: Trial, names: Sequence[str]) -> Memory:
+def _counted(model: PreTrainedModel, trial: Trial) -> Memory:
     """Where no allocator counts: saved tensors, a chunk of logits, the largest gradient."""
-    device = next(model.parameters()).device
+    device, names = next(model.parameters()).device, [name for name, _ in text_parameters(model)]
     batch = trial.batches(_labelled(trial.longest), device)
     with _gradients_of(model, names):
         few, many = batch(1), batch(2)

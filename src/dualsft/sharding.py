@@ -163,9 +163,9 @@ def through(model: nn.Module, work: Callable[[], R]) -> R:
     if not is_sharded(model):
         return work()
     assert "forward" not in vars(model), "a model's work is not nested in itself"
-    model.forward = work
+    model.forward = lambda _: work()  # FSDP of torch < 2.12 wants an argument to move
     try:
-        result = model()
+        result = model(None)
     finally:
         del model.forward
     if not torch.is_grad_enabled():

@@ -127,6 +127,9 @@ class Training:
         size = self.plan.micro_batch_size
         if size is not None:
             return min(len(lengths), size) * longest
+        if self.num_examples <= self.plan.batch_size:  # every step has them all
+            num_micro, padded = cut(lengths, self.plan.batch_tokens)
+            return max(longest, padded if num_micro == 1 else self.plan.batch_tokens)
         return max(longest, min(self.plan.batch_tokens, len(lengths) * longest))
 
     def seconds(self, probe: Probe) -> float:

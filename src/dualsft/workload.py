@@ -62,17 +62,27 @@ class Workload:
         return cut(self.spread(count), batch_tokens)
 
 
+    def largest(self, count: int, batch_tokens: int) -> int:
+        """Padded tokens of the largest batch of `count` examples; the longest may be among many."""
+        sizes = cut_sizes(self.spread(count), batch_tokens)
+        longest = self.longest.num_tokens if count >= len(self.lengths) else 0
+        return max([*sizes, longest])
+
+
 def cut(lengths: np.ndarray, batch_tokens: int) -> tuple[int, int]:
     """(batches, padded tokens) of examples of these lengths, the longest first."""
-    num_batches, padded, start = 0, 0, 0
+    sizes = cut_sizes(lengths, batch_tokens)
+    return len(sizes), sum(sizes)
+
+
+def cut_sizes(lengths: np.ndarray, batch_tokens: int) -> list[int]:
+    """Padded tokens of every batch of examples of these lengths, the longest first."""
+    sizes, start = [], 0
     while start < len(lengths):
         rows = min(max(1, batch_tokens // int(lengths[start])), len(lengths) - start)
-        num_batches, padded, start = (
-            num_batches + 1,
-            padded + rows * int(lengths[start]),
-            start + rows,
-        )
-    return num_batches, padded
+        sizes.append(rows * int(lengths[start]))
+        start += rows
+    return sizes
 
 
 def survey(ctx: RunContext) -> Workload:

@@ -77,6 +77,12 @@ def kernels_for(device_type: str, dtype: torch.dtype) -> ModuleType | None:
     return adam_kernels
 
 
+def gather(dense: Tensor, index: CompactIndex) -> Tensor:
+    """The selected entries of a flat tensor, by the fused kernel where it runs."""
+    kernels = kernels_for(dense.device.type, dense.dtype)
+    return index.gather(dense) if kernels is None else kernels.gather(dense, index, None)
+
+
 def new_state(
     weight: Tensor, index: CompactIndex | None, moments: Moments, device: torch.device, pin: bool
 ) -> Held:

@@ -26,14 +26,14 @@ class CompactIndex:
     offsets: Tensor
     """Position inside the bucket, as the bits of an unsigned 16-bit number in an int16."""
     pointers: Tensor
-    """int64; the entries of bucket b are those from pointers[b] to pointers[b + 1]."""
+    """Integers; the entries of bucket b are those from pointers[b] to pointers[b + 1]."""
     host_pointers: Tensor
     """The same in the host's memory, so that no question about ranges waits for the device."""
 
     @classmethod
     def encode(cls, index: Tensor, num_positions: int) -> CompactIndex:
         """From strictly increasing int64 positions below `num_positions`."""
-        num_buckets = -(-num_positions // BUCKET)
+        num_buckets = num_buckets_of(num_positions)
         starts = torch.arange(num_buckets + 1, device=index.device) << BUCKET_BITS
         pointers = torch.searchsorted(index, starts)
         half = BUCKET // 2
@@ -72,6 +72,10 @@ class CompactIndex:
             last = min(first + CHUNK, len(self))
             chosen[first:last] = dense[self.decode(first, last)]
         return chosen
+
+
+def num_buckets_of(num_positions: int) -> int:
+    return -(-num_positions // BUCKET)
 
 
 def positions(index: CompactIndex | None, first: int, last: int) -> Tensor | slice:

@@ -15,8 +15,8 @@ from torch import nn
 
 from dualsft.model import decoder_blocks
 
-INDEX_BYTES = 4
-"""Of a selected entry's place in its process's rows, as it is sent."""
+INDEX_BYTES = 2
+"""Of a selected entry's place in its process's rows, as it is sent (`compact_index.py`)."""
 STATE_BYTES = 2 + 2 + 8 + 4
 """Of a selected entry of a bf16 model: place, low half of the master, fp32 moments, gradient."""
 FULL_STATE_BYTES = 2 + 8 + 4

@@ -8,7 +8,7 @@ nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dualsft import adam_step
 from dualsft.adam_step import MASTER_DTYPES
+from dualsft.compact_index import CompactIndex, num_buckets_of
 from dualsft.distributed import gather, scatter_sum, world
 from dualsft.optim import Indices, SparseAdamW
 from dualsft.sharding import gathered_parameters, is_sharded, local_rows, set_requires_grad
@@ -86,6 +88,9 @@ class ShardedAdamW(SparseAdamW):
     @torch.no_grad()
     def _take(self, name: str, p: Tensor) -> None:
         """Exchange the selected entries of a fresh gradient, free it; runs inside backward."""
+        if world().size == 1:  # nobody to exchange with
+            self._take_gradient(name, p)
+            return
         assert p.grad is not None
         dense, p.grad = p.grad.detach().reshape(-1), None
         shares, rank = self._shares[name], world().rank
@@ -100,27 +105,49 @@ class ShardedAdamW(SparseAdamW):
 
         What is in the padding is nobody's and never looked at.
         """
-        size, width = world().size, max(self._shares[name])
-        if sum(self._shares[name]) == dense.numel():  # all of it: rows lie as they are wanted
+        size, shares = world().size, self._shares[name]
+        width = max(shares)
+        if sum(shares) == dense.numel():  # all of it: rows lie as they are wanted
             return nn.functional.pad(dense, (0, size * width - dense.numel()))
-        own = torch.zeros(width, dtype=torch.int32, device=dense.device)
+        rows = [world().own(shape, rank) for rank in range(size)]
+        values = dense.new_empty(size, width)
+        for rank, index in enumerate(self._everyones(name, rows, dense.device)):
+            first, last = rows[rank]
+            if shares[rank]:
+                values[rank, : shares[rank]] = adam_step.gather(dense[first:last], index)
+        return values.view(-1)
+
+    def _everyones(
+        self, name: str, rows: Sequence[tuple[int, int]], device: torch.device
+    ) -> Iterator[CompactIndex]:
+        """What each process has selected in its rows: indices are sent as they are held."""
+        shares = self._shares[name]
+        num_buckets = [num_buckets_of(last - first) for first, last in rows]
+        offsets = torch.zeros(max(shares), dtype=torch.int16, device=device)
+        pointers = torch.zeros(max(num_buckets) + 1, dtype=torch.int32, device=device)
         if name in self._indices:
-            index = self._indices[name]
-            count = self.count(name)
-            places = torch.arange(count) if index is None else index.decode()
-            own[:count] = places.to(own)
-        every = own.new_empty(size * width)
-        gather(every, own)
-        starts = [world().own(shape, rank)[0] for rank in range(size)]
-        base = torch.tensor(starts, device=dense.device)
-        places = (every.view(size, width) + base[:, None]).view(-1).clamp_(max=dense.numel() - 1)
-        return dense[places]
+            count, index = self.count(name), self._indices[name]
+            if index is None:
+                index = CompactIndex.encode(torch.arange(count, device=device), count)
+            offsets[:count] = index.offsets.to(device)
+            pointers[: index.pointers.numel()] = index.pointers.to(pointers)
+        packed = torch.cat([offsets.view(torch.uint8), pointers.view(torch.uint8)])
+        every = packed.new_empty(len(rows), packed.numel())  # nccl does not know 16-bit integers
+        gather(every.view(-1), packed)
+        for rank, count in enumerate(shares):
+            border = offsets.nbytes
+            some = every[rank, : 2 * count].view(torch.int16)
+            where = every[rank, border : border + 4 * (num_buckets[rank] + 1)]
+            where = where.clone().view(torch.int32)  # it may not lie at a multiple of four
+            yield CompactIndex(some, where, where)
 
     def exchange(self) -> None:
         """Gradients are summed in the backward pass already."""
 
     def total_norm(self) -> Tensor:
         own = super().total_norm()
+        if world().size == 1:
+            return own
         device = next(iter(self._params.values())).device
         return world().sum_(own.double().cpu() ** 2).sqrt().to(device, own.dtype)
 

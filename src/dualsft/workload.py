@@ -61,7 +61,6 @@ class Workload:
         """(batches, padded tokens) of `count` examples, cut as `data.make_batches` cuts them."""
         return cut(self.spread(count), batch_tokens)
 
-
     def largest(self, count: int, batch_tokens: int) -> int:
         """Padded tokens of the largest batch of `count` examples; the longest may be among many."""
         sizes = cut_sizes(self.spread(count), batch_tokens)

@@ -227,6 +227,7 @@ def test_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.Tensor, "cpu", leave_the_device)
         try:
             plain_products(self, *given)
+            assert self._blocks  # read while they are known to be on the host
         finally:
             guard.off_device = False
             monkeypatch.setattr(torch.Tensor, "cpu", plain_cpu)

@@ -17,7 +17,7 @@ from dualsft.ghost import GhostEngine, alone
 from dualsft.losses import both_logits
 from dualsft.passes import PassSettings, collate_for
 from dualsft.sharding import device_of
-from dualsft.vectors import ParamVector, Vector
+from dualsft.vectors import ParamVector, Products, Vector
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 """What the self-checks allow, by dtype (bf16: measured at most 4e-4 on a real model)."""
@@ -47,13 +47,15 @@ def dot_alone(
 ) -> tuple[float, float]:
     """(⟨U, g_n⟩, ‖g_n‖) of one example by plain autograd: no batch, no rule, no fused loss."""
     batch = collate_for([example], settings, engine.device)
-    totals = [0.0, 0.0]
+    found: list[Products] = []
 
     def visit(name: str, gradient: Tensor) -> None:
-        block = ParamVector({name: gradient})
-        totals[0] += block.dot(direction)
-        totals[1] += block.norm() ** 2
+        block = {"g": ParamVector({name: gradient}), "u": direction}
+        found.append(Products(block, [("u", "g"), ("g", "g")]))  # read when all are on their way
 
     with checkpointed(engine.model, engine.device.type == "cuda"):  # memory before speed
         alone(engine.model, engine.candidates, batch, visit)
-    return totals[0], totals[1] ** 0.5
+    return (
+        sum(one.dot("u", "g") for one in found),
+        sum(one.dot("g", "g") for one in found) ** 0.5,
+    )

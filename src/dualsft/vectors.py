@@ -22,10 +22,9 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -380,16 +379,27 @@ class Products:
 
     def __init__(self, vectors: Mapping[str, Vector], pairs: Sequence[tuple[str, str]]) -> None:
         forms = next(iter(vectors.values())).forms
-        sums = np.zeros((len(forms), len(pairs)))
-        for row, (name, form) in enumerate(forms.items()):
+        self._names, self._pairs = list(forms), list(pairs)
+        self._sums: list[Tensor] = []
+        for name, form in forms.items():
+            total: Tensor | None = None
             for start, stop in world().own_chunks(form.shape):
                 wide = _doubles(vectors, name, start, stop)
-                for column, (a, b) in enumerate(pairs):
-                    sums[row, column] += float(torch.dot(wide[a], wide[b]))
-        columns = world().total(sums).T.tolist()
-        self._blocks = {
-            pair: dict(zip(forms, column, strict=True))
-            for pair, column in zip(pairs, columns, strict=True)
+                here = torch.stack([torch.dot(wide[a], wide[b]) for a, b in pairs])
+                total = here if total is None else total + here
+            assert total is not None, "there is a chunk, if an empty one"
+            self._sums.append(total)
+        if world().size > 1:
+            _ = self._blocks  # every process takes part here, whoever reads the numbers
+
+    @cached_property
+    def _blocks(self) -> dict[tuple[str, str], dict[str, float]]:
+        """By pair and parameter; the device is waited for here, once."""
+        sums = torch.stack([total.to(self._sums[0].device) for total in self._sums]).cpu()
+        columns = world().total(sums.numpy()).T.tolist()
+        return {
+            pair: dict(zip(self._names, column, strict=True))
+            for pair, column in zip(self._pairs, columns, strict=True)
         }
 
     def dot(self, a: str, b: str) -> float:

@@ -385,6 +385,10 @@ def test_what_is_missing_is_said_before_any_stage(
     check_paths(settings.load(None, [*base, "evaluation.tasks=piqa"]))
 
 
+def _mmlu(choices: str, answer: str) -> str:
+    return f'{{"subject": "s", "question": "x", "choices": {choices}, "answer": {answer}}}'
+
+
 @pytest.mark.parametrize(
     ("name", "line", "words"),
     [
@@ -395,6 +399,16 @@ def test_what_is_missing_is_said_before_any_stage(
             '{"question": "x", "choices": ["a"], "labels": ["A"], "answerKey": "B"}',
             "answerKey 'B' is none",
         ),
+        ("arc_challenge", '{"question": "x", "choices": "ab", "answerKey": "B"}', "'choices' must"),
+        ("arc_challenge", '{"question": "x", "choices": ["a"], "answerKey": "B"}', "a label"),
+        ("piqa", '{"goal": "x", "sol1": "y", "sol2": "z", "label": -1}', "'label' is -1"),
+        ("piqa", '{"goal": null, "sol1": "y", "sol2": "z", "label": 1}', "'goal' is None"),
+        ("gsm8k", '{"question": "x", "answer": "4"}', "no number after ####"),
+        ("humaneval", '{"task_id": "1", "prompt": 3, "test": "", "entry_point": ""}', "'prompt'"),
+        ("mmlu", _mmlu('["a", "b", "c"]', "1"), "four texts"),
+        ("mmlu", _mmlu('["a", "b", "c", "d"]', "4"), "'answer' is 4"),
+        ("mmlu", _mmlu('["a", "b", "c", "d"]', '"2"'), "'answer' is '2'"),
+        ("piqa", "[" * 100_000, "2: not valid JSON"),
     ],
 )
 def test_a_wrong_row_is_named(name: str, line: str, words: str, tmp_path: Path) -> None:
@@ -403,6 +417,15 @@ def test_a_wrong_row_is_named(name: str, line: str, words: str, tmp_path: Path) 
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(DataError, match=words):
         benchmark_tasks.read_rows(path, BENCHMARKS[name])
+
+
+def test_wrong_rows_are_told_before_any_stage(tmp_path: Path) -> None:
+    made = rows()
+    write_jsonl(tmp_path / "gsm8k_test.jsonl", made["gsm8k_test"])
+    write_jsonl(tmp_path / "gsm8k_train.jsonl", made["gsm8k_train"][:4])
+    values = {"evaluation.tasks": "gsm8k", "evaluation.data_dir": str(tmp_path)}
+    (problem,) = benchmark_tasks.task_problems(values)
+    assert "gsm8k_train.jsonl: has 4 rows and gsm8k needs 5" in problem
 
 
 def test_mmlu_is_never_a_mean_over_fewer_subjects(tmp_path: Path) -> None:

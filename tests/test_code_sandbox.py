@@ -97,6 +97,19 @@ def test_hostile_programs_do_not_pass(name: str) -> None:
     assert judge(GOOD, Limits(seconds=10)).passed, "the next program is not hurt"
 
 
+@pytest.mark.parametrize(
+    "answer",
+    ["b'[' * 4000", "b'{}'", "b'{\"token\": 3}'", "b'[1]'", "b'\\xff'"],
+    ids=["deep", "empty", "no reason", "a list", "no text"],
+)
+def test_an_answer_of_the_programs_own_is_no_verdict(answer: str) -> None:
+    """It may write to any pipe that it finds: that ends its own judgement and no other."""
+    program = f"import os\nfor fd in range(3, 20):\n    try: os.write(fd, {answer} + b'\\n')\n"
+    program += "    except OSError: pass\nos._exit(0)\n"
+    verdict, good = run_candidates([(program, ""), (GOOD, TEST)])
+    assert not verdict.passed and good.passed
+
+
 def test_a_fork_bomb_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs of this test have a HOME below tmp_path, which /proc shows."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -139,6 +152,8 @@ acts = dict(
     fork=fork,
     kill=lambda: os.kill(os.getppid(), 0),
     write=lambda: open({outside!r}, "w"),
+    beside=lambda: os.open("x", os.O_WRONLY | os.O_CREAT, dir_fd=os.open("..", os.O_RDONLY)),
+    under=lambda: __import__("_posixsubprocess"),
 )
 print(taken is not False, *(name for name, act in acts.items() if refused(act)))
 """
@@ -150,7 +165,8 @@ print(taken is not False, *(name for name, act in acts.items() if refused(act)))
         ("child.leave_network(libc)", {"connect"}),
         ("child.landlock(libc, os.getcwd())", {"write"}),
         ("child.seccomp(libc)", {"socket", "connect", "fork", "kill"}),
-        ("child.guard(os.getcwd())", {"socket", "connect", "fork", "kill", "write"}),
+        ("child.guard(os.getcwd(), True)", {"socket", "connect", "fork", "kill", "write"}),
+        ("child.guard(os.getcwd(), True)", {"beside", "under"}),
     ],
 )
 def test_each_layer_holds_by_itself(take: str, holds: set[str], tmp_path: Path) -> None:

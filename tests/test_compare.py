@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from conftest import corpus_rows, small_run, write_jsonl
@@ -17,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from dualsft import comparison, comparison_matrix, comparison_tables
+from dualsft.benchmarking import Item, paired_rows
 from dualsft.cli import app
 from dualsft.comparing import run_matrix
 from dualsft.comparison_matrix import Matrix, load_matrix
@@ -153,6 +156,46 @@ def test_other_settings_are_not_mixed_into_one_table(tmp_path: Path, words: list
         assert results["missing"] == [] and len(results["rows"]) == 3
 
 
+def test_cells_judged_on_other_examples_are_left_out(tmp_path: Path, words: list[str]) -> None:
+    """A method's own settings may change the split or the evaluation: not in one table."""
+    methods = [
+        "random",
+        {"name": "fewer", "data": "random", "settings": {"split.val": 5}},
+        {"name": "shorter", "data": "random", "settings": {"evaluation.limit": 3}},
+    ]
+    free = [word for word in words if not word.startswith("split.val")]
+    matrix = matrix_of(tmp_path, free, methods=methods)
+    assert run_matrix(matrix, tmp_path / "out", quiet(), strict=True) == {}
+    comparison_tables.write_tables(matrix, tmp_path / "out", "random")
+    results, _ = json.loads((tmp_path / "out/comparison.json").read_text())["tables"]
+    assert [row["name"] for row in results["rows"]] == [comparison.BASE, "random"]
+    first = "default · default · default · random · seed 42"
+    assert [text.partition("(")[2] for text in results["missing"]] == [
+        f"made with another split or evaluation than {first})"
+    ] * 2
+
+
+def test_the_command_line_stands_over_every_cell(tmp_path: Path, words: list[str]) -> None:
+    models = {"a": {"settings": {"finetune.lr": 1e-3}, "lr_ratios": {"all": 3}}}
+    content = {"methods": ["random"], "models": models}
+    plain = matrix_of(tmp_path, words, **content)
+    rates = [comparison_matrix.effective_rate(plain.config(c)) for c in plain.cells()]
+    assert rates == [pytest.approx(3e-3)]
+    given = [*words, "finetune.lr=7e-4", "method.lr_ratio=1"]
+    changed = matrix_of(tmp_path, given, **content)
+    rates = [comparison_matrix.effective_rate(changed.config(c)) for c in changed.cells()]
+    assert rates == [pytest.approx(7e-4)]
+    for word in ("seed=7", "select.data_budget=0.5", "method.data=less"):
+        with pytest.raises(ConfigError, match=f"{word}: the comparison's own"):
+            matrix_of(tmp_path, [*words, word], budgets=[{"data": 0.1}], **content)
+
+
+def test_names_of_dots_stay_inside_the_folder(tmp_path: Path, words: list[str]) -> None:
+    both = {"models": {"..": {}}, "data": {".": {}}}
+    (cell,) = matrix_of(tmp_path, words, methods=["random"], **both).cells()
+    assert ".." not in cell.path.parts and (tmp_path / cell.path).resolve() == tmp_path / cell.path
+
+
 def test_two_models_with_one_tokenizer_are_two_models(
     tmp_path: Path, words: list[str], model_folder: Callable[[str], Path]
 ) -> None:
@@ -244,6 +287,31 @@ def test_tables_are_means_and_places_of_the_cells(tmp_path: Path, words: list[st
     assert text.count("{") == text.count("}") and r"\textbf{" in text
 
 
+def test_weights_of_examples_count_as_passes(tmp_path: Path, words: list[str]) -> None:
+    """FLOW looks at the data once to weigh it, in the fine-tuning stage."""
+    matrix = matrix_of(tmp_path, words, methods=["sft", "flow"])
+    assert run_matrix(matrix, tmp_path / "out", quiet(), strict=True) == {}
+    records, _ = comparison.collect(matrix, tmp_path / "out")
+    passes = {r.cell.method.name: r.values["passes"] for r in records}
+    assert passes["sft"] == 0.0
+    assert passes["flow"] == pytest.approx(records[1].values["data_share"])
+    assert (records[1].values["selection_seconds"] or 0) > 0
+
+
+@pytest.mark.parametrize("odd", ["\u2028", "\u2029", "\u0085", "\x0b"])
+def test_answers_with_odd_line_ends_are_read(odd: str, tmp_path: Path) -> None:
+    folder = tmp_path / "cell/7_evaluation"
+    folder.mkdir(parents=True)
+    losses = {"set": ["a"], "id": ["1"], "loss_after": [1.0], "kl": [0.5]}
+    pq.write_table(pa.table(losses), folder / "losses.parquet")
+    rows = [Item("1", 1.0, False, f"so{odd}it is"), Item("2", 0.0, False, "no")]
+    with open(folder / "samples.jsonl", "w", encoding="utf-8") as lines:
+        for row in paired_rows("gsm8k", rows, rows):
+            lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+    found = comparison._per_example(tmp_path / "cell")
+    assert found["gsm8k", "1"] == 1.0 and found["gsm8k", "2"] == 0.0
+
+
 def test_paired_differences_are_those_of_the_same_examples(
     tmp_path: Path, words: list[str]
 ) -> None:
@@ -285,6 +353,14 @@ def test_paired_differences_are_those_of_the_same_examples(
         ({"methods": ["random"], "tables": [{"kind": "pie"}]}, "kind 'pie' is not known"),
         ({"methods": ["random"], "settings": {"score.lamb": 1}}, "did you mean 'score.lam'"),
         ({"methods": ["random"], "tables": [{"groups": {"a": ["sft"]}}]}, "names 'sft'"),
+        (
+            {"methods": ["random"], "budgets": [{"data": 0.1}, {"data": 0.1}]},
+            "budgets: data0.1 is there twice",
+        ),
+        (
+            {"methods": ["random"], "models": {"a": {"lr_ratios": ["lora"]}}},
+            "a.lr_ratios: ['lora']",
+        ),
     ],
 )
 def test_mistakes_in_a_matrix_are_named(

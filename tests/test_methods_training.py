@@ -548,6 +548,18 @@ def test_lora_merged_equals_the_adapter_on_the_base(
     assert any(f"{count:,} trainable entries" in line for line in said)
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_stay_within_the_budget(make_run: Runner, dora: bool) -> None:
+    """The largest rank that fits: one more would not."""
+    words = ["method.data=random", "method.params=lora", f"method.lora.dora={dora}"]
+    run = make_run(*words, "select.param_budget=2640", until="finetune")
+    saved = load_file(run / "6_finetune/adapter/adapter_model.safetensors")
+    stored = json.loads((run / "6_finetune/adapter/adapter_config.json").read_text())
+    count = sum(t.numel() for t in saved.values())
+    a_rank = sum(t.numel() for name, t in saved.items() if "magnitude" not in name) // stored["r"]
+    assert count <= 2640 < count + a_rank
+
+
 def lora_trained(job: Job, rows: list[Example], pieces: Pieces, dtype: torch.dtype) -> Any:
     model = tiny_model("llama", dtype)
     method: Lora = job.ctx.methods.load("params")

@@ -166,7 +166,21 @@ def task_problems(values: Mapping[str, Any]) -> list[str]:
                 "evaluation.data_dir out to read from the hub"
                 for stem in lacking
             ]
+            problems += [
+                text
+                for stem in BENCHMARKS[name].files.values()
+                if stem in have
+                for text in _unreadable(have[stem], BENCHMARKS[name])
+            ]
     return problems
+
+
+def _unreadable(path: Path, benchmark: Benchmark) -> list[str]:
+    try:
+        read_rows(path, benchmark)
+    except DataError as problem:
+        return [f"evaluation.data_dir: {problem}"]
+    return []
 
 
 def read_rows(path: Path, benchmark: Benchmark) -> list[Row]:
@@ -180,15 +194,19 @@ def read_rows(path: Path, benchmark: Benchmark) -> list[Row]:
                     rows.append(_row(line, benchmark, f"{path}:{number}"))
     except (OSError, EOFError, UnicodeDecodeError) as problem:
         raise DataError(f"{path}: cannot be read ({problem}); give a UTF-8 JSONL file") from None
-    if not rows:
-        raise DataError(f"{path}: has no rows; give the benchmark's own rows, one object a line")
+    least = benchmark.shots if path.name.split(".")[0].endswith(("_train", "_dev")) else 1
+    if len(rows) < least:
+        raise DataError(
+            f"{path}: has {len(rows)} rows and {benchmark.name} needs {least}; give the "
+            "benchmark's own rows, one object a line"
+        )
     return rows
 
 
 def _row(line: str, benchmark: Benchmark, where: str) -> Row:
     try:
         row = json.loads(line)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise DataError(f"{where}: not valid JSON ({problem}); write one object a line") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: not an object; write one with {', '.join(benchmark.fields)}")
@@ -196,14 +214,45 @@ def _row(line: str, benchmark: Benchmark, where: str) -> Row:
     if missing:
         raise DataError(f"{where}: field {missing[0]!r} is missing, which {benchmark.name} reads")
     if benchmark.name == "arc_challenge" and isinstance(row["choices"], list):
-        labels = row.get("labels")
-        if not isinstance(labels, list) or len(labels) != len(row["choices"]):
-            raise DataError(f"{where}: field 'labels' must name each of 'choices'")
-        row = {**row, "choices": {"text": row["choices"], "label": labels}}
-    if benchmark.name == "arc_challenge" and row["answerKey"] not in row["choices"]["label"]:
-        raise DataError(f"{where}: answerKey {row['answerKey']!r} is none of its labels")
+        row = {**row, "choices": {"text": row["choices"], "label": row.get("labels")}}
+    problem = _wrong(benchmark.name, row)
+    if problem is not None:
+        raise DataError(f"{where}: {problem}; give the benchmark's own rows")
     kept = (*benchmark.fields, *(("id",) if "id" in row else ()))
     return {name: row[name] for name in kept}
+
+
+def _wrong(name: str, row: Row) -> str | None:
+    """What of a row the benchmark could not be scored with: it would count as a wrong answer."""
+    others = {"label", "answer", "choices"} if name in ("piqa", "mmlu", "arc_challenge") else set()
+    for field in BENCHMARKS[name].fields:
+        if field not in others and not isinstance(row[field], str):
+            return f"field {field!r} is {row[field]!r} and must be a text"
+    if name == "piqa" and not _is_number(row["label"], 2):
+        return f"field 'label' is {row['label']!r} and must be 0 or 1"
+    if name == "mmlu":
+        if not _are_texts(row["choices"]) or len(row["choices"]) != 4:
+            return "field 'choices' must have four texts"
+        if not _is_number(row["answer"], 4):
+            return f"field 'answer' is {row['answer']!r} and must be 0, 1, 2 or 3"
+    if name == "arc_challenge":
+        both = row["choices"] if isinstance(row["choices"], dict) else {}
+        texts, labels = both.get("text"), both.get("label")
+        if not _are_texts(texts) or not _are_texts(labels) or len(texts) != len(labels):
+            return "field 'choices' must have texts and a label (field 'labels') for each"
+        if row["answerKey"] not in labels:
+            return f"answerKey {row['answerKey']!r} is none of its labels"
+    if name == "gsm8k" and "####" not in row["answer"]:
+        return "field 'answer' has no number after ####"
+    return None
+
+
+def _is_number(value: Any, below: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < below
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(isinstance(v, str) for v in values)
 
 
 @contextlib.contextmanager

@@ -318,7 +318,9 @@ class Answers:
                 f"{benchmark.filter}; install the version in constraints.txt"
             )
         own = doc.get("id", doc.get("task_id"))
-        place = f"{task.task_name}/{doc_id}" if own is None else str(own)
+        if own is None or len(self.tasks) > 1:  # subjects may number their rows alike
+            own = f"{task.task_name}/{doc_id}"
+        place = str(own)
         text = str(group[0].resps[0]) if benchmark.generates else None
         return Item(place, score, self._format_error(task, group), text)
 

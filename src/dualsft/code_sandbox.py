@@ -172,10 +172,12 @@ def _judge(
     if line is None:
         return Verdict(False, "timed out", True, protection)
     answer = _parse(line)
-    if answer is None or answer.get("token") != job["token"]:
+    forms = {"token": str, "reason": str, "compiled": bool}
+    whole = answer is not None and all(isinstance(answer.get(k), t) for k, t in forms.items())
+    if answer is None or not whole or answer["token"] != job["token"]:
         return Verdict(False, "ended early", True, protection)
-    reason = str(answer["reason"])
-    return Verdict(reason == "passed", reason, bool(answer["compiled"]), protection)
+    reason = answer["reason"]
+    return Verdict(reason == "passed", reason, answer["compiled"], protection)
 
 
 def _read_line(reading: int, rest: bytes, deadline: float) -> tuple[bytes | None, bytes]:
@@ -195,7 +197,7 @@ def _read_line(reading: int, rest: bytes, deadline: float) -> tuple[bytes | None
 def _parse(line: bytes | None) -> dict[str, Any] | None:
     try:
         found = json.loads(line or b"")
-    except ValueError:
+    except (ValueError, RecursionError):  # a program may write anything
         return None
     return found if isinstance(found, dict) else None
 

@@ -96,6 +96,7 @@ def collect(matrix: Matrix, out: Path) -> tuple[list[Record], dict[Cell, str]]:
     """
     records: list[Record] = []
     missing: dict[Cell, str] = {}
+    judged: dict[tuple[Any, ...], tuple[str, Any]] = {}
     for cell in matrix.cells():
         folder = out / cell.path
         manifests = read_manifests(folder)[0] if folder.is_dir() else {}
@@ -103,9 +104,24 @@ def collect(matrix: Matrix, out: Path) -> tuple[list[Record], dict[Cell, str]]:
             missing[cell] = "not finished"
         elif not finished(matrix.config(cell), folder):
             missing[cell] = "made with other settings"
+        elif (other := _other_settings(cell, manifests, judged)) is not None:
+            missing[cell] = f"made with another split or evaluation than {other}"
         else:
             records.append(_record(cell, folder, manifests))
     return records, missing
+
+
+def _other_settings(
+    cell: Cell, manifests: Mapping[str, Any], judged: dict[tuple[Any, ...], tuple[str, Any]]
+) -> str | None:
+    """The first cell of this model, data and seed that was split or judged otherwise, if one was.
+
+    `judged` remembers how; numbers of different examples never stand in one table.
+    """
+    split, how = (manifests[stage]["fingerprint"] for stage in ("split", "evaluation"))
+    own = (split["hash"], how["settings"])
+    title, first = judged.setdefault((*place_of(cell)[:2], cell.seed), (cell.title, own))
+    return None if first == own else title
 
 
 def _record(cell: Cell, folder: Path, manifests: Mapping[str, Any]) -> Record:
@@ -134,7 +150,8 @@ def resources(folder: Path, manifests: Mapping[str, Any]) -> dict[str, float | N
     counts = json.loads((folder / "1_split/summary.json").read_text())["counts"]
     num_full = sum(counts.values())
     reads = [s for s in CHOOSING if s == "selection" or s in _reads(manifests)]
-    accounts = manifests["selection"]["facts"]["accounts"].values()
+    weighing = list((manifests["finetune"]["facts"].get("accounts") or {}).values())
+    accounts = [*manifests["selection"]["facts"]["accounts"].values(), *weighing]
     seen = sum(a["forward_examples"] + a["backward_examples"] for a in accounts)
     if "warmup" in reads:
         steps = manifests["warmup"]["facts"]["steps"]
@@ -148,7 +165,7 @@ def resources(folder: Path, manifests: Mapping[str, Any]) -> dict[str, float | N
         "data_share": tuned["examples"] / num_full,
         "param_share": tuned["trained_entries"] / tuned["num_parameters"],
         "passes": seen / num_full,
-        "selection_seconds": sum(seconds[s] for s in reads),
+        "selection_seconds": sum(seconds[s] for s in reads) + sum(a["seconds"] for a in weighing),
         "total_seconds": sum(seconds[s] for s in (*reads, "split", "finetune")),
         "selection_gib": max(peak_gib(manifests[s]) for s in reads),
         "finetune_gib": peak_gib(manifests["finetune"]),
@@ -328,7 +345,9 @@ def _per_example(folder: Path) -> dict[tuple[str, str], float]:
         found[f"KL {name}", str(i)] = float(kl)
     samples = folder / "7_evaluation/samples.jsonl"
     if samples.is_file():
-        for line in samples.read_text(encoding="utf-8").splitlines():
+        for line in samples.read_text(encoding="utf-8").split("\n"):  # a text may have others
+            if not line:
+                continue
             one = json.loads(line)
             found[str(one["task"]), str(one["id"])] = float(one["score_after"])
     return found

@@ -93,6 +93,9 @@ class Matrix:
     name: str
     base: str | None
     words: tuple[str, ...]
+    """Settings of the file that all cells share; what a cell is stands over them."""
+    overrides: tuple[str, ...]
+    """Settings of the command line, over everything."""
     methods: tuple[Choice, ...]
     models: tuple[Choice, ...]
     data: tuple[Choice, ...]
@@ -115,8 +118,8 @@ class Matrix:
         return [c for c in found if only is None or fnmatch.fnmatch(c.title, f"*{only}*")]
 
     def config(self, cell: Cell) -> Config:
-        """The settings of a cell: the base, what all share, what the cell is."""
-        return settings.load(self.base, [*self.words, *cell.words()])
+        """The settings of a cell: the base, what all share, what the cell is, the overrides."""
+        return settings.load(self.base, [*self.words, *cell.words(), *self.overrides])
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -142,10 +145,8 @@ def load_matrix(source: str | Path, overrides: Sequence[str] = ()) -> Matrix:
     matrix = Matrix(
         name=parser.text("name", mapping.get("name", Path(str(source)).stem)),
         base=parser.base(mapping.get("base"), source),
-        words=(
-            *parser.words("settings", mapping.get("settings") or {}),
-            *(w for w in overrides if w not in own),
-        ),
+        words=parser.words("settings", mapping.get("settings") or {}),
+        overrides=tuple(w for w in overrides if w not in own),
         methods=parser.methods(mapping.get("methods")),
         models=parser.choices("models", mapping.get("models"), "model.path"),
         data=parser.choices("data", mapping.get("data"), "data.path"),
@@ -156,6 +157,7 @@ def load_matrix(source: str | Path, overrides: Sequence[str] = ()) -> Matrix:
     )
     if matrix.keep not in ("all", "results"):
         problems.append(f"keep: {matrix.keep!r} is not allowed; give all or results")
+    problems += _owned(matrix)
     known = {choice.name for choice in matrix.methods}
     for table in matrix.tables:
         for group, rows in {**table.groups, "reference": table.reference}.items():
@@ -186,6 +188,27 @@ def _recipe(source: str | Path) -> Path:
         cure = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(recipe_names())}"
         raise ConfigError(f"{source}: no such file or comparison; {cure}")
     return Path(source)
+
+
+def _owned(matrix: Matrix) -> list[str]:
+    """Overrides of what the matrix itself varies: every cell would be the same there."""
+    axes = {"models": matrix.models, "data": matrix.data, "budgets": matrix.budgets}
+    axes |= {"methods": matrix.methods}
+    owner = {
+        w.partition("=")[0]: axis for axis, many in axes.items() for c in many for w in c.words
+    }
+    owner |= {"seed": "seeds"}
+    fixed = ("model.path", "data.path", "select.data_budget", "select.param_budget", "seed")
+    problems = []
+    for word in matrix.overrides:
+        key = word.partition("=")[0]
+        varied = key in fixed or key.startswith("method.") and key != "method.lr_ratio"
+        if key in owner and varied:
+            problems.append(
+                f"{word}: the comparison's own `{owner[key]}` decide about {key}; give "
+                f"{owner[key]}=… instead, or change the file"
+            )
+    return problems
 
 
 def _config_problems(matrix: Matrix) -> list[str]:
@@ -255,6 +278,11 @@ class _Parser:
             words = [f"{setting}={one['path']}"] if "path" in one else []
             words += self.words(f"{key}.{name}.settings", one.get("settings") or {})
             rates: Any = one.get("lr_ratios") or {}
+            if not isinstance(rates, Mapping):
+                self.problems.append(
+                    f"{key}.{name}.lr_ratios: {show(rates)} is not allowed; give method -> ratio"
+                )
+                rates = {}
             unknown = [m for m in rates if m not in methods.registry()["params"]]
             self.problems += [
                 f"{key}.{name}.lr_ratios: {m!r} is no method that trains" for m in unknown
@@ -318,6 +346,9 @@ class _Parser:
             keys = {"data": "select.data_budget", "params": "select.param_budget"}
             words = tuple(f"{keys[k]}={v}" for k, v in one.items())
             found.append(Choice("-".join(f"{k}{v}" for k, v in one.items()), words))
+        names = [choice.name for choice in found]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        self.problems += [f"budgets: {name} is there twice; leave one out" for name in twice]
         return tuple(found)
 
     def seeds(self, value: Any) -> tuple[int, ...]:
@@ -390,4 +421,5 @@ def _short_name(path: str) -> str:
 
 def _folder(name: str) -> str:
     """A name as a folder's: what a file system may not like is replaced."""
-    return re.sub(r"[^A-Za-z0-9._+=,-]", "_", name) or "_"
+    plain = re.sub(r"[^A-Za-z0-9._+=,-]", "_", name) or "_"
+    return plain if plain.strip(".") else plain.replace(".", "_")  # `..` is another folder

@@ -74,6 +74,7 @@ _FORBIDDEN_EVENTS = (
     "os.setxattr",
     "os.removexattr",
 )
+_FORBIDDEN_MODULES = ("_posixsubprocess", "_ctypes")
 _PATH_EVENTS = (
     "os.remove",
     "os.rename",
@@ -164,9 +165,14 @@ def seccomp(libc: Any) -> bool:
     return libc.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0) == 0
 
 
-def guard(folder: str) -> None:
-    """The same refusals inside the interpreter: weaker than the kernel's, but everywhere."""
+def guard(folder: str, alone: bool) -> None:
+    """The same refusals inside the interpreter: weaker than the kernel's, but everywhere.
+
+    When it stands alone it also refuses to open folders (a path relative to one says nothing of
+    where it leads) and the module under `subprocess`, which tells no hook of what it starts.
+    """
     real, inside, fspath = os.path.realpath, folder.rstrip("/") + "/", os.fspath
+    is_folder = os.path.isdir
 
     def outside(path: Any) -> bool:
         if isinstance(path, int) or path is None:
@@ -181,6 +187,9 @@ def guard(folder: str) -> None:
             path, mode, flags = arguments
             writes = bool((flags or 0) & _WRITING) or any(c in (mode or "") for c in "wax+")
             refused = writes and outside(path)
+            refused = refused or alone and not isinstance(path, int) and is_folder(path)
+        elif event == "import":
+            refused = alone and arguments[0] in _FORBIDDEN_MODULES
         elif event in _PATH_EVENTS:
             refused = any(outside(a) for a in arguments if isinstance(a, str | bytes))
         if refused:
@@ -199,7 +208,10 @@ def shut_in(folder: str, limits: dict[str, int]) -> dict[str, bool]:
         if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0:
             taken["landlock"] = landlock(libc, folder)
             taken["seccomp"] = seccomp(libc)
-    guard(folder)
+    if not (taken["landlock"] and taken["seccomp"]):
+        for name in _FORBIDDEN_MODULES:
+            sys.modules.pop(name, None)
+    guard(folder, alone=not (taken["landlock"] and taken["seccomp"]))
     return taken
 
 

@@ -78,18 +78,21 @@ class Lora(ParamMethod):
 
     def _rank(self, job: Job, model: PreTrainedModel, names: list[str]) -> int:
         """The largest rank whose adapters hold at most the entries that the budget allows."""
-        per_rank = 0
+        per_rank, beside = 0, 0
         for name in names:
-            weight = model.get_submodule(name).get_parameter("weight")
-            per_rank += sum(weight.shape)
+            module = model.get_submodule(name)
+            shape = module.get_parameter("weight").shape
+            per_rank += sum(shape)
+            if self.options.dora:  # a magnitude for every output
+                beside += shape[1 if isinstance(module, Conv1D) else 0]
         shapes = {name: p.shape for name, p in model.named_parameters()}
         k = param_budget(job.ctx, shapes)
-        if k < per_rank:
+        if k < per_rank + beside:
             raise ConfigError(
                 f"select.param_budget: {job.ctx.config.select.param_budget!r} is {k:,} entries, "
-                f"and adapters of rank 1 have {per_rank:,}; raise it, or set method.lora.r"
+                f"and adapters of rank 1 have {per_rank + beside:,}; raise it, or set method.lora.r"
             )
-        return k // per_rank
+        return (k - beside) // per_rank
 
     def detach(self, job: Job, model: PreTrainedModel) -> PreTrainedModel:
         folder = job.part / FOLDER

@@ -193,7 +193,9 @@ PARAMS: tuple[Entry, ...] = (
         deviations=(
             "steps are optimizer steps, not micro-batches; fine-tuning runs its whole epochs after "
             "the warm start, which has a cosine of its own and takes no notice of method.lr_ratio; "
-            "ragged edges have smaller blocks; the paper's ratios are read as shares of each family"
+            "ragged edges have smaller blocks; with select.param_budget the blocks of attention "
+            "and MLP compete in one ranking (the paper's ratios, when set, rank each family and "
+            "are read as shares of it); betas (0.9, 0.999), not (0.9, 0.95)"
         ),
         options=SMTOptions,
         paper={"steps": 100, "attention_ratio": 0.25, "mlp_ratio": 0.1},
@@ -210,7 +212,9 @@ PARAMS: tuple[Entry, ...] = (
         source="LIFT (Liu et al., ICML 2025); from METHODS.md A3",
         deviations=(
             "takes the largest, as the paper says: the released code has taken the smallest since "
-            "2025-07; embeddings and head stay frozen; betas (0.9, 0.999); randomised SVD"
+            "2025-07; embeddings and head stay frozen; betas (0.9, 0.999), eps 1e-8, not 1e-6; "
+            "randomised SVD; a matrix's quota grows with its size, not with (rows + columns) rank, "
+            "unless method.lift.lora_rank is set"
         ),
         options=LIFTOptions,
         paper={"rank": 64, "lora_rank": 64, "interval": 200, "freeze": "gate,up,down"},

@@ -19,7 +19,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from conftest import small_run
+from conftest import Runner, small_run
 from models import exact_norms
 from oracle_run import Run, candidate_names, load_run
 from transformers import AutoModelForCausalLM
@@ -588,6 +588,28 @@ def test_hessian_product_of_a_known_function() -> None:
     )
     got = np.concatenate([total["a"].numpy(), total["b"].numpy()])
     assert got == pytest.approx(0.5 * hessian @ [1, 2, -3], rel=1e-12)
+
+
+def test_a_damaged_result_is_computed_again(lab: Lab) -> None:
+    folder, said = lab.run.folder, list[str]()
+    expected = lab.diagnose("heatmap")
+    path = folder / "diagnostics/heatmap.json"
+    path.write_text(path.read_text()[:40])
+    diagnose(folder, Wanted.of(["heatmap"], []), Reporter(said.append))
+    assert any("cannot be read; it is computed again" in line for line in said)
+    assert json.loads(path.read_text())["result"] == expected
+
+
+def test_costs_are_completed_when_the_fine_tuning_is_there(make_run: Runner) -> None:
+    """Diagnosed before it, the cost from end to end is not known yet."""
+    ends = []
+    for until in ("selection", "finetune"):
+        run = make_run(out="grows", until=until)
+        wanted = Wanted.of(["reselection"], ["diagnose.reselection.rounds=0,1"])
+        diagnose(run, wanted, Reporter(lambda _: None))
+        result = json.loads((run / "diagnostics/reselection.json").read_text())["result"]
+        ends.append(result["orders"]["data_to_param"][1]["relative_end_to_end"])
+    assert ends[0] is None and ends[1] > 1.0
 
 
 def test_second_call_reuses_and_a_stop_loses_no_finished_walk(lab: Lab, tmp_path: Path) -> None:

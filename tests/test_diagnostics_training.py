@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import oracle
 import pytest
@@ -30,6 +31,7 @@ from dualsft.diagnostics import fidelity as fidelity_module
 from dualsft.diagnostics import hessian as hessian_module
 from dualsft.diagnostics import trials as trials_module
 from dualsft.diagnostics.agreement import Bootstrap, pair_agreement, top_overlap
+from dualsft.diagnostics.canvas import panels, short_names, signed_axis
 from dualsft.diagnostics.job import DiagnosticJob, diagnose, draw
 from dualsft.diagnostics.ranking import spearman
 from dualsft.errors import ConfigError, RunError
@@ -321,6 +323,7 @@ def test_every_form_of_u_is_the_oracles(run: Path, truth: Truth) -> None:
         job.ctx,
         len(job.roles["pool"]),
         [0.5],
+        scoring.scored.terms.lam_effective,
     )
     assert {f.order for f in forms} == {"first", "diagonal", "diagonal 0.5"}
     assert len(forms) == 3 * 3 * 2
@@ -348,6 +351,18 @@ def test_every_form_of_u_is_the_oracles(run: Path, truth: Truth) -> None:
 
 
 # ---------------------------------------------------------------- diagonal against full Hessian
+
+
+def test_both_checkpoints_are_judged_by_one_objective(make_run: Runner) -> None:
+    """With a relative λ, whose factor only θ̄ has: v_prior is zero at θ_old."""
+    run = make_run("score.lam_relative=true", "score.curvature_scale=3", out="relative")
+    small = ("subsets=3", "masks=3", "horizons=2", "subset_size=8", "bootstrap=5")
+    result = results(run, "fidelity", *small)
+    own = json.loads((run / "4_scores/summary.json").read_text())["lam_effective"]
+    papers = {r["paper_row"]: r for r in result["rows"] if r["paper_row"]}
+    assert {name.split(" + ")[0] for name in papers} == {"Init", "Warmup"}
+    assert {r["lam_effective"] for r in papers.values()} == {own}
+    assert any(r["order"] == "diagonal times 3" for r in result["rows"])
 
 
 def objective(
@@ -492,6 +507,41 @@ def test_hessian_of_quadratic_preservation(make_run: Runner, kind: str) -> None:
         for ours, without, more in zip(got, plain, wanted, strict=True):
             size = np.abs(ours[key]).max()
             assert ours[key] - without[key] == pytest.approx(lam * more, rel=1e-3, abs=1e-9 * size)
+
+
+@pytest.mark.parametrize(
+    ("arch", "modules"),
+    [("gpt2", {"attn.c_proj", "mlp.c_proj"}), ("qwen3", {"self_attn.o_proj", "mlp.down_proj"})],
+)
+def test_hessian_finds_the_last_matrices(arch: str, modules: set[str], make_run: Runner) -> None:
+    run = make_run(arch=arch, out=arch, until="selection")
+    assert {s.module for s in hessian_module.choose_slices(job_of(run, "hessian"))} == modules
+    short = short_names(sorted(modules))
+    assert len(set(short.values())) == 2
+    assert short.get("attn.c_proj", "attn.c_proj") == "attn.c_proj"
+
+
+def test_reverse_refuses_a_reversed_selection(make_run: Runner) -> None:
+    """Its own sets are the bottom: they are not called the top."""
+    words = ["method.data=dualsft_reversed", "finetune.epochs=1"]
+    both = make_run(*words, "method.params=dualsft_reversed", out="both")
+    with pytest.raises(RunError, match="neither the highest-scored examples nor entries"):
+        results(both, "reverse", "steps=1", "draws=1")
+    one = results(make_run(*words, out="one"), "reverse", "steps=1", "draws=1")
+    assert {arm["data"] for arm in one["arms"]} == {"as run"}
+
+
+def test_options_of_what_is_not_run_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"diagnose\.fidelity\.protocol: fidelity is not run"):
+        Wanted.of(["heatmap"], ["diagnose.fidelity.protocol=paper"])
+
+
+def test_ticks_stand_where_their_labels_say() -> None:
+    figure, (axes,) = panels(1, 1)
+    signed_axis(axes, "x", [-3.7e-5, 2.47e-5], 1.3e-6)
+    labels = [float(t.get_text()) for t in axes.get_xticklabels()]
+    assert labels == pytest.approx(list(axes.get_xticks())) and 0.0 in labels
+    plt.close(figure)
 
 
 def test_hessian_says_what_is_missing(run: Path, make_run: Runner) -> None:

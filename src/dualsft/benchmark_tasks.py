@@ -236,8 +236,8 @@ def _wrong(name: str, row: Row) -> str | None:
         if not _is_number(row["answer"], 4):
             return f"field 'answer' is {row['answer']!r} and must be 0, 1, 2 or 3"
     if name == "arc_challenge":
-        both = row["choices"] if isinstance(row["choices"], dict) else {}
-        texts, labels = both.get("text"), both.get("label")
+        both: dict[str, Any] = row["choices"] if isinstance(row["choices"], dict) else {}
+        texts, labels = both.get("text", []), both.get("label") or []
         if not _are_texts(texts) or not _are_texts(labels) or len(texts) != len(labels):
             return "field 'choices' must have texts and a label (field 'labels') for each"
         if row["answerKey"] not in labels:

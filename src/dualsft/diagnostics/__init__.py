@@ -33,6 +33,8 @@ class Diagnostic:
     cost: str
     needs: tuple[str, ...] = ("selection",)
     """Stages of the run that it reads; all before them are there too."""
+    tells: tuple[str, ...] = ()
+    """Stages after those whose numbers it tells when they are there."""
     options: type = NoOptions
     default: bool = True
     """Whether `dualsft diagnose RUN` without names runs it."""
@@ -87,6 +89,9 @@ class Wanted:
                 problems.append(f"{key}: no such option of a diagnostic; {cure}")
                 continue
             _, name, option = key.split(".", 2)
+            if name not in [one.name for one in chosen]:
+                problems.append(f"{key}: {name} is not run; name it too, or leave the option out")
+                continue
             try:
                 options.setdefault(name, {})[option] = convert(specs[key], Text(value))
             except ConfigError as problem:

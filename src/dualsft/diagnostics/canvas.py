@@ -86,11 +86,21 @@ def legend_above(axes: Any, columns: int = 3) -> None:
     axes.legend(fontsize=8, frameon=False, ncols=columns, **where)
 
 
+def short_names(modules: Sequence[str]) -> dict[str, str]:
+    """The last part of each name; two parts of those that have it in common (attn.c_proj)."""
+    last = [m.rsplit(".", 1)[-1] for m in modules]
+    return {
+        m: end if last.count(end) == 1 else ".".join(m.split(".")[-2:])
+        for m, end in zip(modules, last, strict=True)
+    }
+
+
 def signed_axis(axes: Any, which: str, values: Sequence[float], scale: float) -> None:
     """An axis that is linear around zero and logarithmic far from it, with five ticks."""
     low, high = math.asinh(min(values) / scale), math.asinh(max(values) / scale)
     places = {scale * math.sinh(part * end) for end in (low, high) for part in (0.6, 1.0)}
-    ticks = sorted({0.0, *places} if low < 0 < high else places)
+    rounded = {float(f"{place:.0e}") for place in places}  # where the label says, not beside it
+    ticks = sorted({0.0, *rounded} if low < 0 < high else rounded)
     labels = ["0" if t == 0 else f"{t:.0e}".replace("e-0", "e-") for t in ticks]
     getattr(axes, f"set_{which}scale")("asinh", linear_width=scale)
     getattr(axes, f"set_{which}ticks")(ticks, labels, fontsize=7)

@@ -31,7 +31,7 @@ from dualsft.passes import remaining_batches
 from dualsft.self_checks import dot_alone
 from dualsft.stages.chosen import at_hand, read_mask
 from dualsft.stages.gradients import read_pool
-from dualsft.vectors import Vector
+from dualsft.vectors import Vector, reduction_dtype
 
 TOP_LAYERS = 5
 EARLY = 10 / 28
@@ -122,9 +122,10 @@ def _embedding_sums(job: DiagnosticJob, groups: Mapping[str, np.ndarray]) -> dic
         for rows in remaining_batches(pool, ctx.batch_tokens, done):
             chosen = [pool[i] for i in rows]
             batch = collate(chosen, ctx.pad_id, ctx.config.data.padding_side, ctx.device)
-            hidden = last_hidden(model, batch).double().cpu()
-            real = batch.attention_mask.cpu()[..., None].double()
-            mean = (hidden * real).sum(1) / real.sum(1)
+            hidden = last_hidden(model, batch)
+            wide = reduction_dtype(hidden.device)
+            real = batch.attention_mask[..., None].to(wide)
+            mean = ((hidden.to(wide) * real).sum(1) / real.sum(1)).cpu().double()
             unit = mean / mean.norm(dim=1, keepdim=True).clamp_min(1e-300)
             for name, inside in member.items():
                 part = unit[torch.from_numpy(inside[rows])].sum(0)

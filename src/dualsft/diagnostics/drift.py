@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from dualsft.context import RunContext, pass_settings
@@ -29,9 +30,9 @@ from dualsft.diagnostics.job import DiagnosticJob
 from dualsft.diagnostics.ranking import sampled, spearman
 from dualsft.diagnostics.trials import Trials, plain_training, quiet, sample
 from dualsft.errors import RunError
-from dualsft.ghost import GhostEngine
+from dualsft.ghost import GhostEngine, alone
 from dualsft.model import text_parameters
-from dualsft.passes import loss_objective, walk
+from dualsft.passes import collate_for, loss_objective, walk
 from dualsft.placement import blank
 from dualsft.precision import precise
 from dualsft.stages.chosen import read_mask
@@ -56,7 +57,8 @@ def run(job: DiagnosticJob) -> dict[str, Any]:
     if num_steps == 0:
         raise RunError("drift: the run's fine-tuning has no steps (finetune.epochs is 0)")
     points = sorted({round(num_steps * i / options.points) for i in range(options.points + 1)})
-    reference = _Place.of(job, job.scoring.engine)
+    probes = _probes(job, options.probes)
+    reference = _Place.of(job, job.scoring.engine, probes)
     load = ctx.theta_old if options.start == "old" else ctx.theta_bar
     start, copy = load(), load()  # an optimizer holds the one; the other is differentiated
     engine = job.engine(copy)
@@ -67,7 +69,9 @@ def run(job: DiagnosticJob) -> dict[str, Any]:
         def look(done: int) -> None:
             if done in points:
                 copy.load_state_dict(start.state_dict())
-                told.append({"step": done} | _compare(job, reference, _Place.of(job, engine)))
+                told.append(
+                    {"step": done} | _compare(job, reference, _Place.of(job, engine, probes))
+                )
                 progress.advance(1)
 
         def resume(points_done: dict[str, Any]) -> None:
@@ -104,11 +108,10 @@ class _Place:
     direction: Vector
 
     @classmethod
-    def of(cls, job: DiagnosticJob, engine: GhostEngine) -> _Place:
+    def of(cls, job: DiagnosticJob, engine: GhostEngine, probes: list[Example]) -> _Place:
         options, roles, ctx = job.options, job.roles, quiet(job.ctx)
         val = sample(job.rng("drift validation"), roles["val"], options.val_rows)
         anchors = sample(job.rng("drift anchors"), roles["anchor"], options.val_rows)
-        probes = _probes(job, options.probes)
         direction: Vector = _sum(ctx, engine, val).scaled(1.0 / len(val))
         lam = job.scoring.scored.terms.lam_effective
         if lam:
@@ -117,8 +120,15 @@ class _Place:
         return cls(ctx, engine, val, probes, direction.held())
 
     def gradient(self, example: Example) -> ParamVector:
-        """g_n over the candidates."""
-        return _sum(self.ctx, self.engine, [example])
+        """g_n over the candidates, by plain autograd."""
+        batch = collate_for([example], pass_settings(self.ctx), self.engine.device)
+        candidates, found = self.engine.candidates, {}
+
+        def keep(name: str, gradient: Tensor) -> None:
+            found[name] = gradient.to(candidates.dtype, copy=True)
+
+        alone(self.engine.model, candidates, batch, keep)
+        return ParamVector({name: found[name] for name in candidates})
 
 
 def _sum(ctx: RunContext, engine: GhostEngine, rows: list[Example]) -> ParamVector:
@@ -135,7 +145,8 @@ def _probes(job: DiagnosticJob, count: int) -> list[Example]:
     inside: list[Example] = []
     if (job.final / "ids.json").is_file():
         inside = [e for e in pool if e.id in job.selected_ids]
-    outside = [e for e in pool if e not in inside]
+    taken = {e.id for e in inside}
+    outside = [e for e in pool if e.id not in taken]
     first = sample(job.rng("drift inside"), inside, count // 2)
     rest = sample(job.rng("drift outside"), outside, count - len(first))
     return sorted([*first, *rest], key=lambda e: e.index)
@@ -145,18 +156,20 @@ def _compare(job: DiagnosticJob, old: _Place, new: _Place) -> dict[str, Any]:
     """Everything that the bound and the ranks need, without η, of one point against θ̄."""
     total_old, total_new = (ParamVector.zeros(old.engine.candidates) for _ in range(2))
     scores, norms, moved = [], [], []
-    for example in old.probes:
-        before, after = old.gradient(example), new.gradient(example)
-        vectors = {"v0": old.direction, "v1": new.direction, "g0": before, "g1": after}
-        vectors["moved"] = after.plus(before, -1.0)
-        pairs = [("g0", "g0"), ("g1", "g1"), ("moved", "moved"), ("v0", "g0"), ("v1", "g1")]
-        products = Products(vectors, pairs)
-        scores.append((products.dot("v0", "g0"), products.dot("v1", "g1")))
-        norms.append(max(products.norm("g0"), products.norm("g1")))
-        moved.append(products.norm("moved"))
-        for total, one in ((total_old, before), (total_new, after)):
-            for name, block in total.items():
-                block.add_(one[name].to(block.device))
+    models = old.engine.model, new.engine.model
+    with precise(old.ctx, "directions", "score drift", *models):
+        for example in old.probes:
+            before, after = old.gradient(example), new.gradient(example)
+            vectors = {"v0": old.direction, "v1": new.direction, "g0": before, "g1": after}
+            vectors["moved"] = after.plus(before, -1.0)
+            pairs = [("g0", "g0"), ("g1", "g1"), ("moved", "moved"), ("v0", "g0"), ("v1", "g1")]
+            products = Products(vectors, pairs)
+            scores.append((products.dot("v0", "g0"), products.dot("v1", "g1")))
+            norms.append(max(products.norm("g0"), products.norm("g1")))
+            moved.append(products.norm("moved"))
+            for total, one in ((total_old, before), (total_new, after)):
+                for name, block in total.items():
+                    block.add_(one[name].to(block.device))
     turned = new.direction.plus(old.direction, -1.0).norm()
     coordinates = _coordinates(job, old, new, total_old, total_new)
     return {

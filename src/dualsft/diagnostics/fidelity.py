@@ -177,6 +177,7 @@ class _Checkpoint:
             job.ctx,
             len(self.pool),
             protocol.shares,
+            job.scoring.scored.terms.lam_effective,
         )
         cwsd = job.ctx.config.score.preservation == "cwsd" and job.ctx.warmed_up
         self.teacher = job.ctx.theta_old() if cwsd else None
@@ -377,12 +378,19 @@ def forms_of_u(
     ctx: RunContext,
     n_sc: int,
     shares: Sequence[float],
+    own_lam: float,
 ) -> tuple[dict[Form, Vector], dict[str, float]]:
-    """u / eta_sc in every form, and the factor of each λ; a zero v_prior is None."""
+    """u / eta_sc in every form, and the factor of each λ; a zero v_prior is None.
+
+    Where v_prior is zero, at θ_old, a relative λ has no factor of its own: it is the run's
+    (`own_lam`), so that both checkpoints are judged by one objective.
+    """
     score = ctx.config.score
     lams = {"none": 0.0, "absolute": score.lam}
     if prior_grad is not None:
         lams["relative"] = effective_lambda(score.lam, True, val_grad, prior_grad)
+    elif score.lam_relative:
+        lams["relative"] = own_lam
     forms: dict[Form, Vector] = {}
     for lam, factor in lams.items():
         v_val = val_grad if prior_grad is None else val_grad.plus(prior_grad, factor)
@@ -399,6 +407,8 @@ def forms_of_u(
         scales = {"first": 0.0}
         if curvature is not None:
             scales["diagonal"] = 1.0
+            if score.curvature_scale != 1.0:
+                scales[f"diagonal times {score.curvature_scale:g}"] = score.curvature_scale
             second = plain.second_order(grad_sum).norm()
             first = v_val.norm()
             scales |= {f"diagonal {s:g}": s * first / second for s in shares if second > 0}

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dualsft.diagnostics.canvas import HATCHES, legend_above, panels, save
+from dualsft.diagnostics.canvas import HATCHES, legend_above, panels, save, short_names
 from dualsft.plots import COLOURS, MARKERS
 
 SIDES = {"data": "subsets of examples", "param": "masks of entries"}
@@ -144,7 +144,8 @@ def _lds(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Path]:
 def hessian(result: Result, path: Path) -> list[Path]:
     """Agreement of the scores, and of the second-order terms themselves, by region and module."""
     means = [m for m in result["means"] if m["region"] != "all" and m["reference"] == "slice"]
-    places = list(dict.fromkeys((m["region"], m["module"].split(".")[-1]) for m in means))
+    short = short_names(list(dict.fromkeys(m["module"] for m in means)))
+    places = list(dict.fromkeys((m["region"], short[m["module"]]) for m in means))
     figure, columns = panels(1, 3, 3.6, 1.6 + 0.4 * len(places))
     shown = (
         ("data", "rho", "ρ of example scores"),
@@ -155,7 +156,7 @@ def hessian(result: Result, path: Path) -> list[Path]:
     for axes, (part, key, title) in zip(columns, shown, strict=True):
         for number, checkpoint in enumerate(kinds):
             mine = {
-                (m["region"], m["module"].split(".")[-1]): m[part][key]
+                (m["region"], short[m["module"]]): m[part][key]
                 for m in means
                 if m["checkpoint"] == checkpoint
             }

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from dualsft.context import RunContext, pass_settings
 from dualsft.data import Batch, Example, collate, make_batches
 from dualsft.diagnostics.agreement import mean_of, pair_agreement, top_overlap
+from dualsft.diagnostics.chosen_statistics import family
 from dualsft.diagnostics.job import DiagnosticJob
 from dualsft.diagnostics.ranking import cosine, counts, spearman
 from dualsft.diagnostics.trials import quiet, sample
@@ -103,7 +104,7 @@ def choose_slices(job: DiagnosticJob) -> list[Slice]:
         layers = counts(options.layers, "diagnose.hessian.layers")
     else:
         layers = sorted({round(n * (depth - 1) / (PAPER_DEPTH - 1)) for n in PAPER_LAYERS})
-    wanted = [word.strip() for word in options.modules.split(",")]
+    wanted = [word.strip() for word in (options.modules or _last_matrices(job)).split(",")]
     scores = param_scores(scored.terms.eta_sc, scored.projection, scored.grad_sum)
     slices = []
     for name, (layer, module) in placed.items():
@@ -118,6 +119,16 @@ def choose_slices(job: DiagnosticJob) -> list[Slice]:
             f"there are {depth} layers with {', '.join(known)}"
         )
     return slices
+
+
+def _last_matrices(job: DiagnosticJob) -> str:
+    """What leads out of attention and out of the MLP: their last matrices in a block."""
+    last: dict[str, str] = {}
+    for name, shape in job.ctx.candidate_shapes.items():
+        layer, module = locate(name)
+        if layer is not None and len(shape) == 2 and family(module) != "other":
+            last[family(module)] = module
+    return ",".join(last.values())
 
 
 def region(layer: int, depth: int) -> str:

@@ -35,6 +35,7 @@ from dualsft.pieces import Pieces
 from dualsft.progress import Reporter
 from dualsft.report import outdated, read_manifests
 from dualsft.rundir import PeakMemory, RunDir, atomic_write_text
+from dualsft.stages.chosen import at_hand
 from dualsft.stages.selection import Scoring
 
 FOLDER = "diagnostics"
@@ -59,7 +60,7 @@ class DiagnosticJob:
     @cached_property
     def scoring(self) -> Scoring:
         """u, G, the engine at θ̄ and the pool, as the selection read them."""
-        return Scoring.of(self.ctx)
+        return Scoring.of(self.ctx, at_hand)
 
     @cached_property
     def selected_ids(self) -> set[str]:
@@ -113,7 +114,8 @@ def diagnose(run: Path, wanted: Wanted, reporter: Reporter) -> list[Path]:
 
 def _fingerprint(one: Diagnostic, options: Any, manifests: Mapping[str, Any]) -> dict[str, Any]:
     stages = {s: manifests[s]["fingerprint"]["hash"] for s in manifests if s != "evaluation"}
-    read = {s: h for s, h in stages.items() if s in one.needs or s in _before(one, stages)}
+    read = _before(one, stages) | {*one.needs, *one.tells}
+    read = {stage: value for stage, value in stages.items() if stage in read}
     return {"options": asdict(options), "stages": read}
 
 
@@ -129,8 +131,13 @@ def _ensure(
 ) -> Path:
     path = out / f"{one.name}.json"
     if path.is_file():
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored.get("made_from") == json.loads(json.dumps(made_from)):
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            ctx.reporter.warn(f"{path}: cannot be read; it is computed again")
+            stored = None
+        wanted = json.loads(json.dumps(made_from))
+        if isinstance(stored, dict) and stored.get("made_from") == wanted:
             ctx.reporter.say(f"[{one.name}] reused: nothing it depends on has changed")
             return path
     ctx.reporter.say(f"[{one.name}] started: {one.summary}")

@@ -91,9 +91,9 @@ class _Sides:
         self.job, self.ctx = job, job.ctx
         final = job.final
         self.mask = read_mask(final) if (final / "mask.safetensors").is_file() else None
-        methods = self.ctx.methods
-        data = methods.scored("data") and (final / "ids.json").is_file()
-        params = methods.scored("params") and self.mask is not None
+        chosen = {axis: entry.name for axis, entry in self.ctx.methods.entries.items() if entry}
+        data = chosen.get("data") == "dualsft" and (final / "ids.json").is_file()
+        params = chosen.get("params") == "dualsft" and self.mask is not None
         self.dual = training_examples(self.ctx, final)
         self.b = len(self.dual) if data else None
         self.k = None
@@ -101,8 +101,8 @@ class _Sides:
             self.k = sum(index.numel() for index in self.mask.values())
         if not data and not params:
             raise RunError(
-                "reverse: the run selects neither examples nor entries by DualSFT's scores; use it "
-                "on a run of dualsft"
+                "reverse: the run takes neither the highest-scored examples nor entries; use it on "
+                "a run of dualsft"
             )
         self.combinations = list(
             dict.fromkeys((d if data else AS_RUN, p if params else AS_RUN) for d, p in ARMS)

@@ -12,7 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from dualsft.diagnostics.canvas import bars, legend_above, lines, panels, save, signed_axis
+from dualsft.diagnostics.canvas import (
+    bars,
+    legend_above,
+    lines,
+    panels,
+    save,
+    short_names,
+    signed_axis,
+)
 from dualsft.plots import COLOURS
 
 SIDES = {"examples": "examples", "params": "parameters"}
@@ -75,9 +83,8 @@ def heatmap(result: dict[str, Any], path: Path) -> list[Path]:
         shown = values / largest if scaled and largest > 0 else values
         image = one.imshow(shown, aspect="auto", cmap="viridis", vmin=0)
         one.grid(False)
-        one.set_xticks(
-            range(len(modules)), [m.rsplit(".", 1)[-1] for m in modules], rotation=60, fontsize=8
-        )
+        names = short_names(modules)
+        one.set_xticks(range(len(modules)), [names[m] for m in modules], rotation=60, fontsize=8)
         every = max(1, len(layers) // 14)
         one.set_yticks(range(0, len(layers), every), layers[::every], fontsize=8)
         one.set_ylabel("layer")

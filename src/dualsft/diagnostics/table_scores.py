@@ -141,6 +141,7 @@ SCORES: tuple[dict[str, Any], ...] = (
         "paper": "Table conditional_reselection_main; Figure fixed_side_reselection",
         "cost": "a pool pass for every round that moves the examples",
         "needs": _NEEDS,
+        "tells": ("finetune",),
         "options": ReselectionOptions,
     },
     {

@@ -53,8 +53,9 @@ class HessianOptions:
 
     layers: Annotated[str, Names()] | None = None
     """Layers to look at, as in 3,8,10; null is the paper's eight of 28, scaled to the depth."""
-    modules: Annotated[str, Names()] = "o_proj,down_proj"
-    """Modules to look at, by the end of their names."""
+    modules: Annotated[str, Names()] | None = None
+    """Modules to look at, by the end of their names; null is the last matrix of attention and of
+    the MLP (the paper's o_proj and down_proj)."""
     slice_size: Annotated[int, Bounds(least=3)] = 255
     """Entries of a slice, a third from each third of the scores."""
     pool_rows: Annotated[int, Bounds(least=3)] = 256

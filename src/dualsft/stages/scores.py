@@ -11,6 +11,7 @@ on request, params.safetensors and projection.safetensors.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,18 @@ class Scored:
     """u / eta_sc."""
 
 
-def load_scored(ctx: RunContext, candidates: Candidates, n_sc: int) -> Scored:
-    """Algorithm 1 line 7 from the vectors on disk."""
-    val_grad = ctx.vector("gradients", "val_grad", candidates)
-    prior_grad = ctx.vector("gradients", "prior_grad", candidates)
-    grad_sum = ctx.vector("gradients", "grad_sum", candidates)
+def load_scored(
+    ctx: RunContext,
+    candidates: Candidates,
+    n_sc: int,
+    keep: Callable[[Vector], Vector] = lambda v: v,
+) -> Scored:
+    """Algorithm 1 line 7 from the vectors on disk, each as `keep` gives it."""
+    val_grad = keep(ctx.vector("gradients", "val_grad", candidates))
+    prior_grad = keep(ctx.vector("gradients", "prior_grad", candidates))
+    grad_sum = keep(ctx.vector("gradients", "grad_sum", candidates))
     curvature = ctx.curvature(candidates)
+    curvature = None if curvature is None else keep(curvature)
     terms = projection_terms(ctx.config, n_sc, val_grad, prior_grad, curvature)
     return Scored(terms, grad_sum, prior_grad, terms.projection(grad_sum))
 

@@ -12,7 +12,7 @@ round_<t>/ for each round of fixed-side re-selection (`stages/reselection.py`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from dualsft.stages.reselection import reselect
 from dualsft.stages.scores import Scored, exact_dots, load_scored, rounding_scales
 from dualsft.stages.split import resolve_budget
 from dualsft.topk import TopK, topk_signed
+from dualsft.vectors import Vector
 
 WIDER = 8.0  # what is scored again with TF32 products or better is this much less rounded than bf16
 
@@ -209,11 +210,12 @@ class Scoring:
     """What `choose_entries` found."""
 
     @classmethod
-    def of(cls, ctx: RunContext) -> Scoring:
+    def of(cls, ctx: RunContext, keep: Callable[[Vector], Vector] = lambda v: v) -> Scoring:
+        """`keep` is what every stored vector goes through: `at_hand` where all are read often."""
         roles = ctx.roles()
         model = ctx.theta_bar()
         engine = GhostEngine(model, ctx.candidates(model))
-        scored = load_scored(ctx, engine.candidates, len(roles["pool"]))
+        scored = load_scored(ctx, engine.candidates, len(roles["pool"]), keep)
         return cls(ctx, engine, roles["pool"], scored, sum(len(rows) for rows in roles.values()))
 
     def choose_entries(self, k: int, reverse: bool = False) -> TopK:

@@ -419,6 +419,21 @@ def test_a_wrong_row_is_named(name: str, line: str, words: str, tmp_path: Path) 
         benchmark_tasks.read_rows(path, BENCHMARKS[name])
 
 
+def test_a_model_without_room_for_answers_is_refused_before_any_stage(
+    model_folder: Callable[[str], Path], corpus: Path, tmp_path: Path
+) -> None:
+    """The tiny model has 256 positions, and HumanEval asks for 512 new tokens."""
+    for name, many in rows().items():
+        write_jsonl(tmp_path / f"{name}.jsonl", many)
+    words = ["evaluation.tasks=humaneval", f"evaluation.data_dir={tmp_path}"]
+    words += ["evaluation.allow_code_execution=true"]
+    config = settings.load(None, [*small_run(model_folder("llama"), corpus), *words])
+    with pytest.raises(ConfigError, match="humaneval asks for 512 new tokens .* room for 256"):
+        pipeline.run(config, tmp_path / "run", None, Reporter(lambda _: None))
+    assert not (tmp_path / "run").exists()
+    pipeline.run(config, tmp_path / "run", "split", Reporter(lambda _: None))
+
+
 def test_wrong_rows_are_told_before_any_stage(tmp_path: Path) -> None:
     made = rows()
     write_jsonl(tmp_path / "gsm8k_test.jsonl", made["gsm8k_test"])

@@ -48,6 +48,8 @@ class Benchmark:
     filter: str = "none"
     fields: tuple[str, ...] = ()
     generates: bool = False
+    new_tokens: int = 0
+    """Longest answer that is generated: ours of HumanEval, the harness's default of GSM8K."""
     runs_code: bool = False
 
 
@@ -64,6 +66,7 @@ BENCHMARKS: dict[str, Benchmark] = {
             filter="create_test",
             fields=("task_id", "prompt", "test", "entry_point"),
             generates=True,
+            new_tokens=HUMANEVAL_TOKENS,
             runs_code=True,
         ),
         Benchmark(
@@ -103,6 +106,7 @@ BENCHMARKS: dict[str, Benchmark] = {
             filter="strict-match",
             fields=("question", "answer"),
             generates=True,
+            new_tokens=256,
         ),
     )
 }
@@ -181,6 +185,17 @@ def _unreadable(path: Path, benchmark: Benchmark) -> list[str]:
     except DataError as problem:
         return [f"evaluation.data_dir: {problem}"]
     return []
+
+
+def check_room(tasks: str | None, max_positions: int | None) -> None:
+    """Refuse, before any stage, tasks whose answers leave a model no room for the question."""
+    for name in wanted_tasks(tasks):
+        new = BENCHMARKS[name].new_tokens
+        if max_positions is not None and new >= max_positions:
+            raise ConfigError(
+                f"evaluation.tasks: {name} asks for {new} new tokens and the model has room for "
+                f"{max_positions}; leave it out"
+            )
 
 
 def read_rows(path: Path, benchmark: Benchmark) -> list[Row]:

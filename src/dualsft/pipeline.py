@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from dualsft import config as settings
+from dualsft.benchmark_tasks import check_room
 from dualsft.config import Config
 from dualsft.context import RunContext, repeatable
 from dualsft.disk import explained
@@ -153,6 +154,8 @@ def run(
         ctx = RunContext(config, rundir, voice, lenders=lenders, answers=answers)
         for warning in settings.warnings(config):
             ctx.reporter.warn(warning)
+        if last == STAGE_NAMES[-1]:
+            check_room(config.evaluation.tasks, ctx.max_positions)
         with watched(present, log.error), explained(rundir.path), ExitStack() as held:
             rundir.create()
             held.enter_context(rundir.lock())

@@ -71,6 +71,12 @@ def replaced(run: Path, stage: str, name: str, more: dict[str, Any]) -> None:
     folder = run / FOLDERS[stage]
     content = json.loads((folder / name).read_text()) | more
     (folder / name).write_text(json.dumps(content))
+    seal(run, stage, name)
+
+
+def seal(run: Path, stage: str, name: str) -> None:
+    """Make a changed file of a stage one that the stage has written."""
+    folder = run / FOLDERS[stage]
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest.pop("seal")
     manifest["files"][name] = entry(folder / name)
@@ -81,8 +87,9 @@ def entry(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": sha256_file(path)}
 
 
-def enlarged(run: Path, count: int) -> tuple[Path, dict[str, Any]]:
-    """The run with its examples replaced by many, and its facts with the hashes of these."""
+def enlarged(run: Path, count: int, lead: str = "") -> tuple[Path, dict[str, Any]]:
+    """The run with its examples replaced by many that begin with `lead`, and its facts with the
+    hashes of these."""
     facts = load_summaries(run)
     tokenizer = load_tokenizer(run / "6_finetune/model")
     rng = np.random.default_rng(0)
@@ -90,7 +97,7 @@ def enlarged(run: Path, count: int) -> tuple[Path, dict[str, Any]]:
     words = ["".join(rng.choice(letters, rng.integers(2, 9))) for _ in range(2000)]
     bodies = tokenizer([" ".join(rng.choice(words, 60)) for _ in range(2000)])["input_ids"]
     ids = [f"{i:016x}-{i}" for i in range(count)]
-    heads = tokenizer([f"needle {i:06d} " for i in range(count)])["input_ids"]
+    heads = tokenizer([f"{lead}needle {i:06d} " for i in range(count)])["input_ids"]
     rows = [head + bodies[i % 2000] for i, head in enumerate(heads)]
     labels = [[-100] * len(head) + row[len(head) :] for head, row in zip(heads, rows, strict=True)]
     roles = ["pool"] * count

@@ -6,6 +6,7 @@ All of it is of the slow tier; without a browser it fails and says what to insta
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,28 @@ def test_search_sort_filter_and_pages(finished: Path, tab: Page) -> None:
     assert [r["row"] for r in rows_shown(tab)] == [17]
 
 
+def test_a_preview_leaves_out_what_all_texts_begin_with(
+    finished: Path, tmp_path: Path, tab: Page
+) -> None:
+    lead = "<|system|>\n" + f"{EMOJI} You are a helpful assistant. " * 20 + "\n<|user|>\n"
+    run, facts = enlarged(copy(finished, tmp_path), 300, lead)
+    tab.open(write_html(run, facts, tmp_path))
+    rows = rows_shown(tab)
+    assert len(rows) == 25 and len({row["text"] for row in rows}) == 25
+    for row in rows:
+        assert re.match(rf"… {row['row']:06d} \w", row["text"]), row["text"]
+        assert row["text"].endswith(" …")
+    choose(tab, "show", "all")
+    choose(tab, "query", "helpful assistant")  # the search reads the whole text
+    assert tab.js("document.getElementById('status').textContent") == "300 examples"
+    choose(tab, "query", "needle 000123")
+    assert [row["row"] for row in rows_shown(tab)] == [123]
+    tab.js("document.querySelector('#rows details').open = true")
+    tab.wait("document.querySelector('#rows .turn.response')")
+    turns = "[...document.querySelectorAll('#rows .turn')].map((t) => t.textContent).join('')"
+    assert tab.js(turns).startswith(lead + "needle 000123 ")
+
+
 def test_a_matrix_can_be_looked_into(finished: Path, tab: Page) -> None:
     cells = unpack(read_page(finished)[1]["mask-data"])
     tab.open(finished / "report.html")
@@ -173,4 +196,4 @@ def test_a_hundred_thousand_examples_open_in_three_seconds(
     choose(tab, "sort", "loss")
     choose(tab, "query", "needle 077777")
     (row,) = rows_shown(tab)
-    assert row["row"] == 77_777 and "needle 077777" in row["text"]
+    assert row["row"] == 77_777 and "077777 " in row["text"]

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from report_pages import ARABIC, EMOJI, HOSTILE, copy, hostile_run, read_page, replaced
+from report_pages import ARABIC, EMOJI, HOSTILE, copy, hostile_run, read_page, replaced, seal
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
@@ -20,8 +20,16 @@ from dualsft.cli import app
 from dualsft.errors import ConfigError, RunError
 from dualsft.model import load_tokenizer
 from dualsft.report import load_summaries, write_report
-from dualsft.report_data import STATES, collect_examples, density, pack, token_cap, unpack
-from dualsft.report_parts import colour, numbers_of, table
+from dualsft.report_data import (
+    STATES,
+    collect_examples,
+    density,
+    pack,
+    shared_words,
+    token_cap,
+    unpack,
+)
+from dualsft.report_parts import LOSS_NOTE, colour, numbers_of, table
 from dualsft.report_runs import write_reports
 from dualsft.report_warnings import concerns
 
@@ -122,6 +130,21 @@ def test_texts_are_cut_to_the_budget() -> None:
     assert cap == 1500 and np.minimum(counts, cap).sum() <= 3060
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "wanted"),
+    [
+        ("<|user|>\nHow far", "<|user|>\nHow many", "<|user|>\nHow "),
+        ("[INST]Hard", "[INST]Hello", "[INST]"),  # no word is cut
+        (f"👋🏽 {EMOJI}", "👋🏽 👩‍🚀", "👋🏽 "),  # and no character that is made of several
+        ("The cat", "To be", ""),
+        ("the same", "the same", ""),  # a preview of nothing helps nobody
+        ("", "any", ""),
+    ],
+)
+def test_what_texts_begin_with(first: str, last: str, wanted: str) -> None:
+    assert shared_words(first, last) == wanted
+
+
 def test_pack_keeps_every_character() -> None:
     value = {"a": [HOSTILE, ARABIC, EMOJI, "\x00\u2028", None, 1.5]}
     assert unpack(pack(value)) == value and "<" not in pack(value)
@@ -156,6 +179,46 @@ def test_a_diagnostic_that_is_none_is_refused(finished: Path, tmp_path: Path) ->
     (run / "diagnostics/local_regret.json").write_text("[1, 2")
     with pytest.raises(RunError, match=r"local_regret.json: not a diagnostic's numbers"):
         write_report(run)
+
+
+@pytest.mark.parametrize("made_from", [["a list"], None, {"stages": ["selection"]}])
+def test_a_diagnostic_of_an_unknown_origin_is_refused(
+    finished: Path, tmp_path: Path, made_from: Any
+) -> None:
+    run = copy(finished, tmp_path)
+    content = {"paper": "Table 7", "result": {}, "made_from": made_from}
+    (run / "diagnostics/local_regret.json").write_text(json.dumps(content))
+    with pytest.raises(RunError, match=r"local_regret.json: not a diagnostic's numbers.*delete it"):
+        write_report(run)
+
+
+@pytest.mark.parametrize(
+    "text", ["model: {path: [", "- a list", "model: llama", "a: 2020-99-99", b"\xff\xfe\xff"]
+)
+def test_damaged_settings_are_refused_before_anything_is_written(
+    finished: Path, tmp_path: Path, text: str | bytes
+) -> None:
+    run = copy(finished, tmp_path)
+    file, out = run / "config.yaml", tmp_path / "out"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    for runs in ([run], [finished, run]):
+        with pytest.raises(RunError, match=r"config.yaml: not the settings of a run.*move it away"):
+            write_reports(runs, out)
+        assert not out.exists()
+    file.unlink()  # the cure
+    write_reports([run], out)
+    assert "# unknown fine-tuned with DualSFT" in (out / "model_card.md").read_text()
+
+
+def test_an_old_run_that_names_no_methods(finished: Path, tmp_path: Path) -> None:
+    run = copy(finished, tmp_path)
+    facts = load_summaries(run)
+    facts["selection"].pop("methods")
+    (run / "5_selection/summary.json").write_text(json.dumps(facts["selection"]))
+    seal(run, "selection", "summary.json")
+    write_report(run)
+    assert "trained on 12 examples (10.0 % of 120); " in (run / "model_card.md").read_text()
+    assert "<li>by </li>" not in read_page(run)[0]
 
 
 def test_damaged_rows_are_refused(finished: Path, tmp_path: Path) -> None:
@@ -225,6 +288,7 @@ CHOSEN: dict[str, Any] = {
     "response_tokens_selected": 100.0,
     "response_tokens_pool": 100.0,
 }
+FEWER = "split.val: 747 examples instead of the paper's 1,024: at most 10% of the 7,473 usable rows"
 LOSSES = {"validation": {"before": {"loss": 2.0}, "after": {"loss": 1.0}}}
 
 
@@ -241,6 +305,7 @@ LOSSES = {"validation": {"before": {"loss": 2.0}, "after": {"loss": 1.0}}}
         ({"response_tokens_selected": 60.0}, "Length drift"),
         ({"said": "the warmup has only 3 steps (raise split.warm)"}, "Short warmup"),
         ({"said": "something else (set a.b to 3, or c)"}, "Note of the stage warmup"),
+        ({"said": FEWER}, "Fewer rows than the paper's"),
         ({"said": "4 of the 9 selected examples have a score ≤ 0"}, None),
         ({"loss": 2.5}, "Validation loss rose"),
         ({"outdated": ["finetune"]}, "Stages out of date"),
@@ -260,6 +325,18 @@ def test_each_warning_has_meaning_and_cure(change: dict[str, Any], title: str | 
     assert all(len(c.meaning) > 30 and len(c.cure) > 5 for c in found)
     if "something else" in change.get("said", ""):
         assert found[0].cure == "Set a.b to 3, or c."
+
+
+def test_what_matters_stands_first() -> None:
+    said = {"split": [FEWER, "odd"], "warmup": ["the warmup has only 3 steps"]}
+    facts = {"warnings": said, "outdated": [], "selection": CHOSEN | {"near_ties": 2}}
+    wanted = ["Short warmup", "Ties at the boundary", "Fewer rows than the paper's"]
+    assert [c.title for c in concerns(facts)] == [*wanted, "Note of the stage split"]
+
+
+def test_loss_and_perplexity_are_told_apart(finished: Path) -> None:
+    for file in ("report.html", "report.md", "model_card.md"):
+        assert LOSS_NOTE in (finished / file).read_text()
 
 
 def test_benchmarks_are_in_every_report(make_run: Callable[..., Path]) -> None:
@@ -320,6 +397,27 @@ def test_runs_side_by_side(make_run: Callable[..., Path], tmp_path: Path) -> Non
         write_reports([a, a], None)
     with pytest.raises(ConfigError, match="one of the runs"):
         write_reports([a, b], a)
+
+
+def test_masks_side_by_side(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    a, b = (
+        make_run("select.variant=param", f"select.param_budget={share}", out=name)
+        for name, share in (("a", 0.1), ("b", 0.2))
+    )
+    data = make_run("select.variant=data", out="data")
+    write_reports([a, b, data], tmp_path / "all")
+    text = (tmp_path / "all/report.md").read_text()
+    first, second = (load_file(run / "5_selection/mask.safetensors") for run in (a, b))
+    shared = sum(len(np.intersect1d(first[n], second[n])) for n in first)
+    sizes = [sum(map(len, mask.values())) for mask in (first, second)]
+    wanted = f"{shared / (sum(sizes) - shared):.3f}"
+    assert f"| same entries of the mask as a (Jaccard) | 1.000 | {wanted} | – |" in text
+    assert f"| same entries of the mask as b (Jaccard) | {wanted} | 1.000 | – |" in text
+    assert "same entries of the mask as data" not in text and 0 < float(wanted) < 1
+    other = make_run("select.variant=param", arch="gpt2", out="other")
+    write_reports([a, other], tmp_path / "two")
+    text = (tmp_path / "two/report.md").read_text()
+    assert "| same entries of the mask as a (Jaccard) | 1.000 | – |" in text
 
 
 def test_the_command(finished: Path, tmp_path: Path) -> None:

@@ -17,22 +17,20 @@ import yaml
 
 from dualsft.manifest import atomic_write_text
 from dualsft.methods import registry
-from dualsft.report_parts import duration, number, peak_gib, percent
+from dualsft.report_parts import LOSS_NOTE, duration, number, peak_gib, percent
 from dualsft.report_warnings import concerns
 
 LOCAL_PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?[/\\](?:[^\s/\\:]+[/\\])+([^\s/\\:]+)")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def write_card(run: Path, facts: Mapping[str, Any], out: Path) -> Path | None:
+def write_card(facts: Mapping[str, Any], out: Path) -> Path | None:
     """Write model_card.md into `out`; None, and no card, while there is no fine-tuned model."""
     path = out / "model_card.md"
     if "finetune" not in facts:
         path.unlink(missing_ok=True)  # of a model that is no longer there
         return None
-    config_file = run / "config.yaml"
-    text = config_file.read_text(encoding="utf-8") if config_file.is_file() else ""
-    config = yaml.safe_load(text) or {}
+    config = facts["config"]
     parts = [
         _front_matter(config, facts),
         f"# {shown_name(config, 'model')} fine-tuned with DualSFT",
@@ -82,7 +80,9 @@ def _what(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     on = f"{tuned['examples']:,} examples"
     if "b" in chosen:
         share = percent(chosen["data_share"])
-        on += f" ({share} of {chosen['num_full']:,}), chosen by {chosen['methods']['data']}"
+        on += f" ({share} of {chosen['num_full']:,})"
+        if "methods" in chosen:  # old runs do not name it
+            on += f", chosen by {chosen['methods']['data']}"
     text = f"`{shown_name(config, 'model')}` trained on {on}"
     changed, total = tuned.get("changed_entries"), tuned.get("num_parameters")
     if changed is not None and total:
@@ -166,7 +166,7 @@ def _results(facts: Mapping[str, Any]) -> str:
             for name, r in results["files"].items()
         ),
         "`validation` is the split that the selection was aimed at, so it flatters; KL is that of "
-        "the base to this model, a response token.",
+        f"the base to this model, a response token. {LOSS_NOTE}",
     ]
     if "tasks" in results:
         rows = [

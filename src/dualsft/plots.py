@@ -1,5 +1,8 @@
 """Figures of a comparison: quality against time, against memory, and the forgetting plane.
 
+The forgetting plane has what was learned upwards and what was lost across: plasticity and stability
+where benchmarks were asked, else the loss on the first evaluation file (the new skill) and the mean
+KL to the base over the other files. `validation` is of the training corpus and plays no part there.
 Drawn from comparison.json alone, as SVG and PNG. Every method has its own marker beside its colour
 (a palette that colour-blind readers can tell apart) and its name at the point.
 """
@@ -7,12 +10,14 @@ Drawn from comparison.json alone, as SVG and PNG. Every method has its own marke
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
 MARKERS = "osD^vP*Xh<>p"
+ENDINGS = (".svg", ".png")
 FRONTIERS = (
     ("total_seconds", "time, end to end (s)", "time"),
     ("finetune_gib", "peak memory of fine-tuning (GiB)", "memory"),
@@ -40,7 +45,7 @@ def draw(out: Path) -> list[Path]:
             if len(both) > 1:
                 path = out / f"frontier_{short}_{stem}"
                 made += _scatter(path, both, text, label, better, log=key == "total_seconds")
-        made += _forgetting(out / f"forgetting_{stem}", table, points)
+        made += _forgetting(out / f"forgetting_{stem}", table)
     return made
 
 
@@ -65,20 +70,32 @@ def _quality(table: Mapping[str, Any]) -> tuple[str | None, str, int]:
     return None, "", 0
 
 
-def _forgetting(
-    path: Path, table: Mapping[str, Any], points: Mapping[str, Mapping[str, float]]
-) -> list[Path]:
-    """New skill against what was kept: plasticity and stability, or the first loss and its KL."""
+def _forgetting(path: Path, table: Mapping[str, Any]) -> list[Path]:
+    """The forgetting plane; none, and none of before, where nothing tells what was kept."""
+    skills = _plane(table, ["summary.stability"], "summary.plasticity")
+    if len(skills) > 1:
+        return _scatter(path, skills, "stability (higher is better)", "plasticity", 1)
     keys = [c["key"] for c in table["columns"]]
-    pairs = [("summary.stability", "summary.plasticity")]
-    pairs += [(key.replace("loss.", "kl."), key) for key in keys if key.startswith("loss.")]
-    for kept, new in pairs:
-        both = {n: (v[kept], v[new]) for n, v in points.items() if kept in v and new in v}
-        if len(both) > 1:
-            up = 1 if kept.startswith("summary") else -1
-            names = [k.replace("summary.", "").replace(".", " ") for k in (kept, new)]
-            return _scatter(path, both, names[0], names[1], up)
-    return []
+    files = [key[5:] for key in keys if key.startswith("loss.") and key != "loss.validation"]
+    new, old = files[:1], files[1:]
+    points = _plane(table, [f"kl.{name}" for name in old], f"loss.{new[0]}") if old else {}
+    if len(points) < 2:
+        for ending in ENDINGS:
+            path.with_suffix(ending).unlink(missing_ok=True)
+        return []
+    across = f"forgetting: mean KL to the base on {', '.join(old)} (lower is better)"
+    return _scatter(path, points, textwrap.fill(across, 70), f"new skill: loss on {new[0]}", -1)
+
+
+def _plane(
+    table: Mapping[str, Any], kept: Sequence[str], new: str
+) -> dict[str, tuple[float, float]]:
+    """(mean of the columns `kept`, the column `new`) of every row that has them all."""
+    return {
+        name: (sum(values[key] for key in kept) / len(kept), values[new])
+        for name, values in _points(table).items()
+        if all(key in values for key in (*kept, new))
+    }
 
 
 def _scatter(
@@ -108,7 +125,7 @@ def _scatter(
     axes.margins(0.12)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    files = [path.with_suffix(".svg"), path.with_suffix(".png")]
+    files = [path.with_suffix(ending) for ending in ENDINGS]
     for file in files:
         silent = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         stamp = silent if file.suffix == ".svg" else None

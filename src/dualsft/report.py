@@ -8,15 +8,18 @@ run that stopped early: it tells of the stages that are there.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from dualsft.errors import RunError
 from dualsft.manifest import MANIFEST, damage, read_stage_manifest
 from dualsft.model_card import write_card
 from dualsft.preflight import FOLDERS
 from dualsft.report_html import benchmark_rows, write_html
-from dualsft.report_parts import peak_gib
+from dualsft.report_parts import LOSS_NOTE, peak_gib
 from dualsft.rundir import atomic_write_text
 
 SUMMARIES = {
@@ -56,8 +59,28 @@ def outdated(manifests: dict[str, Any]) -> list[str]:
     return old
 
 
+def read_settings(run: Path) -> tuple[str, Mapping[str, Any]]:
+    """config.yaml of a run, as text and as what it says; both empty when there is none."""
+    path = run / "config.yaml"
+    try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        config = yaml.safe_load(text) or {}
+        if not isinstance(config, Mapping):
+            raise ValueError("it is no mapping")
+        for part in ("model", "data", "finetune"):
+            if not isinstance(config.get(part, {}), Mapping):
+                raise ValueError(f"{part} is no mapping")
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
+        reason = " ".join(str(problem).split())
+        raise RunError(
+            f"{path}: not the settings of a run ({reason}); put back the file as `dualsft run` "
+            "wrote it, or move it away: the report does without it"
+        ) from problem
+    return text, config
+
+
 def load_summaries(run: Path) -> dict[str, Any]:
-    """The summaries of the finished stages, and every stage's manifest and warnings."""
+    """The settings, the summaries of the finished stages, and their manifests and warnings."""
     manifests, problems = read_manifests(run)
     if problems:
         cure = f"`dualsft run {run}/config.yaml --out {run}` makes what is damaged again"
@@ -69,7 +92,10 @@ def load_summaries(run: Path) -> dict[str, Any]:
         for stage in ("warmup", "gradients", "scores"):
             if stage not in read:
                 current.pop(stage, None)
+    text, config = read_settings(run)
     found: dict[str, Any] = {
+        "config_text": text,
+        "config": config,
         "manifests": current,
         "warnings": {stage: m["facts"]["warnings"] for stage, m in current.items()},
         "outdated": old,
@@ -86,7 +112,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     facts = load_summaries(run)
     out = out or run
     write_html(run, facts, out)
-    write_card(run, facts, out)
+    write_card(facts, out)
     sections = [
         f"# DualSFT run `{run.name}`",
         _summary(facts),
@@ -160,7 +186,7 @@ def _evaluation(facts: dict[str, Any]) -> str:
     text = "## Before and after\n\n" + table(head, rows)
     text += (
         "\n\n`validation` is the split that scoring used; files given as `evaluation.files` are "
-        "the ones to judge by."
+        f"the ones to judge by. {LOSS_NOTE}"
     )
     if "tasks" in results:
         text += "\n\n### Benchmarks\n\n" + table(*benchmark_rows(results))

@@ -1,8 +1,9 @@
 """What report.html embeds of a run: every example with its text, and the mask in small.
 
 Reads 1_split (ids, roles, tokens), 4_scores and 5_selection (scores, who was chosen) and the mask;
-computes ranks, who stands near the boundary, and how densely each matrix is selected. The text is
-the run's own tokens, decoded: what the model saw, template and special tokens included. Everything
+computes ranks, who stands near the boundary, where the cut-off lies, and how densely each matrix is
+selected. The text is the run's own tokens, decoded: what the model saw, template and special tokens
+included; how all texts begin alike is counted, so that a preview can begin after it. Everything
 goes into the page as base64 of deflated JSON, in columns and in chunks of text, so that 100,000
 examples open at once and no row can break out of the page. It belongs to no line of Algorithm 1.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import string
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +32,7 @@ TOKEN_BUDGET = 16_000_000
 """Tokens of text that a page holds, some 64 MB before compression; longer rows are cut first."""
 MAX_SWITCHES = 32
 """Changes between prompt and response that are marked in one example."""
+WORD_ENDS = frozenset(string.whitespace + string.punctuation)
 NEAR_SHARE, NEAR_LEAST, NEAR_MOST = 0.05, 10, 500
 GRID = 24
 MANY_TENSORS, SMALL_GRID = 1000, 8
@@ -55,6 +59,8 @@ class Examples:
     """Tokens after which texts are cut, where they are."""
     no_text: str
     """Why there is no text; empty when there is."""
+    alike: int = 0
+    """Length of the words that all texts begin with, in UTF-16 units, as a browser counts."""
 
     @property
     def count(self) -> int:
@@ -100,7 +106,8 @@ def collect_examples(
     if tokenizer is None:
         return Examples(columns, [], None, why)
     try:
-        return Examples(columns, [*_chunks(tokens, tokenizer, limit)], cap, "")
+        chunks, alike = _texts(tokens, tokenizer, limit)
+        return Examples(columns, chunks, cap, "", alike)
     except Exception as problem:  # a tokenizer's code is its author's; the numbers stand without it
         reason = f"{type(problem).__name__}: {problem}"
         return Examples(
@@ -153,8 +160,26 @@ def _batches(
         yield offsets - start, ids, values != -100
 
 
-def _chunks(tokens: pq.ParquetFile, tokenizer: Any, cap: int) -> Iterator[str]:
-    """Packed lists of rows; a row is its text in turns: outside the response, inside, outside …"""
+def _texts(tokens: pq.ParquetFile, tokenizer: Any, cap: int) -> tuple[list[str], int]:
+    """(the rows, packed in chunks; what all their texts begin with, see `Examples.alike`)."""
+    packed: list[str] = []
+    extremes: list[str] = []  # what the first and the last in order share, all between them share
+    for rows in _chunks(tokens, tokenizer, cap):
+        packed.append(pack(rows))
+        texts = [*extremes, *("".join(row) for row in rows)]
+        extremes = [min(texts), max(texts)]
+    return packed, len(shared_words(*extremes).encode("utf-16-le", "surrogatepass")) // 2
+
+
+def shared_words(first: str = "", last: str = "") -> str:
+    """What both begin with, up to the end of a word; nothing when they are the same."""
+    common = "" if first == last else os.path.commonprefix([first, last])
+    ends = (at for at in range(len(common), 0, -1) if common[at - 1] in WORD_ENDS)
+    return common[: next(ends, 0)]
+
+
+def _chunks(tokens: pq.ParquetFile, tokenizer: Any, cap: int) -> Iterator[list[list[str]]]:
+    """Lists of rows; a row is its text in turns: outside the response, inside, outside …"""
     for offsets, ids, marked in _batches(tokens):
         wanted: list[list[int]] = []
         plan: list[tuple[bool, int]] = []
@@ -175,7 +200,7 @@ def _chunks(tokens: pq.ParquetFile, tokenizer: Any, cap: int) -> Iterator[str]:
                 done = end
             rows.append(parts)
             at += pieces
-        yield pack(rows)
+        yield rows
 
 
 def _scores(
@@ -243,13 +268,23 @@ def _ranks(
     return rank, near
 
 
+def cut_off(chosen: np.ndarray, rest: np.ndarray) -> float | None:
+    """The score half way between the two, whichever lies above; None where they overlap."""
+    if not len(chosen) or not len(rest):
+        return None
+    for low, high in ((rest, chosen), (chosen, rest)):
+        if low.max() <= high.min():
+            return float(low.max() + high.min()) / 2
+    return None
+
+
 def collect_mask(run: Path, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Per parameter of the mask: layer, module, shape, entries, and the density over a grid."""
     if "selection" not in facts["manifests"] or "k" not in facts["selection"]:
         return []
     final = facts["selection"]["final"]
     path = run / "5_selection" / final / "mask.safetensors"
-    shapes = _shapes(run, facts)
+    shapes = parameter_shapes(run, facts)
     cells = []
     with safe_open(str(path), framework="np") as file:
         modules = list(facts["selection"]["per_module"])  # in the model's own order
@@ -292,7 +327,7 @@ def density(index: np.ndarray, shape: list[int], side: int) -> list[list[float]]
     return [[round(float(v), 5) for v in row] for row in shares]
 
 
-def _shapes(run: Path, facts: Mapping[str, Any]) -> dict[str, list[int]]:
+def parameter_shapes(run: Path, facts: Mapping[str, Any]) -> dict[str, list[int]]:
     """Shapes of the parameters, from the headers of the run's own files."""
     files: list[Path] = []
     if "finetune" in facts["manifests"]:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import yaml
 from safetensors import SafetensorError
 
 from dualsft.diagnostics import registry
@@ -27,8 +26,9 @@ from dualsft.errors import ConfigError, RunError
 from dualsft.manifest import atomic_write_text, broken_seal, damage
 from dualsft.model import load_tokenizer
 from dualsft.preflight import FOLDERS
-from dualsft.report_data import Examples, collect_examples, collect_mask, pack
+from dualsft.report_data import Examples, collect_examples, collect_mask, cut_off, pack
 from dualsft.report_parts import (
+    LOSS_NOTE,
     bars,
     card,
     duration,
@@ -72,11 +72,12 @@ def write_html(run: Path, facts: Mapping[str, Any], out: Path) -> Path:
             _scores(facts, examples),
             _diagnostics(run, facts),
             _cost(facts),
-            _settings(run, facts),
+            _settings(facts),
         ]
     )
-    blocks = {} if examples is None else {"examples-data": pack(examples.columns)}
+    blocks: dict[str, str] = {}
     if examples is not None:
+        blocks["examples-data"] = pack({**examples.columns, "alike": examples.alike})
         blocks |= {f"text-{at}": chunk for at, chunk in enumerate(examples.chunks)}
     if cells:
         blocks["mask-data"] = pack(cells)
@@ -130,9 +131,8 @@ def _check_files(run: Path, facts: Mapping[str, Any]) -> None:
 
 def _tokenizer(run: Path, facts: Mapping[str, Any]) -> tuple[Any, str]:
     """(the run's own tokenizer, why there is none)."""
-    text = _config_text(run)
-    loaded = {} if broken_seal(text) else yaml.safe_load(text) or {}
-    trusted = loaded.get("model", {}).get("trust_remote_code") is True
+    sealed = not broken_seal(facts["config_text"])
+    trusted = sealed and facts["config"].get("model", {}).get("trust_remote_code") is True
     for stage, folder in (("finetune", "6_finetune/model"), ("warmup", "2_warmup/theta_bar")):
         if stage in facts["manifests"] and (run / folder).is_dir():
             try:
@@ -143,11 +143,6 @@ def _tokenizer(run: Path, facts: Mapping[str, Any]) -> tuple[Any, str]:
         None,
         "the run folder holds no tokenizer yet; it comes with the warmup or the fine-tuning",
     )
-
-
-def _config_text(run: Path) -> str:
-    path = run / "config.yaml"
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 def _summary(facts: Mapping[str, Any]) -> str:
@@ -185,8 +180,8 @@ def _chosen_card(chosen: Mapping[str, Any] | None) -> str:
         lines.append(f"{chosen['k']:,} of {chosen['denominator']:,} {named}")
     else:
         big.append("no mask on the weights")
-    methods = chosen.get("methods", {})
-    lines.append("by " + ", ".join(f"{name} ({axis})" for axis, name in methods.items()))
+    if methods := chosen.get("methods"):
+        lines.append("by " + ", ".join(f"{name} ({axis})" for axis, name in methods.items()))
     return card("Chosen", ", ".join(big), lines)
 
 
@@ -293,7 +288,7 @@ def _results(facts: Mapping[str, Any]) -> str:
         asked = [["asked", p["prompt"]], ["before", p["before"]], ["after", p["after"]]]
         text += "<h3>One prompt, both models</h3><div class='talk'>"
         text += table(["", "text"], asked, words=2) + "</div>"
-    lead = "Validation is the split that scoring used; judge by the other files."
+    lead = f"Validation is the split that scoring used; judge by the other files. {LOSS_NOTE}"
     return section("results", "Before and after", text, lead)
 
 
@@ -362,7 +357,7 @@ def _scores(facts: Mapping[str, Any], examples: Examples | None) -> str:
         known = ~(score != score)
         chosen, rest = (score[known & examples.in_state(x)] for x in ("selected", "rejected"))
         if len(chosen):
-            text += histogram(chosen, rest, "score of an example")
+            text += histogram(chosen, rest, cut_off(chosen, rest), _unit(facts))
     if s is None:
         return section("scores", "Scores", text)
     norms, cosines = s["norms"], s["cosines"]
@@ -392,6 +387,13 @@ def _scores(facts: Mapping[str, Any], examples: Examples | None) -> str:
     return section("scores", "Scores", text + table(["quantity", "value"], rows))
 
 
+def _unit(facts: Mapping[str, Any]) -> str:
+    """What a score is; that of another method than DualSFT is in a unit of its own."""
+    if "baseline_scores.parquet" in facts["manifests"]["selection"]["files"]:
+        return f"score of {facts['selection']['methods']['data']}, larger is better"
+    return "predicted decrease of the validation loss (nats)"
+
+
 def _diagnostics(run: Path, facts: Mapping[str, Any]) -> str:
     folder = run / "diagnostics"
     known = registry()
@@ -402,8 +404,12 @@ def _diagnostics(run: Path, facts: Mapping[str, Any]) -> str:
     for path in files:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            found[path.stem] = {"paper": content["paper"], "result": content["result"]} | content
-        except (ValueError, KeyError, TypeError) as problem:
+            found[path.stem] = {
+                "paper": content["paper"],
+                "result": content["result"],
+                "stages": dict(content.get("made_from", {}).get("stages", {})),
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise RunError(
                 f"{path}: not a diagnostic's numbers ({problem}); delete it and run "
                 f"`dualsft diagnose {run} {path.stem}`"
@@ -411,8 +417,7 @@ def _diagnostics(run: Path, facts: Mapping[str, Any]) -> str:
     parts = []
     hashes = {s: m["fingerprint"]["hash"] for s, m in facts["manifests"].items()}
     for name, content in found.items():
-        stages = content.get("made_from", {}).get("stages", {})
-        old = any(hashes.get(stage) != value for stage, value in stages.items())
+        old = any(hashes.get(stage) != value for stage, value in content["stages"].items())
         note = "<p class='old'>Made from an earlier version of this run.</p>" if old else ""
         figures = "".join(_figure(svg) for svg in _figures(folder, name, found))
         body = numbers_of(content["result"])
@@ -455,7 +460,7 @@ def _cost(facts: Mapping[str, Any]) -> str:
     )
 
 
-def _settings(run: Path, facts: Mapping[str, Any]) -> str:
+def _settings(facts: Mapping[str, Any]) -> str:
     versions: dict[str, str] = {}
     for manifest in facts["manifests"].values():
         versions |= manifest.get("versions", {})
@@ -463,8 +468,8 @@ def _settings(run: Path, facts: Mapping[str, Any]) -> str:
     finished = [[stage, m["finished"]] for stage, m in facts["manifests"].items()]
     text = table(["version of", ""], rows, words=2) if rows else ""
     text += f"<details><summary>when</summary>{table(['stage', 'finished'], finished, 2)}</details>"
-    config = _config_text(run)
-    if config:
-        text += f"<details><summary>config.yaml</summary><pre>{esc(config)}</pre></details>"
+    if facts["config_text"]:
+        config = esc(facts["config_text"])
+        text += f"<details><summary>config.yaml</summary><pre>{config}</pre></details>"
         text += "<p>Replay: <code>dualsft run RUN/config.yaml --out NEW_FOLDER</code></p>"
     return section("settings", "Settings and versions", text)

@@ -15,6 +15,12 @@ import numpy as np
 
 STOPS = ((247, 251, 255), (107, 174, 214), (8, 48, 107))
 CHOSEN, REST = "#D55E00", "#8FB8DE"
+CLOSE = 52
+"""Units across within which two words under or over a drawing would touch."""
+LOSS_NOTE = (
+    "The loss is a mean over examples, the perplexity the exponential of the mean over all "
+    "response tokens, so one can rise while the other falls."
+)
 
 
 def esc(value: object) -> str:
@@ -152,22 +158,24 @@ def _share(cell: Mapping[str, Any]) -> float | None:
     return cell["count"] / int(np.prod(cell["shape"])) if cell["shape"] else None
 
 
-def histogram(chosen: np.ndarray, rest: np.ndarray, label: str) -> str:
+def histogram(chosen: np.ndarray, rest: np.ndarray, cut: float | None, label: str) -> str:
     """Selected and rejected examples by score, one bar on the other, and the cut-off between."""
     both = np.concatenate([chosen, rest])
     if len(both) < 2 or both.min() == both.max():
         return ""
-    low, high = np.percentile(both, [0.5, 99.5])
-    if len(chosen) and len(rest):
-        low, high = min(low, chosen.min(), rest.max()), max(high, chosen.min(), rest.max())
+    low, high = (float(edge) for edge in np.percentile(both, [0.5, 99.5]))
+    if cut is not None:
+        low, high = min(low, cut), max(high, cut)
+    if low == high:
+        low, high = float(both.min()), float(both.max())
     edges = np.linspace(low, high, 61)
     sides = [np.histogram(np.clip(v, low, high), edges)[0] for v in (rest, chosen)]
     tallest = int((sides[0] + sides[1]).max())
-    left, top, wide, tall = 56, 10, 600, 170
-    step = wide / 60
+    left, top, wide, tall = 72, 26, 600, 170
+    base, step = top + tall, wide / 60
     parts = []
     for at in range(60):
-        y = float(top + tall)
+        y = float(base)
         for counts, fill in zip(sides, (REST, CHOSEN), strict=True):
             height = tall * int(counts[at]) / tallest
             y -= height
@@ -176,30 +184,44 @@ def histogram(chosen: np.ndarray, rest: np.ndarray, label: str) -> str:
                     f"<rect x='{left + at * step:.1f}' y='{y:.1f}' width='{step - 0.6:.1f}' "
                     f"height='{height:.1f}' fill='{fill}'/>"
                 )
-    if len(chosen) and len(rest):
-        cut = left + wide * (float(chosen.min() + rest.max()) / 2 - low) / (high - low)
-        parts.append(
-            f"<line x1='{cut:.1f}' x2='{cut:.1f}' y1='{top}' y2='{top + tall}' stroke='#1b1b1b' "
-            "stroke-dasharray='4 3'><title>cut-off</title></line>"
-        )
-    base = top + tall
-    for value, anchor, x in ((low, "start", left), (high, "end", left + wide)):
-        parts.append(f"<text x='{x}' y='{base + 16}' text-anchor='{anchor}'>{value:.3g}</text>")
-    parts.append(f"<text x='{left - 6}' y='{top + 10}' text-anchor='end'>{tallest:,}</text>")
-    parts.append(f"<text x='{left - 6}' y='{base}' text-anchor='end'>0</text>")
-    parts.append(
-        f"<text x='{left + wide / 2}' y='{base + 16}' text-anchor='middle'>{esc(label)}</text>"
-        f"<line x1='{left}' x2='{left + wide}' y1='{base}' y2='{base}' stroke='#888'/>"
-    )
+
+    def across(value: float) -> float:
+        return left + wide * (value - low) / (high - low)
+
+    def words(x: float, y: float, anchor: str, text: str) -> str:
+        return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}'>{esc(text)}</text>"
+
+    def upright(x: float, y1: float, y2: float, look: str) -> str:
+        return f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{y1}' y2='{y2}' {look}/>"
+
+    ticks = {low: "start", high: "end"}
+    if low < 0 < high:
+        near = {low: across(0) - left < CLOSE, high: left + wide - across(0) < CLOSE}
+        ticks = {edge: anchor for edge, anchor in ticks.items() if not near[edge]} | {0: "middle"}
+        parts.append(upright(across(0), top, base, "stroke='#888'"))
+    for value, anchor in ticks.items():
+        parts.append(upright(across(value), base, base + 4, "stroke='#888'"))
+        parts.append(words(across(value), base + 16, anchor, f"{value:.3g}"))
+    if cut is not None:
+        parts.append(upright(across(cut), top, base, "stroke='#1b1b1b' stroke-dasharray='4 3'"))
+        at = min(max(across(cut), left + CLOSE), left + wide - CLOSE)
+        parts.append(words(at, top - 6, "middle", f"cut-off {cut:.3g}"))
+    parts.append(words(left - 6, top + 10, "end", f"{tallest:,}"))
+    parts.append(words(left - 6, base, "end", "0"))
+    parts.append(f"<line x1='{left}' x2='{left + wide}' y1='{base}' y2='{base}' stroke='#888'/>")
+    parts.append(words(left + wide / 2, base + 34, "middle", label))
+    middle = f"transform='translate(14 {top + tall / 2}) rotate(-90)' text-anchor='middle'"
+    parts.append(f"<text {middle}>examples a bin</text>")
+    line = "dashed: the cut-off" if cut is not None else "the two overlap, so there is no cut-off"
     legend = (
         f"<p class='legend'><b style='background:{CHOSEN}'></b> selected "
-        f"<b style='background:{REST}'></b> rejected; dashed: the cut-off. The outermost bars hold "
-        "what lies beyond.</p>"
+        f"<b style='background:{REST}'></b> rejected"
+        f"{f'; {line}' if len(rest) else ''}. The outermost bars hold what lies beyond.</p>"
     )
+    size = f"viewBox='0 0 {left + wide + 8} {base + 42}' width='{left + wide + 8}'"
     return (
         f"<div class='scroll'><svg class='chart' role='img' aria-label='histogram of scores' "
-        f"viewBox='0 0 680 {base + 24}' width='680' height='{base + 24}'>{''.join(parts)}</svg>"
-        f"</div>{legend}"
+        f"{size} height='{base + 42}'>{''.join(parts)}</svg></div>{legend}"
     )
 
 

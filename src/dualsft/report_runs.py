@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import yaml
-
+from dualsft.diagnostics.ranking import mask_jaccard
 from dualsft.errors import ConfigError
 from dualsft.manifest import atomic_write_text
 from dualsft.preflight import FOLDERS
 from dualsft.report import load_summaries, table, write_report
+from dualsft.report_data import parameter_shapes
 from dualsft.report_html import page
 from dualsft.report_parts import duration, esc, number, peak_gib, percent, section
 from dualsft.report_parts import table as html_table
 from dualsft.report_warnings import concerns
+from dualsft.stages.chosen import read_mask
 
 Rows = list[list[str]]
 
@@ -58,7 +59,7 @@ def write_reports(runs: Sequence[Path], out: Path | None) -> list[Path]:
 def _side_by_side(facts: Mapping[Path, Mapping[str, Any]], out: Path) -> list[Path]:
     names = _names(list(facts))
     found = list(facts.values())
-    configs = [_settings(run) for run in facts]
+    configs = [_flat(one["config"]) for one in found]
     groups = {
         "Chosen": _chosen(found),
         "Cost": _cost(found),
@@ -161,7 +162,7 @@ def _sides(values: Mapping[str, Any], key: str) -> str:
 def _agreement(
     runs: Sequence[Path], found: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> Rows:
-    """Jaccard of the selected examples, run by run."""
+    """Jaccard of the selected examples and of the masks, run by run."""
     chosen = [_ids(run, one) for run, one in zip(runs, found, strict=True)]
     rows: Rows = []
     for name, mine in zip(names, chosen, strict=True):
@@ -170,7 +171,31 @@ def _agreement(
             for other in chosen
         ]
         rows += _row(f"same examples as {name} (Jaccard)", cells)
+    masks = _mask_agreement(runs, found)
+    for name, cells in zip(names, masks, strict=True):
+        rows += _row(f"same entries of the mask as {name} (Jaccard)", cells)
     return rows
+
+
+def _mask_agreement(runs: Sequence[Path], found: Sequence[Mapping[str, Any]]) -> Rows:
+    """Jaccard of every two masks, a dash where there is none or the parameters differ; two masks
+    are in memory at a time."""
+    cells = [["–" for _ in runs] for _ in runs]
+    own = [
+        (at, run / FOLDERS["selection"] / one["selection"]["final"], parameter_shapes(run, one))
+        for at, (run, one) in enumerate(zip(runs, found, strict=True))
+        if one.get("selection", {}).get("k")
+    ]
+    for at, folder, shapes in own:
+        mine = read_mask(folder)
+        for other, path, theirs in own:
+            if other < at:
+                yours = read_mask(path)
+                names = mine.keys() | yours.keys()
+                if all(shapes.get(n) == theirs.get(n) is not None for n in names):
+                    cells[at][other] = cells[other][at] = f"{mask_jaccard(mine, yours):.3f}"
+        cells[at][at] = f"{1:.3f}"
+    return cells
 
 
 def _ids(run: Path, facts: Mapping[str, Any]) -> set[str] | None:
@@ -188,27 +213,26 @@ def _titles(facts: Mapping[str, Any]) -> str:
     return "; ".join(dict.fromkeys(c.title for c in concerns(facts))) or "none"
 
 
-def _settings(run: Path) -> dict[str, Any]:
-    """config.yaml as key.key → value; empty when there is none."""
-    path = run / "config.yaml"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as key.key → value."""
     flat: dict[str, Any] = {}
 
     def add(value: Any, prefix: str) -> None:
         if isinstance(value, dict) and value:
             for key, inner in value.items():
-                add(inner, f"{prefix}.{key}" if prefix else str(key))
+                add(inner, f"{prefix}.{key}")
         else:
             flat[prefix] = value
 
-    add(yaml.safe_load(text) or {}, "")
+    for key, value in config.items():
+        add(value, str(key))
     return flat
 
 
 def _differences(configs: Sequence[Mapping[str, Any]]) -> Rows:
     rows: Rows = []
     for key in dict.fromkeys(key for config in configs for key in config):
-        cells = [json.dumps(c[key]) if key in c else "–" for c in configs]
+        cells = [json.dumps(c[key], default=str) if key in c else "–" for c in configs]
         if len(set(cells)) > 1:
             rows.append([key, *cells])
     return rows

@@ -2,7 +2,7 @@
 
 From the numbers of the stages: a curvature below rounding, preservation that dominates, scores at
 or below zero among the selected, a drift of lengths, a loss that rose. From what the stages said:
-a short warmup, few steps, memory that ran out, and everything else, each once.
+a short warmup, few steps, memory that ran out, a small corpus, and everything else, each once.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Concern:
     cure: str
 
 
+FEWER, NOTE = "Fewer rows than the paper's", "Note of the stage"
 SAID = (
     (
         r"the warmup has only",
@@ -69,6 +70,14 @@ SAID = (
         "The model came with Python code that ran with the rights of the user.",
         "Leave model.trust_remote_code off unless the source is known.",
     ),
+    (
+        r"instead of the paper's",
+        FEWER,
+        "The gradients over these rows give the direction that every score is measured by: "
+        "split.val that of the new skill, split.anchor that of preservation. A mean over fewer "
+        "rows is noisier, so another seed may choose differently near the boundary.",
+        "Give more rows, or set split.val and split.anchor.",
+    ),
 )
 COUNTED = (r"have a score ≤ 0", r"preservation dominates")
 """Said by a stage as well, but told here from the numbers."""
@@ -85,8 +94,17 @@ def concerns(facts: Mapping[str, Any]) -> list[Concern]:
         found += _of_selection(facts["selection"])
     if "evaluation" in facts:
         found += _of_evaluation(facts["evaluation"])
+    return sorted(found, key=_place)
+
+
+def _place(concern: Concern) -> int:
+    """What a stage said of a known danger, then the numbers, a small corpus, and unknown notes."""
+    if concern.title == FEWER:
+        return len(SAID) + 1
+    if concern.title.startswith(NOTE):
+        return len(SAID) + 2
     order = [title for _, title, *_ in SAID]
-    return sorted(found, key=lambda c: order.index(c.title) if c.title in order else len(order))
+    return order.index(concern.title) if concern.title in order else len(order)
 
 
 def _outdated(stages: list[str]) -> Concern:
@@ -109,7 +127,7 @@ def _of_stages(facts: Mapping[str, Any]) -> Iterator[Concern]:
                     break
             else:
                 yield Concern(
-                    f"Note of the stage {stage}",
+                    f"{NOTE} {stage}",
                     text,
                     "The stage went on, and its result is as the message describes.",
                     _own_cure(text),

@@ -124,6 +124,13 @@
     return line;
   }
 
+  function begin(text) {
+    const skipped = text.length > columns.alike ? columns.alike : 0;
+    const part = [...text.slice(skipped, skipped + 600)].slice(0, 300).join("");
+    const more = skipped + part.length < text.length;
+    return (skipped ? "… " : "") + part.replace(/\s+/g, " ") + (more ? " …" : "");
+  }
+
   async function example(row) {
     const texts = await chunk(Math.floor(row / CHUNK));
     const turns = texts ? texts[row % CHUNK] : [];
@@ -132,7 +139,7 @@
     const state = STATES[columns.state[row]];
     line.append(make("span", "state " + state, state));
     for (const key of ["score", "loss", "response"]) line.append(make("span", "value", show(columns[key][row])));
-    const preview = make("span", "preview", turns.join("").slice(0, 300).replace(/\s+/g, " "));
+    const preview = make("span", "preview", begin(turns.join("")));
     preview.dir = "auto";
     line.append(preview);
     box.append(line);

@@ -1,0 +1,71 @@
+"""Figures of a comparison, from a comparison.json made by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from dualsft.plots import draw
+
+LEARNS = {"loss.new": 0.5, "kl.new": 2.0, "kl.old": 0.01, "kl.code": 0.03}
+FORGETS = {"loss.new": 1.5, "kl.new": 0.1, "kl.old": 1.0, "kl.code": 3.0}
+REST = {"loss.old": 1.0, "loss.code": 1.0, "loss.validation": 9.0, "kl.validation": 9.0}
+
+
+def drawn(out: Path, names: list[str], more: dict[str, float]) -> list[str]:
+    """The figures of a comparison whose evaluation has the files `names`, and `more` of it."""
+    keys = [*more, *(f"{kind}.{name}" for name in names for kind in ("loss", "kl"))]
+    rows = [
+        {"name": name, "values": {key: {"mean": (values | REST | more)[key]} for key in keys}}
+        for name, values in (("learns", LEARNS), ("forgets", FORGETS))
+    ]
+    columns = [{"key": key, "title": key, "better": -1} for key in keys]
+    cost = [{"name": row["name"], "values": {"total_seconds": {"mean": 9.0}}} for row in rows]
+    tables = [
+        {"title": "Results", "kind": "results", "columns": columns, "rows": rows},
+        {"title": "Resources", "kind": "resources", "columns": [], "rows": cost},
+    ]
+    (out / "comparison.json").write_text(json.dumps({"tables": tables}))
+    return sorted(path.name for path in draw(out))
+
+
+def places(svg: Path) -> dict[str, tuple[float, float]]:
+    """Where the markers stand in the figure, in the order of the rows; y grows downwards."""
+    text = svg.read_text()
+    marks = re.findall(r"<use [^>]*x=\"([\d.]+)\" y=\"([\d.]+)\" style=\"fill: #(\w+)", text)
+    colours = {"0072b2": "learns", "d55e00": "forgets"}
+    return {colours[c]: (float(x), float(y)) for x, y, c in marks if c in colours}
+
+
+def test_what_learns_and_forgets_nothing_stands_at_small_kl(tmp_path: Path) -> None:
+    files = drawn(tmp_path, ["new", "old", "code", "validation"], {})
+    assert files[:2] == ["forgetting_Results.png", "forgetting_Results.svg"]
+    at = places(tmp_path / "forgetting_Results.svg")
+    assert at["learns"][0] < at["forgets"][0]  # KL on the other files: small is left
+    assert at["learns"][1] > at["forgets"][1]  # loss on the new task: small is below
+    text = (tmp_path / "forgetting_Results.svg").read_text()
+    assert "<!-- forgetting: mean KL to the base on old, code (lower is better) -->" in text
+    assert "<!-- new skill: loss on new (lower is better) -->" in text
+    assert "<!-- 2.0 -->" in text and "<!-- 3.0 -->" not in text  # 0.02 and 2.0 are the means
+
+
+@pytest.mark.parametrize("names", [["new"], ["new", "validation"], ["validation"]])
+def test_without_another_file_there_is_no_forgetting_plane(
+    tmp_path: Path, names: list[str]
+) -> None:
+    old = tmp_path / "forgetting_Results.svg"
+    old.write_text("of an earlier comparison")
+    files = drawn(tmp_path, names, {})
+    assert not old.exists() and not [name for name in files if name.startswith("forgetting")]
+    assert "frontier_time_Results.svg" in files
+
+
+def test_benchmarks_make_the_plane_where_there_are_any(tmp_path: Path) -> None:
+    summary = {"summary.plasticity": 0.5, "summary.stability": 0.25}
+    drawn(tmp_path, ["new", "old"], summary)
+    text = (tmp_path / "forgetting_Results.svg").read_text()
+    assert "<!-- stability (higher is better) -->" in text
+    assert "<!-- plasticity (higher is better) -->" in text

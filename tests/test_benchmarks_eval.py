@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import random
@@ -13,6 +14,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from conftest import Runner, small_run, write_jsonl
 from models import save_tiny_folder
 
@@ -24,6 +26,7 @@ from dualsft.comparing import run_matrix
 from dualsft.comparison_matrix import load_matrix
 from dualsft.comparison_tables import write_tables
 from dualsft.errors import ConfigError, DataError
+from dualsft.pieces import Pieces
 from dualsft.preflight import check_paths
 from dualsft.progress import Reporter
 
@@ -334,6 +337,37 @@ def test_the_model_and_the_tokenizer_are_left_as_they_were(long_model: Path) -> 
         assert lm.model is model and not model.training and lm.batch_size == 3
     assert model.training and tokenizer.pad_token is None
     assert all((before[name] == value).all() for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("device", "sizes"), [("cuda", [8, 4, 2]), ("cpu", [2, 1])])
+def test_generated_answers_go_in_larger_batches_on_a_gpu(device: str, sizes: list[int]) -> None:
+    """Lack of memory halves them; the batches of the other benchmarks are as before."""
+    from types import SimpleNamespace
+
+    asked, said = list[int](), list[str]()
+
+    class Model:
+        batch_size_per_gpu = 2
+        batch_size = property(lambda self: self.batch_size_per_gpu)
+
+        def generate_until(self, requests: list[Any], disable_tqdm: bool) -> list[str]:
+            asked.append(self.batch_size)
+            if self.batch_size > sizes[-1]:
+                raise torch.OutOfMemoryError
+            return ["x"] * len(requests)
+
+    answers = object.__new__(benchmarking.Answers)
+    reporter = Reporter(said.append)
+    answers.ctx = SimpleNamespace(device=torch.device(device), reporter=reporter, pieces=Pieces())  # pyright: ignore[reportAttributeAccessIssue]
+    answers.benchmark, answers.label, answers.kept = BENCHMARKS["gsm8k"], "t", None
+    answers.given, answers.piece_name = {0: "there"}, "p"
+    answers.requests = [SimpleNamespace(args=("q",), request_type="generate_until")] * 6
+    lm = Model()
+    answers._ask(lm)
+    assert [size for size, _ in itertools.groupby(asked)] == sizes and len(answers.given) == 6
+    assert lm.batch_size == (2 if device == "cuda" else 1)
+    last = 1 if device == "cpu" else max(1, sizes[-1] // benchmarking.GENERATED)
+    assert any(f"evaluation.task_batch_size={last} to start so" in line for line in said)
 
 
 def test_summary_is_null_where_a_task_is_missing() -> None:

@@ -37,6 +37,9 @@ from dualsft.pretrained import tokenizer_hash, weights_hash
 from dualsft.rundir import atomic_write_text
 
 DEFAULT_BATCH = 8
+GENERATED = 4
+"""Times as many requests in a GPU's batch where answers are generated: only the last token of each
+has logits there, and a token takes as long for many as for few."""
 SIDES = ("before", "after")
 Answer = Any
 """[log-likelihood, whether it is the greedy one], or a generated text."""
@@ -190,7 +193,11 @@ class Answers:
         waiting = [i for i in order if i not in self.given]
         pieces, done = self.ctx.pieces, len(self.given)
         total = len(self.requests)
-        with self.ctx.reporter.track(self.label, total, "requests", done) as bar, pieces.loop():
+        with (
+            self.ctx.reporter.track(self.label, total, "requests", done) as bar,
+            self._larger(lm),
+            pieces.loop(),
+        ):
             while waiting:
                 size = lm.batch_size if isinstance(lm.batch_size, int) else 64
                 now = waiting[: size * (1 if self.benchmark.generates else 8)]
@@ -219,6 +226,23 @@ class Answers:
         answers = {str(i): answer for i, answer in self.given.items()}
         return {}, {"answers": answers, "truncated": self.truncated}
 
+    @property
+    def _factor(self) -> int:
+        return GENERATED if self.benchmark.generates and self.ctx.device.type == "cuda" else 1
+
+    @contextmanager
+    def _larger(self, lm: Any) -> Iterator[None]:
+        """The batches of this benchmark; what others have is left as it is."""
+        own, factor = lm.batch_size, self._factor
+        if factor == 1 or not isinstance(own, int):
+            yield
+            return
+        lm.batch_size_per_gpu = own * factor
+        try:
+            yield
+        finally:
+            lm.batch_size_per_gpu = own
+
     def _smaller(self, lm: Any, problem: BaseException) -> None:
         size = lm.batch_size
         if not isinstance(size, int) or size == 1:
@@ -229,7 +253,7 @@ class Answers:
         lm.batch_size_per_gpu = size // 2
         self.ctx.reporter.warn(
             f"{self.label}: out of memory with batches of {size}; going on with {size // 2} "
-            f"(set evaluation.task_batch_size={size // 2} to start so)"
+            f"(set evaluation.task_batch_size={max(1, size // 2 // self._factor)} to start so)"
         )
         give_back(self.ctx.device)
 

@@ -560,6 +560,16 @@ def test_adapters_stay_within_the_budget(make_run: Runner, dora: bool) -> None:
     assert count <= 2640 < count + a_rank
 
 
+def test_a_budget_below_rank_one_is_refused_after_the_split(
+    make_run: Runner, tmp_path: Path
+) -> None:
+    words = ["method.data=less", "method.params=lora", "select.param_budget=20"]
+    with pytest.raises(ConfigError, match="adapters of rank 1 have"):
+        make_run(*words, out="small")
+    assert (tmp_path / "small/1_split").is_dir()
+    assert not (tmp_path / "small/5_selection").exists()
+
+
 def lora_trained(job: Job, rows: list[Example], pieces: Pieces, dtype: torch.dtype) -> Any:
     model = tiny_model("llama", dtype)
     method: Lora = job.ctx.methods.load("params")

@@ -179,6 +179,9 @@ class ParamMethod(_Method, ABC):
         """The parameters it chooses from, and their shapes: the candidates unless it says."""
         return job.shapes()
 
+    def check(self, job: Job) -> None:
+        """Refuse what it cannot do with these settings; asked after the split."""
+
     @abstractmethod
     def choose(self, job: Job, k: int) -> ParamChoice | None:
         """At most k entries; None is every parameter (or an adapter).

@@ -325,8 +325,10 @@ def check_budgets(ctx: RunContext, last: str = "report") -> None:
     if data.entry.uses_budget:
         num_pool = sum(counts[role] for role in data.pool_roles)
         selection.data_budget(ctx, sum(counts.values()), num_pool)
+    job = Job(ctx, "params", ctx.folder("selection"))
+    params.check(job)
     if params.entry.uses_budget:
-        selection.param_budget(ctx, params.eligible(Job(ctx, "params", ctx.folder("selection"))))
+        selection.param_budget(ctx, params.eligible(job))
 
 
 def _lender(ctx: RunContext, folder: str, fingerprint: Fingerprint) -> Path | None:

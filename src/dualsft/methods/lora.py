@@ -19,7 +19,7 @@ from dualsft.errors import ConfigError
 from dualsft.method import Job, ParamChoice, ParamMethod
 from dualsft.methods.entry import Entry
 from dualsft.methods.params_table import LoraOptions
-from dualsft.model import text_decoder
+from dualsft.model import empty_model, text_decoder
 from dualsft.stages.selection import param_budget
 
 FOLDER = "adapter"
@@ -36,6 +36,13 @@ class Lora(ParamMethod):
     def __init__(self, entry: Entry, options: Any) -> None:
         super().__init__(entry, options)
         import_peft()  # said when the run starts, not when it has chosen its examples
+
+    def check(self, job: Job) -> None:
+        """A budget below rank 1 is said now, not when the examples have been chosen."""
+        empty = empty_model(job.ctx.model_folder, job.ctx.trusted)
+        names = linear_names(empty)
+        if self.options.r is None:
+            self._rank(job, empty, names)
 
     def choose(self, job: Job, k: int) -> ParamChoice | None:
         return None

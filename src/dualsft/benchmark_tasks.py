@@ -190,12 +190,16 @@ def _unreadable(path: Path, benchmark: Benchmark) -> list[str]:
 def check_room(tasks: str | None, max_positions: int | None) -> None:
     """Refuse, before any stage, tasks whose answers leave a model no room for the question."""
     for name in wanted_tasks(tasks):
-        new = BENCHMARKS[name].new_tokens
-        if max_positions is not None and new >= max_positions:
-            raise ConfigError(
-                f"evaluation.tasks: {name} asks for {new} new tokens and the model has room for "
-                f"{max_positions}; leave it out"
-            )
+        refuse_no_room(name, BENCHMARKS[name].new_tokens, max_positions)
+
+
+def refuse_no_room(name: str, new_tokens: int, max_positions: int | None) -> None:
+    """The same for one task, once more when the harness knows both numbers."""
+    if max_positions is not None and new_tokens >= max_positions:
+        raise ConfigError(
+            f"evaluation.tasks: {name} asks for {new_tokens} new tokens and the model has room for "
+            f"{max_positions}; leave it out"
+        )
 
 
 def read_rows(path: Path, benchmark: Benchmark) -> list[Row]:

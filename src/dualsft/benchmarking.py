@@ -27,11 +27,12 @@ from dualsft.benchmark_tasks import (
     Benchmark,
     build_tasks,
     quiet,
+    refuse_no_room,
     wanted_tasks,
 )
 from dualsft.code_sandbox import Verdict, describe_protection, run_candidates
 from dualsft.context import RunContext
-from dualsft.errors import ConfigError, RunError
+from dualsft.errors import RunError
 from dualsft.memory import give_back, is_out_of_memory
 from dualsft.pretrained import tokenizer_hash, weights_hash
 from dualsft.rundir import atomic_write_text
@@ -163,7 +164,7 @@ class Answers:
             "dtype": str(self.ctx.dtype),
             "device": self.ctx.device.type,
             "backend": self.ctx.config.evaluation.backend,
-            "batch": self.ctx.config.evaluation.task_batch_size,
+            "batch": (self.ctx.config.evaluation.task_batch_size, self._factor),
             "attention": self.ctx.config.model.attention,
             "harness": metadata.version("lm_eval"),
         }
@@ -263,12 +264,8 @@ class Answers:
         kwargs = self.requests[0].args[1] if self.benchmark.generates else {}
         if self.benchmark.generates:
             new = kwargs.get("max_gen_toks", lm.max_gen_toks)
+            refuse_no_room(self.benchmark.name, new, lm.max_length)
             room -= new
-            if room <= 0:
-                raise ConfigError(
-                    f"evaluation.tasks: {self.benchmark.name} asks for {new} new tokens and the "
-                    f"model has room for {lm.max_length}; leave it out"
-                )
         long: set[tuple[str, int]] = set()
         lengths: dict[str, int] = {}
         for request in self.requests:

@@ -29,7 +29,16 @@ from benchmarks.workload import SHAPES  # noqa: E402
 from dualsft.errors import DualsftError  # noqa: E402
 from dualsft.model import choose_device  # noqa: E402
 
-SECTIONS = ("scoring", "finetuning", "topk", "peers", "less", "sharding", "fidelity")
+SECTIONS = (
+    "scoring",
+    "finetuning",
+    "topk",
+    "peers",
+    "less",
+    "sharding",
+    "fidelity",
+    "training_fidelity",
+)
 DEFAULTS = {  # model, rows, rounds, tokens of a scoring batch
     "cpu": ("smollm2-135m-shape", 8, 2, 1024),
     "cuda": ("llama-3.2-3b-shape", 512, 2, 32768),

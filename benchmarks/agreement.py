@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.roles import Roles
 from dualsft.certificate import judge
 from dualsft.data import Example
 from dualsft.fused import HALF_DTYPES, fused_blocks
 from dualsft.ghost import GhostEngine, widened
 from dualsft.model import find_candidates
-from dualsft.passes import PassResult, PassSettings, cwsd_objective, loss_objective, walk
+from dualsft.passes import PassResult, cwsd_objective, loss_objective, walk
 from dualsft.progress import Reporter
 from dualsft.self_checks import dot_alone
 from dualsft.stages.chosen import product_source
@@ -30,17 +31,6 @@ from dualsft.topk import top_b, topk_signed
 from dualsft.vectors import ParamVector, Vector
 
 DATA_BUDGET, PARAM_BUDGET, LAM, TAU = 0.1, 0.05, 0.8, 1.0
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The rows of each role, and how batches are made of them."""
-
-    val: list[Example]
-    anchor: list[Example]
-    warm: list[Example]
-    pool: list[Example]
-    settings: PassSettings
 
 
 @dataclass(frozen=True)

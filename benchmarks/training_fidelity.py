@@ -10,7 +10,9 @@ order: what chance alone changes.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.agreement import Roles, agreement, score
+from benchmarks.agreement import agreement, score
 from benchmarks.measuring import Section
 from benchmarks.options import Options
-from benchmarks.workload import copy_as
+from benchmarks.roles import Roles, conditions, read_roles, round_to_bf16
+from benchmarks.workload import build_model, copy_as
 from dualsft.adam_moments import MOMENTS, Moments
 from dualsft.data import Example
 from dualsft.model import find_candidates, text_parameters
@@ -31,9 +34,33 @@ from dualsft.stages.warmup import adam_rms
 from dualsft.training import TrainingPlan, train
 from dualsft.vectors import ParamVector, Products
 
+WARMUP_POOL = {"cpu": 40, "cuda": 800}  # examples scored for each option of the warmup
 STEPS = {"cpu": 4, "cuda": 60}
 BATCH_SIZE = {"cpu": 4, "cuda": 16}
 LR = {"warmup": 1e-4, "fine-tuning": 5e-4}
+
+
+def run(options: Options) -> Section:
+    """Curves of restricted fine-tuning, then the options of the warmup; each said when it ends."""
+    roles = read_roles(options)
+    start = time.perf_counter()
+
+    def said(what: str) -> None:
+        print(f"  {what}: {time.perf_counter() - start:.0f} s", flush=True)
+
+    fewer = replace(roles, pool=roles.pool[: WARMUP_POOL[options.device.type]])
+    section = Section("training fidelity", conditions(options, roles))
+    section.conditions["pool_of_warmup_options"] = len(fewer.pool)
+    theta_old = build_model(options.real_model, options.device, torch.float32)
+    round_to_bf16(theta_old)
+    theta_bar = copy.deepcopy(theta_old)
+    curvature = warm_up(options, theta_bar, roles)
+    entries = score(theta_bar, fewer).entries
+    said("warmup and mask")
+    compare_curves(section, options, theta_old, roles, entries)
+    said("loss curves")
+    compare_warmups(section, options, theta_old, fewer, curvature, said)
+    return section
 
 
 def plan(options: Options, roles: Roles, lr: float, clip: float, seed: int = 0) -> TrainingPlan:

@@ -113,6 +113,10 @@ def test_fidelity_has_the_figures_of_the_page(record: dict[str, Any]) -> None:
     assert exact["Spearman of examples"] > 0.999
     rough = rows["scores in bf16 / fp64, v_new and CWSD"]["figures"]
     assert exact["largest error of a score"] < rough["largest error of a score"] < 0.2
+
+
+def test_training_fidelity_has_the_figures_of_the_page(record: dict[str, Any]) -> None:
+    rows = record["sections"]["training_fidelity"]["rows"]
     curves = {name: row for name, row in rows.items() if name.startswith("loss curve")}
     assert len(curves) == 6
     assert curves["loss curve, fp32, float32 moments"]["figures"]["largest difference"] == 0.0

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dualsft import plots
 from dualsft.plots import draw
 
 LEARNS = {"loss.new": 0.5, "kl.new": 2.0, "kl.old": 0.01, "kl.code": 0.03}
@@ -69,3 +70,28 @@ def test_benchmarks_make_the_plane_where_there_are_any(tmp_path: Path) -> None:
     text = (tmp_path / "forgetting_Results.svg").read_text()
     assert "<!-- stability (higher is better) -->" in text
     assert "<!-- plasticity (higher is better) -->" in text
+
+
+def test_no_name_hides_another_or_a_point() -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    points = {f"method {i}": (0.5 + 0.01 * (i % 4), 0.5 + 0.01 * (i // 4)) for i in range(12)}
+    points |= {"left": (0.0, 0.0), "a name at the right": (1.0, 1.0)}
+    for x, y in points.values():
+        axes.plot(x, y, "o", markersize=8)
+    plots._name_points(figure, axes, points)
+    figure.draw_without_rendering()
+    texts = [t for t in axes.texts if t.get_text()]
+    assert [t.get_text() for t in texts] == list(points)
+    boxes = [t.get_window_extent().extents for t in texts]
+    places = [axes.transData.transform(p) for p in points.values()]
+    boxes += [(x - 5, y - 5, x + 5, y + 5) for x, y in places]
+    for i, one in enumerate(boxes[: len(texts)]):
+        assert all(plots._overlap(one, other) < 1 for other in boxes[i + 1 :])
+    frame = axes.get_window_extent().extents
+    for box in boxes[: len(texts)]:
+        assert frame[0] <= box[0] + 1 and box[2] <= frame[2] + 1

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from dualsft import attention
 from dualsft.data import Batch
 from dualsft.errors import ConfigError
 from dualsft.fused import HALF_DTYPES, fused_blocks
@@ -129,6 +130,7 @@ class GhostEngine:
     """Binds a model's candidate parameters to their rules."""
 
     def __init__(self, model: PreTrainedModel, candidates: Candidates) -> None:
+        attention.install(device_of(model))
         self.model = model
         self.candidates = candidates
         self.columns = {name: i for i, name in enumerate(candidates)}

@@ -35,6 +35,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from dualsft import attention as attention_kernels
 from dualsft.errors import ConfigError
 from dualsft.memory import is_out_of_memory
 from dualsft.model_safety import check_folder, check_weights
@@ -141,6 +142,7 @@ def shallow_model(
     remote: bool = False,
 ) -> PreTrainedModel:
     """The same architecture with few layers and random weights, to measure on."""
+    attention_kernels.install(device)
     config = copy.deepcopy(_load_config(folder, remote))
     text = config.get_text_config()
     depth = text.num_hidden_layers
@@ -194,6 +196,7 @@ def load_model(
     remote: bool = False,
 ) -> PreTrainedModel:
     """A language model in eval mode, from safetensors only; remote code only when asked for."""
+    attention_kernels.install(device)
     config = _load_config(folder, remote)
     check_weights(folder)
     try:

@@ -10,8 +10,10 @@ Drawn from comparison.json alone, as SVG and PNG. Every method has its own marke
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +117,6 @@ def _scatter(
     for number, (name, (x, y)) in enumerate(points.items()):
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
         axes.plot(x, y, marker, color=colour, markersize=8, label=name)
-        axes.annotate(name, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=8)
     widths = [x for x, _ in points.values()]
     if log and min(widths) > 0 and max(widths) > 10 * min(widths):
         axes.set_xscale("log")
@@ -125,9 +126,54 @@ def _scatter(
     axes.margins(0.12)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
+    _name_points(figure, axes, points)
     files = [path.with_suffix(ending) for ending in ENDINGS]
     for file in files:
         silent = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         stamp = silent if file.suffix == ".svg" else None
         figure.savefig(file, dpi=150, metadata=stamp)
     return files
+
+
+def _name_points(figure: Any, axes: Any, points: Mapping[str, Sequence[float]]) -> None:
+    """Each point's name beside it, as near as it hides no other name and no marker, inside.
+
+    A name that had to move away has a line to its point.
+    """
+    figure.draw_without_rendering()  # where things are is known once they are laid out
+    dot = figure.dpi / 72
+    frame = axes.get_window_extent().extents
+    taken = []
+    for x, y in points.values():
+        at, size = axes.transData.transform((x, y)), 5 * dot
+        taken.append((at[0] - size, at[1] - size, at[0] + size, at[1] + size))
+    for name, (x, y) in points.items():
+        text = axes.annotate(name, (x, y), (0, 0), textcoords="offset points", fontsize=8)
+        box = text.get_window_extent()
+        best, place, chosen, distance = math.inf, (0.0, 0.0), taken[0], 0
+        for far, side, up in product(range(8), (0, 1), (0, 1)):
+            across = -box.width / dot - 7 if side else 7
+            height = 3 + 9 * far if up == 0 else -9 * (far + 1)
+            left, low = box.x0 + across * dot, box.y0 + height * dot
+            own = (left, low, left + box.width, low + box.height)
+            hidden = sum(_overlap(own, other) for other in taken)
+            hidden += round(box.width * box.height - _overlap(own, frame), 6)  # and what is outside
+            if hidden < best:
+                best, place, chosen, distance = hidden, (across, height), own, far
+            if hidden == 0:
+                break
+        text.set_position(place)
+        taken.append(chosen)
+        if distance > 0:
+            axes.annotate(
+                "",
+                (x, y),
+                (place[0] + (box.width / dot if place[0] < 0 else 0), place[1] + 3),
+                textcoords="offset points",
+                arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.6},
+            )
+
+
+def _overlap(a: Sequence[float], b: Sequence[float]) -> float:
+    """The area that two boxes (left, low, right, high) share."""
+    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))

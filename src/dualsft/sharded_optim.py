@@ -88,7 +88,7 @@ class ShardedAdamW(SparseAdamW):
     @torch.no_grad()
     def _take(self, name: str, p: Tensor) -> None:
         """Exchange the selected entries of a fresh gradient, free it; runs inside backward."""
-        if world().size == 1:  # nobody to exchange with
+        if world().size == 1 and p.device == self.weight(name).device:  # nothing to exchange
             self._take_gradient(name, p)
             return
         assert p.grad is not None

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from dualsft import attention as attention_kernels
 from dualsft.distributed import world
 from dualsft.errors import ConfigError
 from dualsft.model import decoder_blocks, load_model, meta_model
@@ -55,6 +56,7 @@ def load_sharded(
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    attention_kernels.install(device)
     present = world()
     host = torch.device("cpu")
     whole = load_model(folder, dtype, host, attention, remote) if present.main else None
@@ -79,8 +81,10 @@ def load_sharded(
             rows = distribute_tensor(full, mesh, [Shard(0)])
             local_rows(p).copy_(rows.to_local())
         given = dict(whole.named_buffers()) if whole is not None else {}
-        for name, buffer in model.named_buffers():
-            buffer.copy_(present.decided(partial(_on_host, given, name)))
+        for name, buffer in list(model.named_buffers()):  # they are not gathered: none waits
+            value = present.decided(partial(_on_host, given, name)).to(device, buffer.dtype)
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, value)
     _remember_gathered(model)
     vars(model)[_SOURCE] = (folder, device, attention, remote)
     return model.eval()

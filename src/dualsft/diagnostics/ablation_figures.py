@@ -7,6 +7,7 @@ accuracies.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,10 @@ def anchor_size(result: dict[str, Any], path: Path) -> list[Path]:
     series |= {f"Jaccard, {title}": [r[key] for r in rows] for key, title in JACCARDS.items()}
     lines(axes[0], sizes, series)
     axes[0].set_xscale("log", base=2)
-    axes[0].set_xticks(sizes, [f"{n:,}" for n in sizes])
+    crowded = [n * 1.6 > after for n, after in pairwise(sizes)]
+    labels = ["" if c else f"{n:,}" for n, c in zip(sizes, [*crowded, False], strict=True)]
+    axes[0].set_xticks(sizes, labels)
     axes[0].minorticks_off()
-    axes[0].set_ylim(top=1.05)
     axes[0].set_xlabel("anchors")
     axes[0].set_ylabel(f"agreement with {result['reference']:,} anchors")
     return save(figure, path)

@@ -81,7 +81,10 @@ def lines(axes: Any, across: Sequence[float], series: Mapping[str, Sequence[floa
 
 
 def legend_above(axes: Any, columns: int = 3) -> None:
-    """The legend over the drawing, where it hides nothing."""
+    """The legend over the drawing, where it hides nothing, in as many columns as it has room."""
+    longest = max((len(label) for label in axes.get_legend_handles_labels()[1]), default=0)
+    inches = axes.figure.get_figwidth() * axes.get_position().width
+    columns = max(1, min(columns, int(inches / (0.5 + 0.065 * longest))))
     where = {"bbox_to_anchor": (0.0, 1.0), "loc": "lower left", "borderaxespad": 0.1}
     axes.legend(fontsize=8, frameon=False, ncols=columns, **where)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import small_run
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import dualsft
-from dualsft import cli, estimation
+from dualsft import cli, estimation, pipeline
 from dualsft import config as settings
 from dualsft.config import Config
 from dualsft.data import Example, collate, make_batches
@@ -29,7 +30,7 @@ from dualsft.preflight import FOLDERS
 from dualsft.probe import Memory, deeper, saved_bytes
 from dualsft.training import TrainingPlan
 from dualsft.training_costs import Room, Training, finetune_cures, warmup_cures
-from dualsft.workload import Workload, cut, survey
+from dualsft.workload import Lengths, Workload, cut, survey
 
 Folders = Callable[[str], Path]
 
@@ -127,9 +128,6 @@ def training(**changes: object) -> Training:
         pad_id=0,
         padding_side="right",
     )
-    lengths = np.full(100, 100)
-    counts = {"val": 10, "anchor": 10, "warm": 40, "pool": 40}
-    work = Workload(counts, lengths, tokens(100), tokens(100), 1.0, 1000)
     base = Training(
         num_entries=2**30,
         whole=True,
@@ -138,7 +136,7 @@ def training(**changes: object) -> Training:
         memory=Memory(Activations(line, line), Activations(small, small)),
         plan=plan,
         num_examples=40,
-        work=work,
+        lengths=Lengths(np.full(100, 100), 100),
     )
     return replace(base, **changes)  # type: ignore[arg-type]
 
@@ -249,10 +247,25 @@ def test_a_sample_of_the_rows_has_the_longest_and_the_mean(
     monkeypatch.setattr("dualsft.workload.SAMPLE", 30)
     monkeypatch.setattr("dualsft.workload.LONGEST", 5)
     some = survey(ctx)
-    assert len(some.lengths) == 30 < len(whole.lengths)
+    assert len(some.lengths.sample) == 30 < len(whole.lengths.sample)
+    assert some.of("warm") is some.lengths
     assert some.counts == whole.counts
     assert some.longest.num_tokens == whole.longest.num_tokens
     assert some.num_tokens == pytest.approx(whole.num_tokens, rel=0.1)
+
+
+def test_a_small_corpus_is_known_role_by_role(config: Config, tmp_path: Path) -> None:
+    """The split is the run's own, so every role's lengths are those of its rows."""
+    ctx = estimation.RunContext(config, estimation.RunDir(tmp_path), estimation.Reporter(print))
+    work = survey(ctx)
+    pipeline.run(config, tmp_path / "run", "split", estimation.Reporter(lambda _: None))
+    table = pq.read_table(tmp_path / "run/1_split/tokens.parquet").to_pylist()
+    for role, count in work.counts.items():
+        real = sorted(len(row["input_ids"]) for row in table if row["role"] == role)
+        known = work.of(role)
+        assert known.sample.tolist() == real and known.longest == real[-1]
+        assert known.spread(count).tolist() == real[::-1]
+        assert known.batches(count, 50) == cut(np.array(real[::-1]), 50)
 
 
 # --- the command ----------------------------------------------------------------------------------

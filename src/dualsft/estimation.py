@@ -211,7 +211,7 @@ class _Estimator:
             memory=self.probe.warmup if whole else self.probe.finetune,
             plan=warmup_plan(replace(self.ctx, config=config)),
             num_examples=self.work.counts["warm"],
-            work=self.work,
+            lengths=self.work.of("warm"),
         )
 
     def _finetune(self) -> StageEstimate:
@@ -246,7 +246,7 @@ class _Estimator:
             memory=self.probe.warmup if whole else self.probe.finetune,
             plan=finetune_plan(replace(self.ctx, config=config)),
             num_examples=self._num_trained(),
-            work=self.work,
+            lengths=self.work.of("pool"),
         )
 
     def _training(
@@ -269,17 +269,19 @@ class _Estimator:
     def _gradients(self) -> StageEstimate:
         counts = self.work.counts
         warmed = warmup_plan(self.ctx).num_steps(counts["warm"]) > 0
-        walks = [self._walk(counts["val"], wide=self._widens("mixed", "full"))]
+        walks = [self._walk("val", wide=self._widens("mixed", "full"))]
         seconds = 0.0
         if self.config.score.preservation == "cwsd" and warmed:
             wide = self._widens("mixed", "full", num_models=2)
-            walks.append(self._walk(counts["anchor"], wide=wide, teacher=True))
-            num_batches, tokens = self.work.batches(counts["anchor"], self.ctx.batch_tokens)
+            walks.append(self._walk("anchor", wide=wide, teacher=True))
+            num_batches, tokens = self.work.of("anchor").batches(
+                counts["anchor"], self.ctx.batch_tokens
+            )
             line = self.probe.forward_seconds  # the teacher looks at the anchors as well
             seconds += num_batches * line.fixed + tokens * line.slope
         one_pass = one_pass_wanted(self.ctx)
-        walks.append(self._walk(counts["pool"], wide=self._widens("full"), direction=one_pass))
-        planned = [walk.planned(self.ctx, self.room, self.work) for walk in walks]
+        walks.append(self._walk("pool", wide=self._widens("full"), direction=one_pass))
+        planned = [walk.planned(self.ctx, self.room) for walk in walks]
         disk = 3 * self.vector_bytes
         seconds += sum(one.seconds for one in planned) + self._io(2 * disk + self.model_bytes)
         device, host = max(one.device for one in planned), max(one.host for one in planned)
@@ -293,14 +295,14 @@ class _Estimator:
         seconds += count * (line.fixed + tokens * line.slope)
         device, host = self._alone() + self._at_hand(self.vector_bytes), 0
         if self._half:  # the probes once more by the engine
-            probes = self._walk(count, wide=True, sums=False, direction=True)
-            planned = probes.planned(self.ctx, self.room, self.work)
+            probes = self._walk("pool", count, wide=True, sums=False, direction=True)
+            planned = probes.planned(self.ctx, self.room)
             device, seconds = max(device, planned.device), seconds + planned.seconds
         if one_pass_wanted(self.ctx) or not wanted:
             return self._stage("scores", device, 0, seconds, disk, "from the pool pass")
-        pool = self._walk(
-            self.work.counts["pool"], wide=self._widens("full"), sums=False, direction=True
-        ).planned(self.ctx, self.room, self.work)
+        pool = self._walk("pool", wide=self._widens("full"), sums=False, direction=True).planned(
+            self.ctx, self.room
+        )
         device, host = max(device, pool.device), pool.host
         return self._walked("scores", pool.plan, device, host, seconds + pool.seconds, disk)
 
@@ -311,8 +313,8 @@ class _Estimator:
         seconds += self._io(self.model_bytes + 4 * self.vector_bytes)
         if self._half and self.ctx.methods.scored("data"):
             count = math.ceil(OPEN_SHARE * self.work.counts["pool"])
-            again = self._walk(count, wide=True, sums=False, direction=True)
-            planned = again.planned(self.ctx, self.room, self.work)
+            again = self._walk("pool", count, wide=True, sums=False, direction=True)
+            planned = again.planned(self.ctx, self.room)
             device, host = max(device, planned.device), max(host, planned.host)
             seconds += planned.seconds
         subset = int(self.work.num_bytes * min(1.0, self._share_selected()))
@@ -333,7 +335,7 @@ class _Estimator:
         activations take then."""
         memory = self.probe.wide.loss
         activations = (None if self.room.on_cpu else memory.recomputed) or memory.kept
-        batch = int(activations.at(self.work.longest.num_tokens)) if activations else 0
+        batch = int(activations.at(self.work.of("pool").longest)) if activations else 0
         return (2 if self._half else 1) * self.model_bytes + batch
 
     def _share_selected(self) -> float:
@@ -343,18 +345,18 @@ class _Estimator:
 
     def _evaluation(self) -> StageEstimate:
         asked, num_sets = self.config.evaluation, 1 + len(self.config.evaluation.files)
-        val = self.work.counts["val"]
+        val, lengths = self.work.counts["val"], self.work.of("val")
         rows = num_sets * (min(val, asked.limit) if asked.limit else val)
-        tokens, longest = asked.batch_tokens or self.ctx.batch_tokens, self.work.longest.num_tokens
+        tokens, longest = asked.batch_tokens or self.ctx.batch_tokens, lengths.longest
         if num_sets == 1:  # of other files the size is not known
-            tokens = max(longest, min(tokens, int(rows * self.work.lengths.mean())))
+            tokens = max(longest, min(tokens, int(rows * lengths.mean())))
 
         def peak(tokens: int) -> int:
             return 2 * self.model_bytes + 2 * int(self.probe.forward.at(tokens))
 
         while tokens > longest and not self.room.fits(peak(tokens)):
             tokens = max(longest, tokens // 2)  # as the stage does by itself
-        num_batches, padded = self.work.batches(rows, tokens)
+        num_batches, padded = lengths.batches(rows, tokens)
         line = self.probe.forward_seconds
         seconds = FORWARDS * (num_batches * line.fixed + padded * line.slope)
         seconds += self._io(2 * self.model_bytes)
@@ -366,14 +368,16 @@ class _Estimator:
 
     def _walk(
         self,
-        num_examples: int,
+        role: str,
+        count: int | None = None,
         *,
         wide: bool,
         teacher: bool = False,
         sums: bool = True,
         direction: bool = False,
     ) -> Walk:
-        """A walk with the weights as they are, or with fp32 ones in a half-precision run."""
+        """A walk over a role, or `count` of it, with the weights as they are; in half precision,
+        where asked for, with fp32 ones."""
         wide = wide and self._half
         num_bytes = (2 if teacher else 1) * self.model_bytes * (2 if wide else 1)
         return Walk(
@@ -383,7 +387,8 @@ class _Estimator:
             weights=num_bytes,
             sum_itemsize=self.wide if sums else 0,
             direction_itemsize=(self.wide if wide else self.itemsize) if direction else 0,
-            num_examples=num_examples,
+            num_examples=self.work.counts[role] if count is None else count,
+            lengths=self.work.of(role),
         )
 
     def _widens(self, *precisions: str, num_models: int = 1) -> bool:

@@ -22,7 +22,7 @@ from dualsft.config import Config
 from dualsft.plans import GIB, HEADROOM
 from dualsft.probe import Memory, Probe
 from dualsft.training import TrainingPlan
-from dualsft.workload import Workload, cut
+from dualsft.workload import Lengths, cut
 
 OFFLOAD_PARTS = 3
 """Parts of an offloaded optimizer state on the device at a time."""
@@ -76,7 +76,7 @@ class Training:
     memory: Memory
     plan: TrainingPlan
     num_examples: int
-    work: Workload
+    lengths: Lengths
 
     def peak(self, room: Room) -> tuple[int, int, str]:
         """(bytes on the device, in the host's memory, how it trains)."""
@@ -102,7 +102,7 @@ class Training:
         several = num_micro > 1
         grads = self.num_entries * (max(4, itemsize) if several else itemsize)
         held = room.model_bytes + state + (grads if several else 0)
-        longest, tokens = self.work.longest.num_tokens, self._largest()
+        longest, tokens = self.lengths.longest, self._largest()
         if shrink and activations.at(tokens) > room.usable - held:
             most = activations.most_tokens(max(0.0, room.usable - held))
             tokens = max(longest, min(tokens, most))
@@ -119,11 +119,11 @@ class Training:
         return len(parts), int(sum(part.max() * len(part) for part in parts))
 
     def _lengths(self) -> Any:
-        return self.work.spread(min(self.plan.batch_size, self.num_examples))
+        return self.lengths.spread(min(self.plan.batch_size, self.num_examples))
 
     def _largest(self) -> int:
         """Tokens of the largest micro-batch."""
-        longest, lengths = self.work.longest.num_tokens, self._lengths()
+        longest, lengths = self.lengths.longest, self._lengths()
         size = self.plan.micro_batch_size
         if size is not None:
             return min(len(lengths), size) * longest

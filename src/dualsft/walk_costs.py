@@ -17,7 +17,7 @@ from dualsft.plans import Demand, Plan, choose, unmeasured
 from dualsft.precision import MOST_OF_FREE
 from dualsft.probe import Walks
 from dualsft.training_costs import Room
-from dualsft.workload import Workload
+from dualsft.workload import Lengths
 
 RECOMPUTED = 4 / 3
 """Of a walk's time, where activations are made again."""
@@ -48,8 +48,9 @@ class Walk:
     direction_itemsize: int
     """Bytes of an entry of the direction in its products; 0 without one."""
     num_examples: int
+    lengths: Lengths
 
-    def planned(self, ctx: RunContext, room: Room, work: Workload) -> Planned:
+    def planned(self, ctx: RunContext, room: Room) -> Planned:
         """The plan that the run would take on this machine."""
         memory = self.measured.cwsd if self.objective == "cwsd" else self.measured.loss
         demand = Demand(
@@ -57,26 +58,26 @@ class Walk:
             held=self.weights,
             sum_itemsize=self.sum_itemsize,
             direction_itemsize=self.direction_itemsize,
-            longest=work.longest.num_tokens,
+            longest=self.lengths.longest,
             kept=memory.kept,
             recomputed=memory.recomputed,
         )
         wishes = pass_settings(ctx).wishes
-        most = max(1, min(ctx.batch_tokens, int(self.num_examples * work.lengths.mean())))
+        most = max(1, min(ctx.batch_tokens, int(self.num_examples * self.lengths.mean())))
         if room.on_cpu:
             plan = unmeasured(most, wishes, len(self.shapes))[0]
         else:
             free = max(0, room.host_bytes - room.base)
             plan = choose(demand, room.device_bytes, free, most, wishes)[0]
         activations = demand.activations(plan.checkpointing) or memory.recomputed
-        tokens = work.largest(self.num_examples, max(1, plan.batch_tokens))
+        tokens = self.lengths.largest(self.num_examples, max(1, plan.batch_tokens))
         batch = int(activations.at(tokens)) if activations else room.device_bytes
         vectors = demand.vectors(plan.placement, plan.num_groups)
         device = demand.held + vectors + batch
-        return Planned(plan, device, demand.host(plan.placement), self._seconds(plan, work))
+        return Planned(plan, device, demand.host(plan.placement), self._seconds(plan))
 
-    def _seconds(self, plan: Plan, work: Workload) -> float:
-        num_batches, tokens = work.batches(self.num_examples, max(1, plan.batch_tokens))
+    def _seconds(self, plan: Plan) -> float:
+        num_batches, tokens = self.lengths.batches(self.num_examples, max(1, plan.batch_tokens))
         line = self.measured.seconds
         again = RECOMPUTED if plan.checkpointing else 1.0
         return plan.num_groups * again * (num_batches * line.fixed + tokens * line.slope)

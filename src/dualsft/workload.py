@@ -8,6 +8,7 @@ large corpus may take. It stands for the split, before Algorithm 1 begins; nothi
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import numpy as np
 from dualsft.context import RunContext
 from dualsft.data import Example, read_rows, tokenize
 from dualsft.rows import Row
-from dualsft.stages.split import divide
+from dualsft.stages.split import Split, divide
 
 SAMPLE = 1_000
 """Rows that are tokenised, spread over the corpus; all when there are no more."""
@@ -27,12 +28,43 @@ BYTES_A_TOKEN = 80
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """How long the examples of some role are, as far as they were tokenised."""
+
+    sample: np.ndarray
+    """Tokens, increasing."""
+    longest: int
+    """The most tokens that one of them may have."""
+
+    def spread(self, count: int) -> np.ndarray:
+        """Lengths of `count` of these examples, the longest first; exact when all are known."""
+        if count == len(self.sample):
+            return self.sample[::-1]
+        at = (np.arange(count)[::-1] + 0.5) / max(count, 1)
+        return np.quantile(self.sample, at, method="nearest")
+
+    def mean(self) -> float:
+        return float(self.sample.mean())
+
+    def batches(self, count: int, batch_tokens: int) -> tuple[int, int]:
+        """(batches, padded tokens) of `count` examples, cut as `data.make_batches` cuts them."""
+        return cut(self.spread(count), batch_tokens)
+
+    def largest(self, count: int, batch_tokens: int) -> int:
+        """Padded tokens of the largest batch of `count` examples; the longest may be among many."""
+        sizes = cut_sizes(self.spread(count), batch_tokens)
+        return max([*sizes, self.longest if count >= len(self.sample) else 0])
+
+
+@dataclass(frozen=True)
 class Workload:
     """Counts of the roles and the lengths they have."""
 
     counts: dict[str, int]
-    lengths: np.ndarray
-    """Tokens of the sampled examples, increasing."""
+    lengths: Lengths
+    """Of the whole corpus."""
+    roles: dict[str, Lengths]
+    """Of each role, where all rows were tokenised."""
     longest: Example
     typical: Example
     split_seconds: float
@@ -52,20 +84,9 @@ class Workload:
         """The tokenised corpus in the memory of a stage."""
         return self.num_tokens * BYTES_A_TOKEN
 
-    def spread(self, count: int) -> np.ndarray:
-        """Lengths of `count` examples of this corpus, the longest first."""
-        at = (np.arange(count)[::-1] + 0.5) / max(count, 1)
-        return np.quantile(self.lengths, at, method="nearest")
-
-    def batches(self, count: int, batch_tokens: int) -> tuple[int, int]:
-        """(batches, padded tokens) of `count` examples, cut as `data.make_batches` cuts them."""
-        return cut(self.spread(count), batch_tokens)
-
-    def largest(self, count: int, batch_tokens: int) -> int:
-        """Padded tokens of the largest batch of `count` examples; the longest may be among many."""
-        sizes = cut_sizes(self.spread(count), batch_tokens)
-        longest = self.longest.num_tokens if count >= len(self.lengths) else 0
-        return max([*sizes, longest])
+    def of(self, role: str) -> Lengths:
+        """The lengths of one role; those of the corpus where only a sample was tokenised."""
+        return self.roles.get(role, self.lengths)
 
 
 def cut(lengths: np.ndarray, batch_tokens: int) -> tuple[int, int]:
@@ -98,17 +119,29 @@ def survey(ctx: RunContext) -> Workload:
     trusted: list[Row] = []
     if data.val_path is not None:
         trusted, _ = read_rows(ctx.data_path(data.val_path), data, key="data.val_path")
-    _, split = divide(_stubs(rows), _stubs(trusted), ctx.config.seed, ctx.config.split)
+    whole = len(picked) == len(rows)  # then the split is the run's own, row by row
+    corpus = examples if whole else _stubs(rows)
+    divided, split = divide(corpus, _stubs(trusted), ctx.config.seed, ctx.config.split)
     spread = {row.id for row in _spread(rows)}
     ordered = sorted((e for e in examples if e.id in spread), key=lambda e: e.num_tokens)
+    longest = max(examples, key=lambda e: e.num_tokens)
     return Workload(
         counts=split.counts,
-        lengths=np.array([e.num_tokens for e in ordered]),
-        longest=max(examples, key=lambda e: e.num_tokens),
+        lengths=Lengths(np.array([e.num_tokens for e in ordered]), longest.num_tokens),
+        roles=_by_role(divided, split) if whole else {},
+        longest=longest,
         typical=ordered[len(ordered) // 2],
         split_seconds=reading + tokenising,
         num_bytes=sum(len(row.raw) for row in rows),
     )
+
+
+def _by_role(examples: Sequence[Example], split: Split) -> dict[str, Lengths]:
+    """The lengths of every role all of whose examples are tokenised."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for example, role in zip(examples, split.roles, strict=True):
+        found[role].append(example.num_tokens)
+    return {role: Lengths(np.sort(n), max(n)) for role, n in found.items() if min(n) > 0}
 
 
 def _spread(rows: Sequence[Row]) -> list[Row]:

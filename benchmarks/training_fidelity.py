@@ -59,6 +59,7 @@ def run(options: Options) -> Section:
     said("warmup and mask")
     compare_curves(section, options, theta_old, roles, entries)
     said("loss curves")
+    print("\n".join(section.lines()), flush=True)  # what is there, should the rest take too long
     compare_warmups(section, options, theta_old, fewer, curvature, said)
     return section
 
@@ -178,6 +179,7 @@ def compare_warmups(
         figures = {**_curvature_figures(curvature, reference), **agreement(scores, default)}
         section.rows[f"warmup, {name}"] = {"figures": figures}
         said(f"warmup, {name}")
+        print("   " + "  ".join(f"{key} {value:.4g}" for key, value in figures.items()), flush=True)
 
 
 def _curvature_figures(curvature: ParamVector, reference: ParamVector) -> dict[str, float]:

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from dualsft import config as settings
 from dualsft import pipeline
 from dualsft.context import RunContext
-from dualsft.data import training_order
+from dualsft.data import Example, training_order
 from dualsft.diagnostics import Wanted, registry
 from dualsft.diagnostics import fidelity as fidelity_module
 from dualsft.diagnostics import hessian as hessian_module
@@ -441,6 +441,38 @@ def test_hessian_products_are_those_of_the_whole_matrix(run: Path, truth: Truth,
         true = ((ends[0][key] - ends[1][key]) / (2 * step)).reshape(-1)[one.coordinates].numpy()
         size = float(np.abs(true).max())
         assert in_model[key] == pytest.approx(true, rel=1e-2, abs=1e-2 * size)
+
+
+def test_hessian_products_in_smaller_batches(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lack of memory, however late in a batch, changes nothing but the batches."""
+    job = job_of(run, "hessian")
+    slices = hessian_module.choose_slices(job)
+    model = load(run / "2_warmup/theta_bar", "eager")
+    at = hessian_module._Checkpoint(job, "warmup", model, slices)
+    each = at._examples()
+    total = trials_vector({n: torch.ones_like(p) for n, p in at.engine.candidates.items()})
+    plain = at._second(each, total)
+    sizes: list[int] = []
+    collate, of = hessian_module._collate, hessian_module._Totals.of
+
+    def counted(ctx: Any, rows: list[Example], *more: Any) -> Any:
+        sizes.append(len(rows))
+        return collate(ctx, rows, *more)
+
+    def short(self: Any, loss: Tensor) -> Any:
+        found = of(self, loss)
+        if sizes[-1] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    monkeypatch.setattr(hessian_module, "_collate", counted)
+    monkeypatch.setattr(hessian_module._Totals, "of", short)
+    again = at._second(each, total)
+    assert max(sizes) > 2 and 0 < sizes[-1] <= 2
+    for one, other in zip(plain, again, strict=True):
+        for name, values in one.items():
+            size = float(np.abs(values).max())  # the run is in fp32
+            assert other[name] == pytest.approx(values, rel=1e-4, abs=1e-5 * size)
 
 
 def trials_vector(values: oracle.Vector) -> Any:

@@ -66,6 +66,8 @@ class Taps:
     dtype: torch.dtype
     device: torch.device
     only: Collection[str] | None = None
+    squared: bool = False
+    """Gradients of examples are made one by one: sums are of their squares, bounds their norms."""
     num_examples: int = 0
     _dots: Tensor = field(init=False)
     _inner_sums: Tensor = field(init=False)
@@ -202,6 +204,14 @@ class GhostEngine:
             through(self.model, lambda: last_hidden(self.model, batch))
         return found
 
+    @property
+    def separable(self) -> bool:
+        """Whether each candidate's gradient comes from one use of it, so that it can be squared:
+        no embedding, no head, no weight that is used twice."""
+        simple = all(isinstance(rule, LinearRule | NormRule) for rule in self.rules)
+        names = [name for rule in self.rules for name in rule.names]
+        return simple and self.head_rule is None and len(names) == len(set(names))
+
     @contextmanager
     def tapped(
         self,
@@ -210,6 +220,7 @@ class GhostEngine:
         direction: Factors | None = None,
         bounds: bool = False,
         only: Collection[str] | None = None,
+        squared: bool = False,
     ) -> Iterator[Taps]:
         """Observe every backward inside the block; the model is as before afterwards.
 
@@ -217,7 +228,10 @@ class GhostEngine:
         the first of them.
         """
         dtype = self.candidates.dtype
-        taps = Taps(sums, direction, bounds, self.columns, dtype, self.device, only=only)
+        assert self.separable or not squared, "a gradient in several parts has no squares yet"
+        taps = Taps(
+            sums, direction, bounds, self.columns, dtype, self.device, only=only, squared=squared
+        )
         with ExitStack() as stack:
             stack.enter_context(_frozen(self.model))
             stack.enter_context(fused_blocks(self.model, wide=True))

@@ -9,7 +9,8 @@ ALGORITHM.md §2 "Ghost dot product" and §4 (bounds). With input a_t and output
     head        as linear, fed chunk by chunk with the logit gradient
 
 A parameter used several times (a tied head) is observed by several rules: sums, dots and bounds
-add.
+add. Squares do not: where they are asked for (`Taps.squared`: Σ_n g_n ⊙ g_n in the place of
+Σ_n g_n, and ‖g_n‖ in the place of its bound) each g_n is made, a few at a time, and freed.
 
 Shape letters: B examples, T positions, I inputs, O outputs.
 """
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 MIXED = (
     "its input is not (example, token, feature), so the examples of a batch cannot be told apart"
 )
+
+
+APART_BYTES = 256 << 20
+"""Of per-example gradients that are made at a time."""
 
 
 def add_product(total_OI: Tensor, left: Tensor, right: Tensor) -> None:
@@ -91,7 +96,7 @@ class Rule(ABC):
         wide = gradient_BO.to(taps.dtype)
         if taps.sums is not None:
             with taps.sums.lent(name) as total:
-                total.add_(wide.sum(0))
+                total.add_((wide.square() if taps.squared else wide).sum(0))
         if taps.direction is not None:
             dtype = reduction_dtype(wide.device)
             taps.add_dots(wide.to(dtype) @ taps.direction.factor(name, dtype))
@@ -124,8 +129,10 @@ class LinearRule(Rule):
         name = self.weight
         if name is None:
             return
+        if taps.squared:
+            self._observe_squares(taps, name, x_BTI, grad_BTO)
         x_MI, grad_MO = x_BTI.flatten(0, 1), grad_BTO.flatten(0, 1)
-        if taps.sums is not None:
+        if taps.sums is not None and not taps.squared:
             left, right = (x_MI, grad_MO) if self.transposed else (grad_MO, x_MI)
             with taps.sums.lent(name) as total:
                 add_product(total, left, right)
@@ -142,6 +149,20 @@ class LinearRule(Rule):
             gradient = torch.linalg.vector_norm(grad_BTO, dim=-1, dtype=taps.dtype)
             taps.add_bound(name, (gradient * norms_BT).sum(1))
 
+    def _observe_squares(self, taps: Taps, name: str, x_BTI: Tensor, grad_BTO: Tensor) -> None:
+        """Each example's own gradient, for its squares and its norm."""
+        left, right = (x_BTI, grad_BTO) if self.transposed else (grad_BTO, x_BTI)
+        num_bytes = left.shape[-1] * right.shape[-1] * taps.dtype.itemsize
+        at_once, norms = max(1, APART_BYTES // num_bytes), []
+        for a, b in zip(left.split(at_once), right.split(at_once), strict=True):
+            squares = torch.bmm(a.mT.to(taps.dtype), b.to(taps.dtype)).square_()
+            norms.append(squares.flatten(1).sum(1).sqrt_())
+            if taps.sums is not None:
+                with taps.sums.lent(name) as total:
+                    total.add_(squares.sum(0))
+        if taps.bounds:
+            taps.add_bound(name, torch.cat(norms))
+
 
 class _TappedLinear(torch.autograd.Function):
     """A linear map whose backward shows (input, output gradient) to its rule."""
@@ -152,7 +173,8 @@ class _TappedLinear(torch.autograd.Function):
             raise RunError(f"{rule.names[0]}: {MIXED}; leave it out of score.candidates")
         ctx.rule, ctx.taps = rule, taps
         seen = x if x.ndim == 3 else x.flatten(1, -2)
-        ctx.norms = token_norms(seen) if taps.bounds and rule.weight is not None else None
+        bounded = taps.bounds and not taps.squared and rule.weight is not None
+        ctx.norms = token_norms(seen) if bounded else None
         ctx.save_for_backward(seen)
         return nn.functional.linear(x, rule.weight_OI(), getattr(rule.module, "bias", None))
 

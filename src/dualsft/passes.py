@@ -108,8 +108,12 @@ def walk(
     sums: ParamVector | None = None,
     direction: Vector | None = None,
     bounds: bool = False,
+    squared: bool = False,
 ) -> PassResult:
     """Differentiate `objective` over the examples, collecting what is asked for.
+
+    With `squared`, which needs `engine.separable`, `sums` get Σ_n g_n ⊙ g_n and the bounds of the
+    result are the norms of the g_n themselves, parameter by parameter.
 
     `label` names the walk and is unique in its stage. `sums` comes as zeros (`placement.blank` are
     such that take no memory); afterwards its tensors are where the plan put them, on the device or
@@ -117,7 +121,7 @@ def walk(
     in the model's dtype, since that is what they are multiplied in.
     """
     return _Walk(
-        engine, examples, objective, settings, reporter, label, sums, direction, bounds
+        engine, examples, objective, settings, reporter, label, sums, direction, bounds, squared
     ).run()
 
 
@@ -153,10 +157,11 @@ class _Walk:
         sums: ParamVector | None,
         direction: Vector | None,
         bounds: bool,
+        squared: bool,
     ) -> None:
         self.engine, self.examples, self.objective = engine, examples, objective
         self.settings, self.reporter, self.label = settings, reporter, label
-        self.direction, self.bounds = direction, bounds
+        self.direction, self.bounds, self.squared = direction, bounds, squared
         self._around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.shapes = {name: tuple(p.shape) for name, p in engine.candidates.items()}
         width = len(engine.columns) if bounds else 0
@@ -317,7 +322,13 @@ class _Walk:
                 no_room = _NoRoom(problem)
             _agree_on_room(no_room)
             taps = stack.enter_context(
-                self.engine.tapped(sums=sums, direction=direction, bounds=self.bounds, only=only)
+                self.engine.tapped(
+                    sums=sums,
+                    direction=direction,
+                    bounds=self.bounds,
+                    only=only,
+                    squared=self.squared,
+                )
             )
             try:
                 self._batches(span, taps, label)

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from dualsft.context import pass_settings
-from dualsft.data import collate
+from dualsft.data import Example, collate
 from dualsft.diagnostics.job import DiagnosticJob
 from dualsft.diagnostics.ranking import sampled
 from dualsft.diagnostics.surrogate import budgets, known_scores, warm_surrogate
-from dualsft.ghost import widened
+from dualsft.ghost import GhostEngine, widened
 from dualsft.losses import last_hidden
 from dualsft.model import locate
-from dualsft.passes import remaining_batches
+from dualsft.passes import loss_objective, remaining_batches, walk
 from dualsft.self_checks import dot_alone
 from dualsft.stages.chosen import at_hand, read_mask
 from dualsft.stages.gradients import read_pool
@@ -81,28 +81,54 @@ def data_statistics(job: DiagnosticJob) -> dict[str, Any]:
 
 
 def _alignments(job: DiagnosticJob, rows: np.ndarray) -> dict[int, float]:
-    """cos(g_n, v_val) of these pool positions, each alone; zero for a zero gradient."""
-    scoring, settings = job.scoring, pass_settings(job.ctx)
-    v_val = at_hand(scoring.scored.terms.v_val)
-    size = v_val.norm()
-    piece = job.ctx.pieces.load("alignment")
-    found = piece.tensors["cosines"] if piece else torch.zeros(len(rows), dtype=torch.float64)
+    """cos(g_n, v_val) of these pool positions; zero for a zero gradient."""
+    scoring, label = job.scoring, "alignment with the validation gradient"
+    v_val, engine = at_hand(scoring.scored.terms.v_val), scoring.engine
+    examples = [scoring.pool[i] for i in rows]
+    with widened(engine.model) as (model,):
+        at = engine.on(model)
+        way = _walked if at.separable else _one_by_one
+        dots, norms = way(job, at, examples, v_val, label)
+    size = v_val.norm() * norms
+    cosines = np.divide(dots, size, out=np.zeros_like(dots), where=size > 0)
+    return dict(zip(rows.tolist(), cosines.tolist(), strict=True))
+
+
+def _walked(
+    job: DiagnosticJob, engine: GhostEngine, examples: list[Example], v_val: Vector, label: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """(⟨g_n, v_val⟩, ‖g_n‖) of every example, in batches."""
+    found = walk(
+        engine,
+        examples,
+        loss_objective(engine.model),
+        pass_settings(job.ctx),
+        job.reporter,
+        label,
+        direction=v_val,
+        bounds=True,
+        squared=True,
+    )
+    return found.dots, np.sqrt((found.inner_sums.astype(np.float64) ** 2).sum(1))
+
+
+def _one_by_one(
+    job: DiagnosticJob, engine: GhostEngine, examples: list[Example], v_val: Vector, label: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same by plain autograd, where a weight is used twice."""
+    settings, pieces = pass_settings(job.ctx), job.ctx.pieces
+    piece = pieces.load("alignment")
+    found = piece.tensors["found"] if piece else torch.zeros(2, len(examples), dtype=torch.float64)
     done = piece.facts["done"] if piece else 0
-    label = "alignment with the validation gradient"
-    with (
-        job.reporter.track(label, len(rows), "examples", done) as progress,
-        widened(scoring.engine.model),
-        job.ctx.pieces.loop(),
-    ):
-        for number in range(done, len(rows)):
-            example = scoring.pool[rows[number]]
-            dot, norm = dot_alone(scoring.engine, example, v_val, settings)
-            found[number] = dot / (norm * size) if norm * size > 0 else 0.0
+    with job.reporter.track(label, len(examples), "examples", done) as progress, pieces.loop():
+        for number in range(done, len(examples)):
+            example = examples[number]
+            found[:, number] = torch.tensor(dot_alone(engine, example, v_val, settings))
             progress.advance(1, tokens=example.num_tokens)
-            where = f"{label}: {number + 1:,} of {len(rows):,} examples"
-            state = ({"cosines": found}, {"done": number + 1})
-            job.ctx.pieces.tick("alignment", lambda state=state: state, where)
-    return dict(zip(rows.tolist(), found.tolist(), strict=True))
+            where = f"{label}: {number + 1:,} of {len(examples):,} examples"
+            state = ({"found": found}, {"done": number + 1})
+            pieces.tick("alignment", lambda state=state: state, where)
+    return found[0].numpy(), found[1].numpy()
 
 
 @torch.no_grad()

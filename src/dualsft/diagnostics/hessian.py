@@ -38,6 +38,7 @@ from dualsft.diagnostics.trials import quiet, sample
 from dualsft.errors import ConfigError
 from dualsft.ghost import GhostEngine, alone
 from dualsft.losses import Positions, model_inputs, plain_example_loss
+from dualsft.memory import Smaller, give_back, is_out_of_memory
 from dualsft.model import Candidates, load_model, locate
 from dualsft.passes import loss_objective, walk
 from dualsft.placement import blank
@@ -269,9 +270,24 @@ class _Checkpoint:
         label = f"Hessian-vector products of {what} ({self.name})"
         budget = min(self.ctx.batch_tokens, BATCH_TOKENS)
         with self.job.reporter.track(label, len(rows), "examples") as progress:
-            for chosen in make_batches(rows, budget):
+            waiting = make_batches(rows, budget)
+            while waiting:
+                chosen = waiting.pop(0)
                 batch = _collate(self.ctx, [rows[i] for i in chosen], self.model)
-                totals.add(loss(batch))
+                try:
+                    found = totals.of(loss(batch))
+                except Exception as problem:
+                    if not is_out_of_memory(problem):
+                        raise
+                    smaller = Smaller.than(batch.input_ids.shape, problem, "score.batch_tokens")
+                    self.job.reporter.warn(f"{label}: {smaller}")
+                    left = [i for part in (chosen, *waiting) for i in part]
+                    rest = make_batches([rows[i] for i in left], smaller.batch_tokens)
+                    waiting = [[left[i] for i in part] for part in rest]
+                    problem.__traceback__ = None  # it holds the graph
+                    give_back(self.engine.device)
+                    continue
+                totals.add(found)
                 progress.advance(len(chosen))
 
 
@@ -287,8 +303,8 @@ class _Totals:
             {s.parameter: np.zeros(len(s.coordinates)) for s in at.slices} for _ in range(3)
         )
 
-    def add(self, loss: Tensor) -> None:
-        """Add ∇loss, its Hessian times G_B, and its Hessian times G, of every slice."""
+    def of(self, loss: Tensor) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """∇loss, its Hessian times G_B, and its Hessian times G, of every slice."""
         names = list(self.parameters)
         firsts = torch.autograd.grad(loss, list(self.parameters.values()), create_graph=True)
         first = dict(zip(names, firsts, strict=True))
@@ -297,14 +313,21 @@ class _Totals:
             [(first[n] * self.grad_sum[n].to(self.device)).sum() for n in names]
         ).sum()
         second = torch.autograd.grad(along, blocks, retain_graph=True)
+        found = {}
         for one, whole, block in zip(self.slices, second, blocks, strict=True):
             name, index = one.parameter, one.coordinates
             flat = first[name].reshape(-1)[index.to(self.device)]
             along = (flat * self.own[name].to(self.device, self.dtype)).sum()
             (part,) = torch.autograd.grad(along, block, retain_graph=True)
-            self.gradient[name] += _at(first[name], index)
-            self.in_model[name] += _at(whole, index)
-            self.in_slice[name] += _at(part, index)
+            found[name] = _at(first[name], index), _at(part, index), _at(whole, index)
+        return found
+
+    def add(self, found: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> None:
+        """Add a batch's."""
+        for name, values in found.items():
+            totals = (self.gradient, self.in_slice, self.in_model)
+            for total, value in zip(totals, values, strict=True):
+                total[name] += value
 
 
 def compared(

@@ -19,7 +19,7 @@ from dualsft.data import Example, collate
 from dualsft.distributed import world
 from dualsft.fused import fused_blocks
 from dualsft.ghost import GhostEngine, alone
-from dualsft.passes import PassSettings, cwsd_objective, walk
+from dualsft.passes import PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.pieces import State
 from dualsft.placement import blank
 from dualsft.precision import precise
@@ -66,8 +66,15 @@ def _weights(engine: GhostEngine, model: PreTrainedModel) -> Vector:
 def _fisher(
     ctx: RunContext, theta_old: PreTrainedModel, anchors: list[Example], settings: PassSettings
 ) -> Vector:
-    """Mean over the anchors of the squared gradient of one example: one example at a time."""
-    candidates = ctx.candidates(theta_old)
+    """Mean over the anchors of the squared gradient of one example: in batches, or one at a time
+    where a weight is used twice."""
+    candidates, label = ctx.candidates(theta_old), "v_prior (Fisher on the anchors)"
+    engine = GhostEngine(theta_old, candidates)
+    if engine.separable:
+        squares = blank(candidates, candidates.dtype)
+        objective = loss_objective(theta_old)
+        walk(engine, anchors, objective, settings, ctx.reporter, label, sums=squares, squared=True)
+        return squares.scaled(1.0 / len(anchors))
     total = ParamVector.zeros(candidates)
 
     def add_square(name: str, gradient: Tensor) -> None:
@@ -79,7 +86,6 @@ def _fisher(
         done = piece.facts["done"]
         for name, block in total.items():
             block.copy_(piece.tensors[f"squares.{name}"])
-    label = "v_prior (Fisher on the anchors)"
     with (
         ctx.reporter.track(label, len(anchors), "examples", done) as progress,
         settings.pieces.loop(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from models import tiny_model
 
 from dualsft.ghost import GhostEngine, widened
 from dualsft.model import find_candidates, load_model
+from dualsft.optim import SparseAdamW
 from dualsft.passes import PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.progress import Reporter
 from dualsft.self_checks import dot_alone
 from dualsft.stages.gradients import read_pool
 from dualsft.stages.scores import rounding_scales
 from dualsft.stages.split import read_split
+from dualsft.stages.warmup import rounding_norm
 from dualsft.vectors import ParamVector
 
 
@@ -181,3 +184,31 @@ def test_widened_leaves_fp32_alone() -> None:
     with widened(engine.model, tensor_cores=True):
         assert not torch.backends.cuda.matmul.allow_tf32
         assert pointers == [p.data_ptr() for p in model.parameters()]
+
+
+def test_rounding_of_theta_bar_is_measured() -> None:
+    """An update of 1e-4 to weights of one is lost to bf16: all of it is rounding."""
+    weight = torch.nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
+    with SparseAdamW([("w", weight)], None, lr=1e-4) as optimizer:
+        assert rounding_norm(optimizer) == 0.0
+        weight.sum().backward()
+        optimizer.step()
+        assert rounding_norm(optimizer) == pytest.approx(1e-4 * 12**0.5, rel=1e-3)
+    assert bool((weight == 1).all())
+
+
+@pytest.mark.parametrize(("lr", "told"), [(1e-6, True), (3e-2, False)])
+def test_a_warmup_within_the_rounding_is_told(
+    lr: float, told: bool, make_run: Runner, model_folder: Callable[[str], Path]
+) -> None:
+    said: list[str] = []
+    options = ("model.dtype=bfloat16", f"warmup.lr={lr}", "warmup.min_steps=4")
+    run = make_run(*options, until="warmup", said=said)
+    facts = json.loads((run / "2_warmup/manifest.json").read_text())["facts"]
+    old = load_model(model_folder("llama"), torch.bfloat16, torch.device("cpu"))
+    bar = load_model(run / "2_warmup/theta_bar", torch.bfloat16, torch.device("cpu"))
+    pairs = zip(old.parameters(), bar.parameters(), strict=True)
+    moved = sum(float(((b.double() - a.double()) ** 2).sum()) for a, b in pairs) ** 0.5
+    assert facts["movement"] == pytest.approx(moved, rel=1e-5, abs=1e-9)
+    assert facts["rounding"] > 0
+    assert any("rounding θ̄ to bfloat16" in line for line in said) == told

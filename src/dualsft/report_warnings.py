@@ -37,6 +37,16 @@ SAID = (
         "Raise split.warm, lower warmup.batch_size, or set warmup.min_steps; then select again.",
     ),
     (
+        r"rounding θ̄ to",
+        "The warmup is near the rounding",
+        "The warmed-up weights are kept in half precision, and rounding them moved them almost as "
+        "far as the warmup did. All scores are taken there, alike, so the selection is "
+        "consistent, but it is that of a slightly random model: another precision or seed may "
+        "choose differently.",
+        "Set model.dtype=float32, or lengthen the warmup (split.warm, warmup.min_steps, "
+        "warmup.lr); then select again.",
+    ),
+    (
         r"fine-tuning has only",
         "Few fine-tuning steps",
         "So few steps change the model little; that nothing was gained may say nothing about the "

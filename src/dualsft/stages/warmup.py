@@ -5,7 +5,8 @@ compete), unclipped; bf16 weights have an fp32 master. ĉ = sqrt(r / (1 − β�
 very optimizer's second moment, with its own β₂, step count and ε, and is written piece by piece.
 `warmup.moments` and `warmup.offload` make the optimizer smaller (`optim.py`). Reads 1_split; writes
 2_warmup/theta_bar (a Hugging Face folder), curvature.safetensors. `warmup.epochs: 0` writes θ_old
-as θ̄ and no ĉ, and that is said.
+as θ̄ and no ĉ, and that is said. In half precision θ̄ is the masters rounded; how much that is
+beside the warmup's own movement is measured, and told when it is much.
 """
 
 from __future__ import annotations
@@ -19,15 +20,22 @@ from transformers import PreTrainedModel
 from dualsft.config import Config
 from dualsft.context import RunContext, pass_settings
 from dualsft.distributed import world
+from dualsft.fused import HALF_DTYPES
 from dualsft.ghost import GhostEngine
 from dualsft.model import Candidates, text_parameters
 from dualsft.optim import SparseAdamW
 from dualsft.saving import save_model
 from dualsft.self_checks import TOLERANCE, check_fused_loss
 from dualsft.sharded_optim import make_optimizer
+from dualsft.sharding import weights_vector
 from dualsft.tensor_files import Form
 from dualsft.training import FEW_STEPS, TrainingPlan, train
-from dualsft.vectors import LazyVector, Seen
+from dualsft.vectors import LazyVector, Seen, accumulation_dtype
+
+ROUNDED_SHARE = 0.3
+"""Of θ̄'s movement: more than this from rounding is told. At 0.6 a bf16 run of SmolLM2-135M chose
+half of an fp32 run's examples (docs/results.md)."""
+PART = 1 << 24
 
 
 def run(ctx: RunContext, part: Path) -> dict[str, Any]:
@@ -64,9 +72,47 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
         train(model, examples, optimizer, plan, ctx.reporter, "warmup", _logger(ctx), ctx.pieces)
         curvature = adam_rms(optimizer, candidates)
         curvature.save(part / "curvature.safetensors")
-        norm = curvature.norm()
+        norm, names = curvature.norm(), optimizer.names
+        rounding = rounding_norm(optimizer) if ctx.dtype in HALF_DTYPES else None
     _save(ctx, model, part)
-    return {"steps": num_steps, "examples": len(examples), "curvature_norm": norm}
+    facts = {"steps": num_steps, "examples": len(examples), "curvature_norm": norm}
+    if rounding is not None:
+        facts |= {"movement": _movement(ctx, model, names), "rounding": rounding}
+        _warn_of_rounding(ctx, facts["movement"], rounding)
+    return facts
+
+
+@torch.no_grad()
+def rounding_norm(optimizer: SparseAdamW) -> float:
+    """‖θ̄ − its fp32 masters‖: how far θ̄ is from where the optimizer went."""
+    total = torch.zeros((), dtype=torch.float64)
+    for name in optimizer.names:
+        weight = optimizer.weight(name)
+        for first in range(0, weight.numel(), PART):
+            last = min(first + PART, weight.numel())
+            exact = optimizer.master(name, first, last)
+            apart = torch.linalg.vector_norm(exact - weight[first:last].to(exact))
+            total += apart.cpu().double() ** 2
+    return float((world().sum_(total) if world().sharded else total).sqrt())
+
+
+def _movement(ctx: RunContext, model: PreTrainedModel, names: list[str]) -> float:
+    """‖θ̄ − θ_old‖ over the parameters that were trained."""
+    here, before = (weights_vector(m, names) for m in (model, ctx.theta_old()))
+    wide = accumulation_dtype(ctx.dtype)
+    return here.to(ctx.device, wide).plus(before.to(ctx.device, wide), -1.0).norm()
+
+
+def _warn_of_rounding(ctx: RunContext, movement: float, rounding: float) -> None:
+    if rounding <= ROUNDED_SHARE * movement:
+        return
+    dtype = str(ctx.dtype).removeprefix("torch.")
+    ctx.reporter.warn(
+        f"rounding θ̄ to {dtype} moved it by {rounding:.3g}, and warmup and rounding together by "
+        f"{movement:.3g}: scores at θ̄ depend on that rounding, and a run in float32 may choose "
+        "other examples (set model.dtype=float32, or lengthen the warmup: split.warm, "
+        "warmup.min_steps, warmup.lr)"
+    )
 
 
 def _save(ctx: RunContext, model: PreTrainedModel, part: Path) -> None:

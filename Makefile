@@ -31,7 +31,7 @@ test: env
 	$(PYTEST) -m "not slow and not gpu"
 
 test-all: env
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) --no-loadscope-reorder -m "not gpu"
 
 lint: env
 	$(BIN)/ruff format --check .

@@ -24,6 +24,12 @@ WORDS = ("alpha", "beta", "gamma", "delta", "river", "stone", "cloud", "light", 
 Runner = Callable[..., Path]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: at the end no process is left alone with one of them."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def corpus_rows(count: int = 120, seed: int = 0) -> list[dict[str, str]]:
     """Short prompts and responses of varied length, with two exact duplicates."""
     rng = random.Random(seed)

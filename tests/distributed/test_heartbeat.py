@@ -24,6 +24,10 @@ from dualsft import heartbeat, interrupt
 from dualsft.distributed import World, joined
 from dualsft.errors import DualsftError, RunError
 
+_STORE = re.compile(
+    r"\[rank\d+\]:\[W[^\n]*TCPStore[^\n]*\n(Exception raised from[^\n]*\n(frame #[^\n]*\n)*\n?)?"
+)
+
 # --- what the processes do (this file is also their program) --------------------------------------
 
 
@@ -140,9 +144,13 @@ class Job:
             self.processes[-1].start()
 
     def said(self, name: str | None = None) -> str:
-        """The error output, of one of the processes that were started or of all."""
+        """The error output, of one of the processes that were started or of all.
+
+        Without what PyTorch's store says of its own when the process that holds it was the first to
+        leave: a warning and its frames, now and then.
+        """
         paths = self.folder.glob("*.err" if name is None else f"{name}.err")
-        return "\n".join(path.read_text(errors="replace") for path in sorted(paths))
+        return "\n".join(_STORE.sub("", p.read_text(errors="replace")) for p in sorted(paths))
 
     def ready(self) -> dict[int, int]:
         out = "\n".join(path.read_text() for path in self.folder.glob("*.out"))

@@ -12,8 +12,13 @@ import oracle_run
 import pytest
 import torch
 from conftest import Runner
-from models import ARCHITECTURES
+from models import ARCHITECTURES, tiny_examples, tiny_model
 from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dualsft import attention
+from dualsft.data import Example, collate
+from dualsft.losses import example_objective
 
 pytestmark = pytest.mark.gpu
 
@@ -60,3 +65,24 @@ def test_fp32_selection_is_the_cpu_s(make_run: Runner) -> None:
     masks = [load_file(r / "5_selection/mask.safetensors") for r in runs]
     same = sum(int(torch.isin(masks[0][n], masks[1][n]).sum()) for n in masks[0])
     assert same >= sum(i.numel() for i in masks[0].values()) - 4
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "llama_tied_bias"])
+def test_fp32_attention_of_shared_heads_keeps_no_matrix(arch: str) -> None:
+    """With the memory-efficient kernel alone allowed the model runs, and its gradients are right."""
+    examples = [Example(e.id, e.index, e.input_ids, e.labels) for e in tiny_examples(4)]
+
+    def gradients(device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        model = tiny_model(arch, dtype=dtype).to(device)
+        attention.install(torch.device(device))
+        batch = collate(examples, 0, "right", torch.device(device))
+        kernels = [SDPBackend.EFFICIENT_ATTENTION] if device == "cuda" else [SDPBackend.MATH]
+        with sdpa_kernel(kernels):
+            example_objective(model, batch)[0].backward()
+        named = model.named_parameters()
+        return {n: p.grad.double().cpu() for n, p in named if p.grad is not None}
+
+    exact = gradients("cpu", torch.float64)
+    for name, grad in gradients("cuda", torch.float32).items():
+        size = float(exact[name].abs().max())
+        torch.testing.assert_close(grad, exact[name], rtol=1e-3, atol=1e-4 * size)

@@ -237,7 +237,7 @@ class _Estimator:
         return data_budget(self.ctx, self.work.num_full, num_pool)
 
     def _finetune_needs(self, config: Config) -> Training:
-        whole = not self._num_selected()
+        whole, roles = not self._num_selected(), self.ctx.methods.load("data").pool_roles
         return Training(
             num_entries=self.num_trainable if whole else self._num_selected(),
             whole=whole,
@@ -246,7 +246,7 @@ class _Estimator:
             memory=self.probe.warmup if whole else self.probe.finetune,
             plan=finetune_plan(replace(self.ctx, config=config)),
             num_examples=self._num_trained(),
-            lengths=self.work.of("pool"),
+            lengths=self.work.of(roles[0]) if len(roles) == 1 else self.work.lengths,
         )
 
     def _training(

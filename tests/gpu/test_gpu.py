@@ -69,7 +69,7 @@ def test_fp32_selection_is_the_cpu_s(make_run: Runner) -> None:
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "llama_tied_bias"])
 def test_fp32_attention_of_shared_heads_keeps_no_matrix(arch: str) -> None:
-    """With the memory-efficient kernel alone allowed the model runs, and its gradients are right."""
+    """With the memory-efficient kernel alone allowed the model runs; its gradients are right."""
     examples = [Example(e.id, e.index, e.input_ids, e.labels) for e in tiny_examples(4)]
 
     def gradients(device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:

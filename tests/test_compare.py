@@ -18,13 +18,13 @@ from conftest import corpus_rows, small_run, write_jsonl
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from dualsft import comparison, comparison_matrix, comparison_tables
+from dualsft import comparison, comparison_matrix, comparison_tables, config
 from dualsft.benchmarking import Item, paired_rows
 from dualsft.cli import app
 from dualsft.comparing import run_matrix
 from dualsft.comparison_matrix import Matrix, load_matrix
 from dualsft.errors import ConfigError
-from dualsft.methods import AXES, registry, row_name
+from dualsft.methods import AXES, names_of, registry, row_name
 from dualsft.progress import Reporter
 
 HYBRIDS = ("less+s2ft", "less+nanoadam", "spice+s2ft", "spice+nanoadam")
@@ -79,6 +79,12 @@ def test_the_whole_method_list_runs_through_compare(tmp_path: Path, words: list[
         assert values["finetune_gib"] > 0
     splits = {(out / c.path / "1_split/split.parquet").stat().st_ino for c in matrix.cells()}
     assert len(splits) == 1, "the split was made once and linked"
+    for cell in matrix.cells():  # selections are shared too, and say nothing of who trains on them
+        tuned = json.loads((out / cell.path / "6_finetune/summary.json").read_text())
+        chosen = json.loads((out / cell.path / "5_selection/summary.json").read_text())
+        wanted = names_of(config.to_flat(matrix.config(cell)))
+        assert tuned["methods"] == wanted
+        assert chosen["methods"] == {axis: wanted[axis] for axis in ("data", "params")}
 
 
 def test_a_second_call_makes_only_what_is_missing(tmp_path: Path, words: list[str]) -> None:

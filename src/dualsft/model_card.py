@@ -17,7 +17,7 @@ import yaml
 
 from dualsft.manifest import atomic_write_text
 from dualsft.methods import registry
-from dualsft.report_parts import LOSS_NOTE, duration, number, peak_gib, percent
+from dualsft.report_parts import LOSS_NOTE, duration, methods_of, number, peak_gib, percent
 from dualsft.report_warnings import concerns
 
 LOCAL_PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?[/\\](?:[^\s/\\:]+[/\\])+([^\s/\\:]+)")
@@ -134,8 +134,8 @@ def _method(facts: Mapping[str, Any]) -> str:
         return ""
     entries = registry()
     rows = []
-    for axis, name in chosen.get("methods", {}).items():
-        entry = entries.get(axis, {}).get(name)  # pyright: ignore[reportArgumentType]
+    for axis, name in methods_of(facts).items():
+        entry = entries.get(axis, {}).get(name)  # pyright: ignore[reportArgumentType, reportCallIssue]
         said = f": {entry.summary} ({entry.source})" if entry is not None else ""
         rows.append(f"- {axis}: `{name}`{said}")
     if "b" in chosen:

@@ -19,7 +19,7 @@ from dualsft.manifest import MANIFEST, damage, read_stage_manifest
 from dualsft.model_card import write_card
 from dualsft.preflight import FOLDERS
 from dualsft.report_html import benchmark_rows, write_html
-from dualsft.report_parts import LOSS_NOTE, peak_gib
+from dualsft.report_parts import LOSS_NOTE, methods_of, peak_gib
 from dualsft.rundir import atomic_write_text
 
 SUMMARIES = {
@@ -203,8 +203,7 @@ def _selection(facts: dict[str, Any]) -> str:
     if chosen is None:
         return ""
     parts = ["## Selection"]
-    if "methods" in chosen:  # runs of before there were others than DualSFT do not name it
-        methods = ", ".join(f"{axis}: {name}" for axis, name in chosen["methods"].items())
+    if methods := ", ".join(f"{axis}: {name}" for axis, name in methods_of(facts).items()):
         parts.append(f"Methods: {methods}.")
     if "b" in chosen:
         parts.append(

@@ -35,6 +35,7 @@ from dualsft.report_parts import (
     esc,
     heat_map,
     histogram,
+    methods_of,
     number,
     numbers_of,
     peak_gib,
@@ -147,7 +148,7 @@ def _tokenizer(run: Path, facts: Mapping[str, Any]) -> tuple[Any, str]:
 
 def _summary(facts: Mapping[str, Any]) -> str:
     done = facts["manifests"]
-    cards = [_chosen_card(facts.get("selection")), _cost_card(done)]
+    cards = [_chosen_card(facts), _cost_card(done)]
     if "evaluation" in facts:
         cards += [_gained_card(facts["evaluation"]), _kept_card(facts)]
     missing = [stage for stage in FOLDERS if stage not in done and _expected(stage, facts)]
@@ -164,7 +165,8 @@ def _expected(stage: str, facts: Mapping[str, Any]) -> bool:
     return not (optional and "selection" in facts["manifests"])
 
 
-def _chosen_card(chosen: Mapping[str, Any] | None) -> str:
+def _chosen_card(facts: Mapping[str, Any]) -> str:
+    chosen = facts.get("selection")
     if chosen is None:
         return card("Chosen", "nothing yet", ["The selection has not been made."])
     lines, big = [], []
@@ -180,7 +182,7 @@ def _chosen_card(chosen: Mapping[str, Any] | None) -> str:
         lines.append(f"{chosen['k']:,} of {chosen['denominator']:,} {named}")
     else:
         big.append("no mask on the weights")
-    if methods := chosen.get("methods"):
+    if methods := methods_of(facts):
         lines.append("by " + ", ".join(f"{name} ({axis})" for axis, name in methods.items()))
     return card("Chosen", ", ".join(big), lines)
 

@@ -37,6 +37,17 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
+def methods_of(facts: Mapping[str, Any]) -> dict[str, str]:
+    """The method of each axis: those of fine-tuning, before it those of the selection.
+
+    (A selection may be shared by runs that train on it in different ways; old runs name none.)
+    """
+    for stage in ("finetune", "selection"):
+        if named := facts.get(stage, {}).get("methods"):
+            return named
+    return {}
+
+
 def percent(share: float | None, digits: int = 1) -> str:
     return "–" if share is None else f"{100 * share:.{digits}f} %"
 

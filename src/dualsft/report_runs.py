@@ -22,7 +22,7 @@ from dualsft.preflight import FOLDERS
 from dualsft.report import load_summaries, table, write_report
 from dualsft.report_data import parameter_shapes
 from dualsft.report_html import page
-from dualsft.report_parts import duration, esc, number, peak_gib, percent, section
+from dualsft.report_parts import duration, esc, methods_of, number, peak_gib, percent, section
 from dualsft.report_parts import table as html_table
 from dualsft.report_warnings import concerns
 from dualsft.stages.chosen import read_mask
@@ -110,8 +110,8 @@ def _chosen(found: Sequence[Mapping[str, Any]]) -> Rows:
         return f"{c[key]:,} of {c[of]:,} ({percent(c[share], 2)})" if key in c else "–"
 
     methods = [
-        ", ".join(f"{axis}: {name}" for axis, name in c.get("methods", {}).items()) or "–"
-        for c in chosen
+        ", ".join(f"{axis}: {name}" for axis, name in methods_of(one).items()) or "–"
+        for one in found
     ]
     rows = _row("methods", methods)
     rows += _row("examples", [counted(c, "b", "num_full", "data_share") for c in chosen])

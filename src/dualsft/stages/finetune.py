@@ -101,7 +101,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     save_model(model, ctx.tokenizer, ctx.model_folder, part / "model")
     summary = {
         "variant": ctx.config.select.variant,
-        "methods": chosen["methods"],
+        "methods": {axis: entry.name for axis, entry in ctx.methods.entries.items()},
         "selection": final.name if final != selection else ".",
         "steps": num_steps,
         "examples": len(examples),

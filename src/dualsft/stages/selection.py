@@ -67,7 +67,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     accounts: dict[str, Any] = {}
     summary: dict[str, Any] = {
         "variant": ctx.config.select.variant,
-        "methods": {axis: entry.name for axis, entry in ctx.methods.entries.items()},
+        "methods": {axis: ctx.methods.entries[axis].name for axis in ("data", "params")},
         "final": ".",
     }
     examples, positions = _choose_data(ctx, part, common, summary, accounts)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dualsft import ghost_rules
 from dualsft.data import Example, collate
+from dualsft.errors import RunError
 from dualsft.ghost import GhostEngine, alone
 from dualsft.model import find_candidates
 from dualsft.passes import PassSettings, loss_objective, walk
@@ -92,3 +93,25 @@ def test_a_gradient_in_several_parts_is_refused(arch: str) -> None:
     assert not engine.separable
     with pytest.raises(AssertionError, match="several parts"), engine.tapped(squared=True):
         pass
+
+
+def test_a_module_that_is_used_twice_is_refused() -> None:
+    """A layer in two places of the decoder: the second part of its gradient would be lost."""
+    model = tiny_model("llama")
+    layers = model.model.layers
+    layers[1] = layers[0]
+    engine = GhostEngine(model, find_candidates(model, "block_linear"))
+    examples = [Example(e.id, e.index, e.input_ids, e.labels) for e in tiny_examples(3)]
+    settings = PassSettings(batch_tokens=60, pad_id=0, padding_side="right")
+    sums = ParamVector.zeros(engine.candidates)
+    with pytest.raises(RunError, match=r"used more than once in a pass.*leave it out"):
+        walk(
+            engine,
+            examples,
+            loss_objective(model),
+            settings,
+            Reporter(lambda _: None),
+            "squares",
+            sums=sums,
+            squared=True,
+        )

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from dualsft import attention
 from dualsft.data import Batch
-from dualsft.errors import ConfigError
+from dualsft.errors import ConfigError, RunError
 from dualsft.fused import HALF_DTYPES, fused_blocks
 from dualsft.ghost_rules import MIXED, EmbeddingRule, HeadRule, LinearRule, NormRule, Rule
 from dualsft.losses import HeadObserver, last_hidden, plain_example_loss
@@ -72,6 +72,7 @@ class Taps:
     _dots: Tensor = field(init=False)
     _inner_sums: Tensor = field(init=False)
     _tokens: dict[int, Tensor] = field(default_factory=dict)
+    _squared: set[str] = field(default_factory=set)
 
     def begin(self, num_examples: int) -> None:
         """Forget the previous batch."""
@@ -81,6 +82,7 @@ class Taps:
         width = len(self.columns) if self.bounds else 0
         self._inner_sums = torch.zeros(num_examples, width, dtype=self.dtype, device=self.device)
         self._tokens.clear()
+        self._squared.clear()
 
     def observes(self, rule: Rule) -> bool:
         """Whether this pass is about the rule's candidates."""
@@ -89,6 +91,15 @@ class Taps:
         inside = [name in self.only for name in rule.names]
         assert all(inside) or not any(inside), f"{rule.names} are observed together"
         return all(inside)
+
+    def square_once(self, name: str) -> None:
+        """Refuse squares of a gradient that comes in several parts."""
+        if name in self._squared:
+            raise RunError(
+                f"{name} is used more than once in a pass, so the squares of its gradient cannot "
+                "be made in batches; leave it out of score.candidates"
+            )
+        self._squared.add(name)
 
     def add_dots(self, value_B: Tensor) -> None:
         self._dots += value_B

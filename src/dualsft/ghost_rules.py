@@ -94,6 +94,8 @@ class Rule(ABC):
     def observe_vector(self, taps: Taps, name: str, gradient_BO: Tensor) -> None:
         """A 1-D parameter: its per-example gradients are small, so they are used as they are."""
         wide = gradient_BO.to(taps.dtype)
+        if taps.squared:
+            taps.square_once(name)
         if taps.sums is not None:
             with taps.sums.lent(name) as total:
                 total.add_((wide.square() if taps.squared else wide).sum(0))
@@ -151,6 +153,7 @@ class LinearRule(Rule):
 
     def _observe_squares(self, taps: Taps, name: str, x_BTI: Tensor, grad_BTO: Tensor) -> None:
         """Each example's own gradient, for its squares and its norm."""
+        taps.square_once(name)
         left, right = (x_BTI, grad_BTO) if self.transposed else (grad_BTO, x_BTI)
         num_bytes = left.shape[-1] * right.shape[-1] * taps.dtype.itemsize
         at_once, norms = max(1, APART_BYTES // num_bytes), []

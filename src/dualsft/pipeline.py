@@ -229,9 +229,10 @@ def _not_sharded(config: Config) -> list[str]:
         for name, part in (("warmup", config.warmup), ("finetune", config.finetune))
         if part.moments == "int8"
     ]
-    if config.score.preservation == "fisher":
+    if config.score.preservation == "fisher" and config.score.candidates != "block_linear":
         problems.append(
-            f"score.preservation: fisher squares whole gradients; use cwsd or l2 {cure}"
+            "score.preservation: fisher squares whole gradients, also of embeddings and heads; use "
+            f"cwsd or l2, or score.candidates=block_linear, {cure}"
         )
     return problems
 

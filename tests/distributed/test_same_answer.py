@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         "gemma3",
         ("score.checkpointing=true", "finetune.checkpointing=true", "finetune.max_grad_norm=0.05"),
     ),
+    "llama, fisher": ("llama", ("score.preservation=fisher", "score.lam_relative=true")),
     "llama, whole model": ("llama", ("method.params=all", "method.data=random")),
 }
 

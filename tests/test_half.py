@@ -212,3 +212,17 @@ def test_a_warmup_within_the_rounding_is_told(
     assert facts["movement"] == pytest.approx(moved, rel=1e-5, abs=1e-9)
     assert facts["rounding"] > 0
     assert any("rounding θ̄ to bfloat16" in line for line in said) == told
+
+
+def test_without_room_for_both_models_the_warmup_is_kept(
+    make_run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("dualsft.stages.warmup.weights_vector", full)
+    said: list[str] = []
+    run = make_run("model.dtype=bfloat16", "warmup.min_steps=4", until="warmup", said=said)
+    facts = json.loads((run / "2_warmup/manifest.json").read_text())["facts"]
+    assert facts["movement"] is None and facts["rounding"] > 0
+    assert any("no room for θ̄ and θ_old at once" in line for line in said)

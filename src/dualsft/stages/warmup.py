@@ -22,6 +22,7 @@ from dualsft.context import RunContext, pass_settings
 from dualsft.distributed import world
 from dualsft.fused import HALF_DTYPES
 from dualsft.ghost import GhostEngine
+from dualsft.memory import give_back, is_out_of_memory
 from dualsft.model import Candidates, text_parameters
 from dualsft.optim import SparseAdamW
 from dualsft.saving import save_model
@@ -77,8 +78,10 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     _save(ctx, model, part)
     facts = {"steps": num_steps, "examples": len(examples), "curvature_norm": norm}
     if rounding is not None:
-        facts |= {"movement": _movement(ctx, model, names), "rounding": rounding}
-        _warn_of_rounding(ctx, facts["movement"], rounding)
+        movement = _movement(ctx, model, names)
+        facts |= {"movement": movement, "rounding": rounding}
+        if movement is not None:
+            _warn_of_rounding(ctx, movement, rounding)
     return facts
 
 
@@ -96,11 +99,18 @@ def rounding_norm(optimizer: SparseAdamW) -> float:
     return float((world().sum_(total) if world().sharded else total).sqrt())
 
 
-def _movement(ctx: RunContext, model: PreTrainedModel, names: list[str]) -> float:
-    """‖θ̄ − θ_old‖ over the parameters that were trained."""
-    here, before = (weights_vector(m, names) for m in (model, ctx.theta_old()))
+def _movement(ctx: RunContext, model: PreTrainedModel, names: list[str]) -> float | None:
+    """‖θ̄ − θ_old‖ over the parameters that were trained; None, and said, without room for both."""
     wide = accumulation_dtype(ctx.dtype)
-    return here.to(ctx.device, wide).plus(before.to(ctx.device, wide), -1.0).norm()
+    try:
+        here, before = (weights_vector(m, names) for m in (model, ctx.theta_old()))
+        return here.to(ctx.device, wide).plus(before.to(ctx.device, wide), -1.0).norm()
+    except Exception as problem:
+        if not is_out_of_memory(problem) or world().sharded:  # sharded, all must take part
+            raise
+    give_back(ctx.device)
+    ctx.reporter.warn("no room for θ̄ and θ_old at once: how far the warmup moved is not measured")
+    return None
 
 
 def _warn_of_rounding(ctx: RunContext, movement: float, rounding: float) -> None:

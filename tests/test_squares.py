@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ from dualsft.model import find_candidates
 from dualsft.passes import PassSettings, loss_objective, walk
 from dualsft.progress import Reporter
 from dualsft.vectors import ParamVector
+from dualsft.walk_state import PassResult
 
 EVERYTHING_IN_THE_BLOCKS = {"gpt2": "*.h.*"}
 """Norms and biases too; *.layers.* elsewhere."""
@@ -41,6 +44,12 @@ def _alone(engine: GhostEngine, examples: list[Example]) -> tuple[dict[str, Tens
     return squares, norms
 
 
+def _walk(engine: GhostEngine, examples: list[Example], **taps: Any) -> PassResult:
+    settings = PassSettings(batch_tokens=60, pad_id=0, padding_side="right")
+    objective, silent = loss_objective(engine.model), Reporter(lambda _: None)
+    return walk(engine, examples, objective, settings, silent, "squares", **taps)
+
+
 @pytest.mark.parametrize("several", [1, 7])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("whole", [False, True], ids=["block_linear", "everything in the blocks"])
@@ -58,31 +67,11 @@ def test_squares_and_norms(
     squares, norms = _alone(engine, examples)
     direction = ParamVector({n: torch.randn_like(p.detach()) for n, p in engine.candidates.items()})
     sums = ParamVector.zeros(engine.candidates)
-    settings = PassSettings(batch_tokens=60, pad_id=0, padding_side="right")
-    found = walk(
-        engine,
-        examples,
-        loss_objective(engine.model),
-        settings,
-        Reporter(lambda _: None),
-        "squares",
-        sums=sums,
-        direction=direction,
-        bounds=True,
-        squared=True,
-    )
+    found = _walk(engine, examples, sums=sums, direction=direction, bounds=True, squared=True)
     for name, square in squares.items():
         torch.testing.assert_close(sums[name], square, rtol=1e-9, atol=1e-18)
     np.testing.assert_allclose(found.inner_sums, norms, rtol=1e-6, atol=1e-12)
-    plain = walk(
-        engine,
-        examples,
-        loss_objective(engine.model),
-        settings,
-        Reporter(lambda _: None),
-        "dots",
-        direction=direction,
-    )
+    plain = _walk(engine, examples, direction=direction)
     np.testing.assert_allclose(found.dots, plain.dots, rtol=1e-12)
 
 
@@ -102,16 +91,6 @@ def test_a_module_that_is_used_twice_is_refused() -> None:
     layers[1] = layers[0]
     engine = GhostEngine(model, find_candidates(model, "block_linear"))
     examples = [Example(e.id, e.index, e.input_ids, e.labels) for e in tiny_examples(3)]
-    settings = PassSettings(batch_tokens=60, pad_id=0, padding_side="right")
     sums = ParamVector.zeros(engine.candidates)
     with pytest.raises(RunError, match=r"used more than once in a pass.*leave it out"):
-        walk(
-            engine,
-            examples,
-            loss_objective(model),
-            settings,
-            Reporter(lambda _: None),
-            "squares",
-            sums=sums,
-            squared=True,
-        )
+        _walk(engine, examples, sums=sums, squared=True)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import builtins
 import errno
+import importlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,8 +45,8 @@ class _Breaker:
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
         self.root = os.path.realpath(fault.folder)
-        self.count = 0
-        self.log = ""
+        self.calls: list[str] = []
+        """What was called on which file, in order."""
 
     def ours(self, path: Any) -> bool:
         if isinstance(path, int):
@@ -57,11 +59,15 @@ class _Breaker:
         except (TypeError, ValueError):
             return False
 
-    def hit(self) -> bool:
+    def hit(self, name: str, path: Any) -> bool:
         """One more call; whether it is the one (or a later one of a disk that stays broken)."""
-        self.count += 1
-        at = self.fault.at
-        return self.count == at or (self.fault.keeps_failing and self.count > at)
+        if isinstance(path, int):
+            path = os.readlink(f"/proc/self/fd/{path}")
+        gone = name in ("unlink", "remove") and not os.path.lexists(path)
+        name = "look" if name in LEAVES_AS_IT_IS or gone else name
+        self.calls.append(f"{name} {os.path.relpath(os.path.realpath(path), self.root)}")
+        count, at = len(self.calls), self.fault.at
+        return count == at or (self.fault.keeps_failing and count > at)
 
     def act(self, path: Any) -> None:
         if not self.fault.error:
@@ -72,7 +78,8 @@ class _Breaker:
         """`real`, which gets its path or descriptor first."""
 
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.ours(path) and self.hit():
+            reads = name == "open" and not args[0] & (os.O_WRONLY | os.O_RDWR)
+            if self.ours(path) and self.hit("look" if reads else name, path):
                 self.act(path)
             return real(path, *args, **kwargs)
 
@@ -82,7 +89,7 @@ class _Breaker:
     def open(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             changes = any(letter in mode for letter in "wax+") and self.ours(file)
-            if changes and self.hit():
+            if changes and self.hit("open", file):
                 self.act(file)
             stream = real(file, mode, *args, **kwargs)
             return _Stream(stream, self, file) if changes else stream
@@ -94,7 +101,7 @@ class _Breaker:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             path = where(*args, **kwargs)
-            if not (self.ours(path) and self.hit()):
+            if not (self.ours(path) and self.hit("save", path)):
                 return real(*args, **kwargs)
             real(*args, **kwargs)
             os.truncate(path, os.path.getsize(path) // 2)
@@ -131,7 +138,7 @@ class _Stream:
         self._stream, self._breaker, self._path = stream, breaker, path
 
     def write(self, data: Any) -> int:
-        if self._breaker.hit():
+        if self._breaker.hit("write", self._path):
             self._stream.write(data[: len(data) // 2])
             self._stream.flush()
             self._breaker.act(self._path)
@@ -223,12 +230,28 @@ class Launcher:
         self._server.wait(timeout=30)
 
 
-def count_changes(launcher: Launcher, words: Sequence[str], folder: Path) -> int:
-    """How many calls of a run change its folder."""
+def changes(launcher: Launcher, words: Sequence[str], folder: Path) -> list[str]:
+    """The calls of a run that change its folder, in order: what is called, and on which file."""
     never = Fault(folder, at=1 << 60, error=errno.EIO)
     assert launcher.run([*words], never) == 0, launcher.said
-    counts = [line for line in launcher.said.splitlines() if line.startswith("changes: ")]
-    return int(counts[-1].removeprefix("changes: "))
+    lines = [line for line in launcher.said.splitlines() if line.startswith(CHANGES)]
+    return json.loads(lines[-1].removeprefix(CHANGES))
+
+
+def turning_points(calls: Sequence[str]) -> list[int]:
+    """The crash points, counted from 1, that leave a folder no other one leaves.
+
+    To die before a call leaves what the call before it left, so a point behind a call that changes
+    neither names nor bytes is the point before it once more (a write is not: half of it is there).
+    Of what is left the first of each kind: the hundred writes of one file, and the files of the
+    second save on the way, are the same crash again.
+    """
+    kinds: dict[str, int] = {}
+    for number, (before, call) in enumerate(zip(["begin .", *calls], calls, strict=False), 1):
+        half = call.startswith(("write ", "save "))
+        if half or not before.startswith("look "):
+            kinds.setdefault(re.sub(r"\d{2,}", "#", call if half else before), number)
+    return sorted(kinds.values())
 
 
 def content(run: Path) -> dict[str, str]:
@@ -241,6 +264,18 @@ def content(run: Path) -> dict[str, str]:
     return found
 
 
+WARM = (
+    "pandas",
+    "pyarrow.dataset",
+    "pyarrow.parquet",
+    "transformers.models.llama.modeling_llama",
+    "typer._adapters",
+    "dualsft.cli",
+    "dualsft.pipeline",
+)
+"""What a run imports, half of its time if every child did it again."""
+LEAVES_AS_IT_IS = {"fsync", "chmod"}
+CHANGES = "changes: "
 STAGE_ENDS = {".part", ".old", ".work"}
 
 
@@ -274,19 +309,17 @@ def _child(message: dict[str, Any]) -> None:
 
         traceback.print_exc()
     if breaker is not None:
-        print(f"changes: {breaker.count}", flush=True)
+        print(f"{CHANGES}{json.dumps(breaker.calls)}", flush=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _serve() -> None:
-    import pyarrow.parquet  # noqa: F401
     import torch
-    import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import dualsft.pipeline  # noqa: F401
-
+    for name in WARM:
+        importlib.import_module(name)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
     pid = 0

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import Runner, corpus_rows, small_run, write_jsonl
-from faults import Fault, Launcher, content, count_changes
+from faults import Fault, Launcher, changes, content
 from models import save_tiny_folder
 from safetensors import SafetensorError
 
@@ -118,7 +118,7 @@ def check_points(bench: Bench, points: int, seed: int) -> None:
     for settings in (first, second):
         assert bench.launcher.run(bench.words(out, *settings)) == 0, bench.launcher.said
         expected[settings] = content(out)
-    total = count_changes(bench.launcher, bench.words(out, *first, "resume.every=0"), out)
+    total = len(changes(bench.launcher, bench.words(out, *first, "resume.every=0"), out))
     assert total > 100
     for number in range(points):
         assert bench.launcher.run(bench.words(out, *first)) == 0, bench.launcher.said

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import corpus_rows, small_run, write_jsonl
-from faults import DIED, Fault, Launcher, content, count_changes
+from faults import DIED, Fault, Launcher, changes, content, turning_points
 from models import save_tiny_folder
 
 from dualsft.preflight import FOLDERS
@@ -189,18 +189,14 @@ def crash_at(bench: Bench, name: str, point: int, *settings: str) -> None:
 
 
 @pytest.mark.slow
-def test_some_crash_points_of_a_run(bench: Bench) -> None:
-    """Die at an open, write, fsync, rename, unlink …: the next start needs nobody's help."""
-    total = count_changes(bench.launcher, bench.words("counted", EVERY_STEP), bench.folder)
-    assert total > 300
-    for point in random.Random(5).sample(range(1, total + 1), 16):
-        crash_at(bench, "some", point, EVERY_STEP)
-
-
-@pytest.mark.slow
 def test_every_crash_point_of_a_run(bench: Bench) -> None:
-    total = count_changes(bench.launcher, bench.words("counted-all", EVERY_STEP), bench.folder)
-    for point in range(1, total + 1):
+    """Die at an open, write, rename, unlink …: the next start needs nobody's help."""
+    out = bench.folder / "counted"
+    calls = changes(bench.launcher, bench.words("counted", EVERY_STEP), out)
+    points = turning_points(calls)
+    assert len(calls) > 1000 and len(points) > 100
+    others = sorted(set(range(1, len(calls) + 1)) - set(points))
+    for point in [*points, *random.Random(5).sample(others, 16)]:
         crash_at(bench, "every", point, EVERY_STEP)
         shutil.rmtree(bench.folder / f"every-{point}")
 
@@ -212,10 +208,10 @@ def test_crash_while_a_stage_is_replaced(bench: Bench) -> None:
     other = [*base, "select.data_budget=9"]
     assert bench.launcher.run(base) == 0
     before = content(bench.folder / "replaced")
-    total = count_changes(bench.launcher, other, bench.folder / "replaced")
+    points = turning_points(changes(bench.launcher, other, bench.folder / "replaced"))
     after = content(bench.folder / "replaced")
-    assert before != after and total > 30
-    for point in random.Random(6).sample(range(1, total + 1), 12):
+    assert before != after and len(points) > 12
+    for point in points:
         assert bench.launcher.run(base) == 0 and content(bench.folder / "replaced") == before
         fault = Fault(bench.folder / "replaced", at=point)
         assert bench.launcher.run(other, fault) == DIED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from dualsft import pipeline
 from dualsft.progress import Reporter
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it for all
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # read at the first bf16 product
 
 WORDS = ("alpha", "beta", "gamma", "delta", "river", "stone", "cloud", "light", "paper")

@@ -18,7 +18,7 @@ from conftest import corpus_rows, small_run, write_jsonl
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from dualsft import comparison, comparison_matrix, comparison_tables, config
+from dualsft import comparison, comparison_matrix, comparison_tables, config, pipeline
 from dualsft.benchmarking import Item, paired_rows
 from dualsft.cli import app
 from dualsft.comparing import run_matrix
@@ -85,6 +85,76 @@ def test_the_whole_method_list_runs_through_compare(tmp_path: Path, words: list[
         wanted = names_of(config.to_flat(matrix.config(cell)))
         assert tuned["methods"] == wanted
         assert chosen["methods"] == {axis: wanted[axis] for axis in ("data", "params")}
+
+
+def test_a_choice_of_examples_is_made_once(tmp_path: Path, words: list[str]) -> None:
+    """LESS with another parameter side takes LESS's examples over, accounts and all."""
+    rows, out = ["less", "less+s2ft", "less+random"], tmp_path / "out"
+    matrix = matrix_of(tmp_path, words, methods=rows)
+    said: list[str] = []
+    assert run_matrix(matrix, out, quiet(said), strict=True) == {}
+    assert sum("the examples of less are taken over" in line for line in said) == 2
+    assert run_matrix(matrix, tmp_path / "alone", quiet(said := []), rows[1], strict=True) == {}
+    assert not any("taken over" in line for line in said)
+    first, second, third = (out / cell.path / "5_selection" for cell in matrix.cells())
+    alone = tmp_path / "alone" / matrix.cells()[1].path / "5_selection"
+    for name in ("ids.json", "selected.jsonl", "baseline_scores.parquet"):
+        for folder in (second, third, alone):
+            assert (folder / name).read_bytes() == (first / name).read_bytes()
+    for name in ("summary.json", "mask.safetensors"):
+        assert (second / name).read_bytes() == (alone / name).read_bytes()
+    facts = [json.loads((f / "manifest.json").read_text())["facts"] for f in (first, second)]
+    assert facts[0]["accounts"]["data"] == facts[1]["accounts"]["data"]
+    assert facts[0]["data_choice"]["fingerprint"] == facts[1]["data_choice"]["fingerprint"]
+    tables = comparison_tables.write_tables(matrix, out, "less")
+    assert tables
+    cost = json.loads((out / "comparison.json").read_text())["tables"][1]["rows"]
+    took = {row["name"]: row["values"] for row in cost}
+    seconds = facts[0]["accounts"]["data"]["seconds"]
+    assert took["less+s2ft"]["selection_seconds"]["mean"] > seconds
+    assert took["less+s2ft"]["passes"] == took["less"]["passes"]
+    peak = facts[0]["accounts"]["data"]["peak_bytes"] / 2**30
+    assert took["less+s2ft"]["selection_gib"]["mean"] >= peak
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "lent"),
+    [
+        ("less", "finetune.lr=3e-3", True),  # LESS trains an adapter of its own
+        ("davir", "finetune.lr=3e-3", False),
+        ("less", "select.data_budget=9", False),
+        ("less", "method.less.rank=4", False),
+        ("less", "seed=7", False),
+        ("less", "damaged", False),
+        ("less", "other weights", False),
+    ],
+)
+def test_only_the_same_question_has_the_same_answer(
+    method: str,
+    change: str,
+    lent: bool,
+    tmp_path: Path,
+    words: list[str],
+    model_folder: Callable[..., Path],
+) -> None:
+    words = [*words, f"method.data={method}", "method.params=random"]
+    lender = pipeline.run(config.load(None, words), tmp_path / "one", "selection", quiet())
+    if change == "damaged":
+        ids = lender / "5_selection/ids.json"
+        ids.write_text(ids.read_text()[:-2] + ' "x"]')
+    elif change == "other weights":
+        moved = shutil.copytree(model_folder("llama"), tmp_path / "moved")
+        tensors = load_file(moved / "model.safetensors")
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
+        save_file(tensors, moved / "model.safetensors", metadata={"format": "pt"})
+        words = [*words, f"model.path={moved}"]
+    else:
+        words = [*words, change]
+    said: list[str] = []
+    wanted = config.load(None, [*words, "method.params=s2ft"])
+    pipeline.run(wanted, tmp_path / "two", "selection", quiet(said), [lender])
+    taken = f"the examples of {method} are taken over from {lender / '5_selection'}"
+    assert (taken in said) == lent
 
 
 def test_a_second_call_makes_only_what_is_missing(tmp_path: Path, words: list[str]) -> None:

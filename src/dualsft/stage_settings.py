@@ -9,6 +9,7 @@ stage.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dualsft import config as settings
 from dualsft.benchmark_tasks import task_files, wanted_tasks
 from dualsft.context import RunContext
 from dualsft.fused import HALF_DTYPES
+from dualsft.methods.entry import Entry
 from dualsft.pretrained import code_hash, tokenizer_hash, weights_hash
 from dualsft.rundir import sha256_file
 from dualsft.sources import source_hash
@@ -132,8 +134,21 @@ def selection_settings(ctx: RunContext) -> Settings:
     if not ctx.config.select.rounds:
         del chosen["select.order"]
     chosen |= methods.settings("data") | methods.settings("params")
-    others = [e for e in methods.entries.values() if "scores" not in e.needs and e.name != "all"]
-    if others:  # DualSFT's own reads stages that depend on these
+    return chosen | _own_passes(ctx, methods.entries.values())
+
+
+def data_choice_settings(ctx: RunContext) -> Settings:
+    """The part of the selection's that its examples depend on (`stages/lent.py`)."""
+    own = _own_passes(ctx, [ctx.methods.entries["data"]])
+    return _pick(ctx, "select.data_budget") | ctx.methods.settings("data") | own
+
+
+def _own_passes(ctx: RunContext, entries: Iterable[Entry]) -> Settings:
+    """What methods depend on that look at the model themselves; DualSFT's own reads stages that
+    depend on these."""
+    others = [entry for entry in entries if "scores" not in entry.needs and entry.name != "all"]
+    chosen: Settings = {}
+    if others:
         chosen |= _weights(ctx) | _compute(ctx) | _pick(ctx, "score.candidates", "seed")
     if any(entry.trains for entry in others):
         chosen |= _pick(ctx, "finetune.*")

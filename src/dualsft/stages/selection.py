@@ -29,6 +29,7 @@ from dualsft.errors import ConfigError, RunError
 from dualsft.fused import HALF_DTYPES
 from dualsft.ghost import GhostEngine, widened
 from dualsft.method import DataMethod, Job, ParamChoice, ParamMethod
+from dualsft.stages import lent
 from dualsft.stages.chosen import (
     describe_entries,
     product_source,
@@ -70,7 +71,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
         "methods": {axis: ctx.methods.entries[axis].name for axis in ("data", "params")},
         "final": ".",
     }
-    examples, positions = _choose_data(ctx, part, common, summary, accounts)
+    examples, positions, noted = _choose_data(ctx, part, common, summary, accounts)
     mask = _choose_params(ctx, part, common, summary, accounts, examples)
     if ctx.config.select.rounds:
         scoring = common["scoring"]
@@ -80,7 +81,8 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
         )
     (part / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     facts = {key: summary[key] for key in ("k", "b", "rescored") if key in summary}
-    return facts | {"accounts": accounts}  # seconds differ from run to run: not for a result's file
+    facts |= {"accounts": accounts}  # seconds differ from run to run: not for a result's file
+    return facts | noted
 
 
 def _choose_data(
@@ -89,18 +91,23 @@ def _choose_data(
     common: dict[str, Any],
     summary: dict[str, Any],
     accounts: dict[str, Any],
-) -> tuple[list[Example], np.ndarray | None]:
-    """(what is trained on, its positions in the method's pool); everything is None."""
+) -> tuple[list[Example], np.ndarray | None, dict[str, Any]]:
+    """(what is trained on, its positions in the method's pool, notes); everything is None."""
     method: DataMethod = ctx.methods.load("data")
     job = Job(ctx, "data", part, common=common)
     num_full = sum(len(rows) for rows in job.roles.values())
     pool = sorted((e for role in method.pool_roles for e in job.roles[role]), key=_source_order)
     b = data_budget(ctx, num_full, len(pool)) if method.entry.uses_budget else len(pool)
-    with job.measured():
-        choice = method.choose(job, pool, b)
+    asked = lent.identity(ctx)
+    if (found := lent.find(ctx, asked, pool)) is not None:
+        ctx.reporter.say(f"the examples of {method.entry.name} are taken over from {found.folder}")
+        choice, job.accounts = found.choice, found.accounts
+    else:
+        with job.measured():
+            choice = method.choose(job, pool, b)
     accounts["data"] = job.accounts.as_dict()
     if choice is None:
-        return pool, None
+        return pool, None, {}
     positions = np.sort(np.asarray(choice.positions))
     if len(np.unique(positions)) != b or not 0 <= positions[0] <= positions[-1] < len(pool):
         raise RunError(
@@ -125,7 +132,7 @@ def _choose_data(
             f"examples: {b:,} of {num_full:,} rows ({100 * b / num_full:.2f} %) by "
             f"{method.entry.name}"
         )
-    return rows, positions
+    return rows, positions, lent.note(asked, choice.facts, found)
 
 
 def _choose_params(

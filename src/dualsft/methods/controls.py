@@ -60,5 +60,6 @@ def distinct(rng: np.random.Generator, total: int, count: int) -> np.ndarray:
     found = np.empty(0, dtype=np.int64)
     while len(found) < count:
         drawn = rng.integers(0, total, count - len(found), dtype=np.int64)
-        found = np.unique(np.concatenate([found, drawn]))
+        found = np.sort(np.concatenate([found, drawn]))
+        found = found[np.append(True, found[1:] != found[:-1])]  # np.unique hashes: far slower
     return found

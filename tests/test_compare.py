@@ -24,6 +24,7 @@ from dualsft.cli import app
 from dualsft.comparing import run_matrix
 from dualsft.comparison_matrix import Matrix, load_matrix
 from dualsft.errors import ConfigError
+from dualsft.manifest import render_manifest
 from dualsft.methods import AXES, names_of, registry, row_name
 from dualsft.progress import Reporter
 
@@ -103,18 +104,22 @@ def test_a_choice_of_examples_is_made_once(tmp_path: Path, words: list[str]) -> 
             assert (folder / name).read_bytes() == (first / name).read_bytes()
     for name in ("summary.json", "mask.safetensors"):
         assert (second / name).read_bytes() == (alone / name).read_bytes()
-    facts = [json.loads((f / "manifest.json").read_text())["facts"] for f in (first, second)]
-    assert facts[0]["accounts"]["data"] == facts[1]["accounts"]["data"]
-    assert facts[0]["data_choice"]["fingerprint"] == facts[1]["data_choice"]["fingerprint"]
-    tables = comparison_tables.write_tables(matrix, out, "less")
-    assert tables
-    cost = json.loads((out / "comparison.json").read_text())["tables"][1]["rows"]
-    took = {row["name"]: row["values"] for row in cost}
-    seconds = facts[0]["accounts"]["data"]["seconds"]
-    assert took["less+s2ft"]["selection_seconds"]["mean"] > seconds
-    assert took["less+s2ft"]["passes"] == took["less"]["passes"]
-    peak = facts[0]["accounts"]["data"]["peak_bytes"] / 2**30
-    assert took["less+s2ft"]["selection_gib"]["mean"] >= peak
+    lender, taker = (json.loads((f / "manifest.json").read_text()) for f in (first, second))
+    facts = lender["facts"], taker["facts"]
+    cost = facts[0]["accounts"]["data"]
+    assert (
+        facts[1]["accounts"]["data"] == cost and facts[0]["data_choice"] == facts[1]["data_choice"]
+    )
+    assert any("warmup has only" in warning for warning in facts[1]["warnings"])
+    assert facts[1]["warnings"] == facts[0]["warnings"]
+    assert "taken_over" not in facts[0]
+    assert facts[1]["taken_over"] == {key: cost[key] for key in ("seconds", "peak_bytes")}
+    assert taker["seconds"] > cost["seconds"]
+    assert taker["peak_memory"]["rss_bytes"] >= cost["peak_bytes"]
+    records, missing = comparison.collect(matrix, out)
+    took = {record.cell.method.name: record.values for record in records}
+    assert not missing and took["less+s2ft"]["passes"] == took["less"]["passes"]
+    assert took["less+s2ft"]["selection_seconds"] == taker["seconds"]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +160,59 @@ def test_only_the_same_question_has_the_same_answer(
     pipeline.run(wanted, tmp_path / "two", "selection", quiet(said), [lender])
     taken = f"the examples of {method} are taken over from {lender / '5_selection'}"
     assert (taken in said) == lent
+
+
+def test_another_parameter_side_in_the_same_folder_keeps_the_examples(
+    tmp_path: Path, words: list[str]
+) -> None:
+    words, out, said = [*words, "method.data=less"], tmp_path / "run", []
+    pipeline.run(config.load(None, [*words, "method.params=random"]), out, "selection", quiet())
+    before = (out / "5_selection/selected.jsonl").read_bytes()
+    other = config.load(None, [*words, "method.params=s2ft", "select.param_budget=0.1"])
+    pipeline.run(other, out, "selection", quiet(said))
+    assert any("the examples of less are taken over" in line for line in said)
+    assert (out / "5_selection/selected.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda m: m.pop("facts"),
+        lambda m: m["facts"].update(data_choice=[1]),
+        lambda m: m["facts"]["data_choice"].pop("facts"),
+        lambda m: m["facts"]["accounts"]["data"].update(of_tomorrow=1),
+        lambda m: m["files"].pop("ids.json"),
+        lambda m: m["files"].pop("baseline_scores.parquet"),
+    ],
+)
+def test_a_lender_that_is_not_understood_is_passed_over(
+    break_it: Callable[[dict], object], tmp_path: Path, words: list[str]
+) -> None:
+    """Sealed as it should be, but of another version: the choice is made anew."""
+    words = [*words, "method.data=top_loss"]
+    lender = pipeline.run(
+        config.load(None, [*words, "method.params=random"]), tmp_path / "one", "selection", quiet()
+    )
+    folder = lender / "5_selection"
+    body = json.loads((folder / "manifest.json").read_text())
+    del body["seal"]
+    break_it(body)
+    (folder / "manifest.json").write_text(render_manifest(body))
+    said: list[str] = []
+    wanted = config.load(None, [*words, "method.params=s2ft"])
+    out = pipeline.run(wanted, tmp_path / "two", "selection", quiet(said), [lender])
+    assert not any("are taken over" in line for line in said)
+    assert (out / "5_selection/ids.json").read_bytes() == (folder / "ids.json").read_bytes()
+
+
+def test_a_leftover_warmup_that_is_not_read_may_be_damaged(
+    tmp_path: Path, words: list[str]
+) -> None:
+    words, out = [*words, "method.data=top_loss", "method.params=random"], tmp_path / "run"
+    pipeline.run(config.load(None, words), out, "selection", quiet())
+    (out / "2_warmup/manifest.json").write_text("{}")
+    wanted = config.load(None, [*words, "method.top_loss.at=base"])
+    pipeline.run(wanted, out, "selection", quiet())
 
 
 def test_a_second_call_makes_only_what_is_missing(tmp_path: Path, words: list[str]) -> None:

@@ -161,16 +161,13 @@ def resources(folder: Path, manifests: Mapping[str, Any]) -> dict[str, float | N
         per_example = manifests["scores"]["fingerprint"]["settings"].get("per-example scores")
         seen += counts["val"] + counts["anchor"] + counts["pool"] * (1 + (two_pass and per_example))
     seconds = {stage: manifests[stage]["seconds"] for stage in manifests}
-    lent = (manifests["selection"]["facts"].get("data_choice") or {}).get("taken_over")
-    seconds["selection"] += lent["seconds"] if lent else 0.0
-    peak = lent["peak_bytes"] / 2**30 if lent else 0.0
     return {
         "data_share": tuned["examples"] / num_full,
         "param_share": tuned["trained_entries"] / tuned["num_parameters"],
         "passes": seen / num_full,
         "selection_seconds": sum(seconds[s] for s in reads) + sum(a["seconds"] for a in weighing),
         "total_seconds": sum(seconds[s] for s in (*reads, "split", "finetune")),
-        "selection_gib": max(peak, *(peak_gib(manifests[s]) for s in reads)),
+        "selection_gib": max(peak_gib(manifests[s]) for s in reads),
         "finetune_gib": peak_gib(manifests["finetune"]),
         "budget_share": chosen.get("share"),
     }

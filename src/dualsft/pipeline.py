@@ -408,6 +408,8 @@ def _compute_stage(ctx: RunContext, stage: Stage, fingerprint: Fingerprint) -> N
     try:
         with ctx.rundir.write_stage(folder, fingerprint, stage.need(ctx)) as writer:
             facts = stage.run(ctx, writer.path)
+            if lent := facts.get("taken_over"):
+                writer.count(lent["seconds"], lent["peak_bytes"], ctx.device.type == "cuda")
             plans = {"plans": dict(ctx.plans)} if ctx.plans else {}
             shared = {"processes": present.size, "sharded": present.sharded}
             many = {"parallel": shared} if present.size > 1 or present.sharded else {}

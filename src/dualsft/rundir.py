@@ -165,6 +165,8 @@ class StageWriter(os.PathLike[str]):
         self.facts: dict[str, Any] = {}
         self.memory = PeakMemory()
         self.seconds = 0.0
+        self.elsewhere = 0.0
+        """Seconds that parts of it took where they were made."""
         self.kept = False
         """Whether the stage is whole and in its place."""
 
@@ -177,6 +179,14 @@ class StageWriter(os.PathLike[str]):
     def note(self, facts: Mapping[str, Any]) -> None:
         """Keep facts about the stage in its manifest."""
         self.facts |= jsonable(facts)
+
+    def count(self, seconds: float, peak_bytes: int, on_gpu: bool) -> None:
+        """A part that another run has made counts as it did there, like a stage taken over."""
+        self.elsewhere += seconds
+        if on_gpu:
+            self.memory.cuda_bytes = max(self.memory.cuda_bytes or 0, peak_bytes)
+        else:
+            self.memory.rss_bytes = max(self.memory.rss_bytes, peak_bytes)
 
     @property
     def peak_memory(self) -> int:
@@ -329,7 +339,7 @@ class RunDir:
                 try:
                     with writer.memory:
                         yield writer
-                    writer.seconds = time.perf_counter() - start
+                    writer.seconds = time.perf_counter() - start + writer.elsewhere
                     # the work is done: a signal waits until it is kept
                     waiting.enter_context(interrupt.deferred())
                     seal(part, self._stage_body(folder, fingerprint, writer))

@@ -18,6 +18,7 @@ from dualsft.benchmark_tasks import task_files, wanted_tasks
 from dualsft.context import RunContext
 from dualsft.fused import HALF_DTYPES
 from dualsft.methods.entry import Entry
+from dualsft.plans import TRAINING_BATCH_TOKENS
 from dualsft.pretrained import code_hash, tokenizer_hash, weights_hash
 from dualsft.rundir import sha256_file
 from dualsft.sources import source_hash
@@ -69,6 +70,12 @@ def _compute(ctx: RunContext) -> Settings:
     return {"dtype": dtype, "device": ctx.device.type, "batch_tokens": ctx.batch_tokens} | chosen
 
 
+def _training(ctx: RunContext) -> Settings:
+    """How rows are packed for training, where that is not as usual: dropout is drawn a pass."""
+    usual = TRAINING_BATCH_TOKENS[ctx.device.type]
+    return {} if ctx.training_tokens == usual else {"training tokens": ctx.training_tokens}
+
+
 def _precision(ctx: RunContext) -> Settings:
     """Which walks have fp32 weights; without half precision all of them do."""
     return _pick(ctx, "score.precision") if ctx.dtype in HALF_DTYPES else {}
@@ -81,7 +88,7 @@ def warmup_settings(ctx: RunContext) -> Settings:
     del chosen["warmup.offload"]  # where the optimizer's state is changes no result
     chosen["warmup.lr"] = ctx.config.warmup.lr or ctx.config.finetune.lr
     chosen["warmup.batch_size"] = ctx.config.warmup.batch_size or ctx.config.finetune.batch_size
-    return chosen | _compute(ctx) | _weights(ctx)
+    return chosen | _compute(ctx) | _training(ctx) | _weights(ctx)
 
 
 def _weights(ctx: RunContext) -> Settings:
@@ -149,7 +156,8 @@ def _own_passes(ctx: RunContext, entries: Iterable[Entry]) -> Settings:
     others = [entry for entry in entries if "scores" not in entry.needs and entry.name != "all"]
     chosen: Settings = {}
     if others:
-        chosen |= _weights(ctx) | _compute(ctx) | _pick(ctx, "score.candidates", "seed")
+        chosen |= _weights(ctx) | _compute(ctx) | _training(ctx)
+        chosen |= _pick(ctx, "score.candidates", "seed")
     if any(entry.trains for entry in others):
         chosen |= _pick(ctx, "finetune.*")
         del chosen["finetune.checkpointing"]
@@ -167,7 +175,9 @@ def finetune_settings(ctx: RunContext) -> Settings:
     chosen = _pick(ctx, "finetune.*", "seed")
     del chosen["finetune.checkpointing"]  # changes memory, no result
     chosen["learning rate"] = finetune.learning_rate(ctx)
-    chosen |= _weights(ctx) | _compute(ctx)  # nothing else need name the model: all, all
+    chosen |= (
+        _weights(ctx) | _compute(ctx) | _training(ctx)
+    )  # nothing else need name the model: all, all
     chosen |= {} if ctx.methods.entries["params"].uses_budget else _adapter_budget(ctx)
     return chosen | ctx.methods.settings("weights") | ctx.methods.settings("after")
 

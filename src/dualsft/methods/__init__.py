@@ -86,12 +86,12 @@ class Composition:
     @property
     def needs(self) -> set[str]:
         """Stages that some method reads."""
-        return {
-            stage
-            for axis, entry in self.entries.items()
-            if not entry.spared(self.options_of(axis))
-            for stage in entry.needs
-        }
+        return {stage for axis in self.entries for stage in self.needs_of(axis)}
+
+    def needs_of(self, axis: Axis) -> tuple[str, ...]:
+        """Stages that the method on an axis reads, with the options it has."""
+        entry = self.entries[axis]
+        return () if entry.spared(self.options_of(axis)) else entry.needs
 
     @property
     def parallel(self) -> bool:

@@ -150,6 +150,7 @@ DATA: tuple[Entry, ...] = (
     Entry(
         name="top_loss",
         axis="data",
+        lends=True,
         target="dualsft.methods.loss_ranked:TopLoss",
         summary="the b highest mean response losses",
         cost="a warmup over D_warm, one forward pass over D_train",
@@ -163,6 +164,7 @@ DATA: tuple[Entry, ...] = (
     Entry(
         name="davir",
         axis="data",
+        lends=True,
         target="dualsft.methods.loss_ranked:DavIR",
         summary="the b examples whose loss a full fine-tuning lowers by the largest share",
         cost="one full fine-tuning on D_train, two forward passes over it",
@@ -178,6 +180,7 @@ DATA: tuple[Entry, ...] = (
     Entry(
         name="spice",
         axis="data",
+        lends=True,
         target="dualsft.methods.spice:Spice",
         summary="b examples, greedily, that add the most log-det information less their conflict",
         cost="a warmup over D_warm, one gradient pass over D_train, then b products of the "
@@ -197,6 +200,7 @@ DATA: tuple[Entry, ...] = (
     Entry(
         name="fishersft",
         axis="data",
+        lends=True,
         target="dualsft.methods.fishersft:FisherSFT",
         summary="b examples, greedily, by the log det of their tokens' features before the head",
         cost="one forward pass over D_train, then b choices with a few re-evaluations each",
@@ -213,6 +217,7 @@ DATA: tuple[Entry, ...] = (
     Entry(
         name="less",
         axis="data",
+        lends=True,
         target="dualsft.methods.less:Less",
         summary="the b examples whose Adam direction agrees most with D_val's gradients, through "
         "a LoRA adapter",

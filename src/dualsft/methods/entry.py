@@ -60,6 +60,9 @@ class Entry:
     """Whether select.data_budget or select.param_budget says how much it takes."""
     parallel: bool = False
     """Whether several processes share its work; otherwise the first does it while others wait."""
+    lends: bool = False
+    """Data: whether its choice depends on nothing of the parameter side and is all in what it
+    returns, so that a run with another parameter side may take it over (`stages/lent.py`)."""
     extra: str | None = None
     """The optional package that it needs."""
 

@@ -3,13 +3,14 @@
 Rows of a table that differ on the parameter side alone (LESS, LESS + S²FT, LESS + NanoAdam) have
 the same question on the data side, and its answer may cost more than all the rest. A selection
 therefore notes in its manifest what its choice of examples depends on (`data_choice`), and one that
-finds the same note in a lender (`pipeline.run`) takes the examples, the scores and the accounts
-from there. DualSFT's own choice reads the scores, a stage that is shared as a whole.
-Reads the lenders' 5_selection; writes nothing.
+finds the same note, in a lender (`pipeline.run`) or in the selection that it replaces, takes the
+examples, the scores, the warnings and the accounts from there. DualSFT's own choice reads the
+scores, a stage that is shared as a whole. Reads 5_selection of other runs; writes nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dualsft.context import RunContext
 from dualsft.data import Example
 from dualsft.distributed import world
-from dualsft.manifest import Fingerprint, damage, read_stage_manifest
+from dualsft.manifest import Fingerprint, read_stage_manifest
 from dualsft.method import Accounts, DataChoice
 from dualsft.preflight import FOLDERS
 from dualsft.stage_settings import data_choice_settings
@@ -32,66 +34,86 @@ IDS, SCORES = "ids.json", "baseline_scores.parquet"
 
 @dataclass(frozen=True)
 class Lent:
-    """What another run chose, what it took there, and where that is."""
+    """What another run chose, what it took and warned of there, and where that is."""
 
     choice: DataChoice
     accounts: Accounts
+    warnings: Sequence[str]
     folder: Path
 
 
 def identity(ctx: RunContext) -> str | None:
     """A hash of everything that the choice of examples depends on.
 
-    None where nothing is gained by asking: all examples, DualSFT's scores, several processes at it.
+    None where it is not to be lent, and where several processes would have to agree on it.
     """
-    entry = ctx.methods.entries["data"]
-    if not entry.uses_budget or "scores" in entry.needs or world().size > 1:
+    if not ctx.methods.entries["data"].lends or world().size > 1:
         return None
-    read = ["split", *(name for name in entry.needs if ctx.folder(name).is_dir())]
-    reads = {name: _fingerprint(ctx.folder(name)) for name in read}
+    reads: dict[str, str] = {}
+    for name in ("split", *ctx.methods.needs_of("data")):
+        manifest, wrong = read_stage_manifest(ctx.folder(name))
+        if wrong:
+            return None
+        reads[name] = manifest["fingerprint"]["hash"]
     return Fingerprint(data_choice_settings(ctx), reads).hash
 
 
-def _fingerprint(folder: Path) -> str:
-    manifest, wrong = read_stage_manifest(folder)
-    assert not wrong, wrong
-    return manifest["fingerprint"]["hash"]
-
-
-def note(asked: str | None, facts: Mapping[str, Any], lent: Lent | None) -> dict[str, Any]:
+def note(
+    asked: str | None, choice: DataChoice, warnings: Sequence[str], lent: Lent | None
+) -> dict[str, Any]:
     """What a selection's manifest says of its choice of examples."""
     if asked is None:
         return {}
-    noted: dict[str, Any] = {"fingerprint": asked, "facts": dict(facts)}
-    if lent is not None:  # time and memory that this stage's own do not hold
-        accounts = lent.accounts
-        noted["taken_over"] = {"seconds": accounts.seconds, "peak_bytes": accounts.peak_bytes}
-    return {"data_choice": noted}
+    noted = {"fingerprint": asked, "facts": dict(choice.facts), "warnings": list(warnings)}
+    noted["scored"] = choice.scores is not None
+    if lent is None:
+        return {"data_choice": noted}
+    cost = {"seconds": lent.accounts.seconds, "peak_bytes": lent.accounts.peak_bytes}
+    return {"data_choice": noted, "taken_over": cost}
 
 
-def find(ctx: RunContext, asked: str | None, pool: Sequence[Example]) -> Lent | None:
+def find(ctx: RunContext, asked: str | None, pool: Sequence[Example], b: int) -> Lent | None:
     """The same choice in a lender, whole; None where there is none."""
-    for run in ctx.lenders if asked is not None else ():
+    for run in (ctx.rundir.path, *ctx.lenders) if asked is not None else ():
         folder = run / FOLDERS["selection"]
-        if folder.absolute() == ctx.rundir.stage_path(FOLDERS["selection"]).absolute():
-            continue
         manifest, wrong = read_stage_manifest(folder)
-        noted = {} if wrong else manifest["facts"].get("data_choice") or {}
-        if noted.get("fingerprint") == asked and not damage(folder, manifest, {IDS, SCORES})[0]:
-            accounts = Accounts(**manifest["facts"]["accounts"]["data"])
-            return Lent(_read(folder, manifest, pool, noted["facts"]), accounts, folder)
+        if wrong or folder.is_symlink():
+            continue
+        try:
+            facts = manifest["facts"]
+            noted = facts.get("data_choice") or {}
+            if noted.get("fingerprint") == asked:
+                choice = _read(folder, manifest["files"], pool, b, noted)
+                accounts = Accounts(**facts["accounts"]["data"])
+                return Lent(choice, accounts, list(noted["warnings"]), folder)
+        except (OSError, KeyError, TypeError, ValueError, AttributeError):
+            continue  # another version's or a damaged one: the choice is made anew
     return None
 
 
 def _read(
-    folder: Path, manifest: Mapping[str, Any], pool: Sequence[Example], facts: Mapping[str, Any]
+    folder: Path,
+    files: Mapping[str, Any],
+    pool: Sequence[Example],
+    b: int,
+    noted: Mapping[str, Any],
 ) -> DataChoice:
     place = {example.id: i for i, example in enumerate(pool)}
-    chosen = json.loads((folder / IDS).read_text())
-    positions = np.sort(np.array([place[one] for one in chosen]))
+    chosen = json.loads(_verified(folder, files, IDS))
+    positions = np.sort(np.array([place[one] for one in chosen], np.int64))
+    if len(set(chosen)) != b:
+        raise ValueError(f"{len(set(chosen))} examples instead of {b}")
     scores = None
-    if SCORES in manifest["files"]:
-        table = pq.read_table(folder / SCORES)
+    if noted["scored"]:
+        table = pq.read_table(pa.BufferReader(_verified(folder, files, SCORES)))
         of = dict(zip(table["id"].to_pylist(), table["score"].to_numpy(), strict=True))
         scores = np.array([of[example.id] for example in pool])
-    return DataChoice(positions, facts, scores)
+    return DataChoice(positions, noted["facts"], scores)
+
+
+def _verified(folder: Path, files: Mapping[str, Any], name: str) -> bytes:
+    """The very bytes that the manifest's hash is of."""
+    content = (folder / name).read_bytes()
+    if hashlib.sha256(content).hexdigest() != files[name]["sha256"]:
+        raise ValueError(f"{name} has another SHA-256 than when it was written")
+    return content

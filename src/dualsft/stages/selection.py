@@ -99,12 +99,16 @@ def _choose_data(
     pool = sorted((e for role in method.pool_roles for e in job.roles[role]), key=_source_order)
     b = data_budget(ctx, num_full, len(pool)) if method.entry.uses_budget else len(pool)
     asked = lent.identity(ctx)
-    if (found := lent.find(ctx, asked, pool)) is not None:
+    told = len(ctx.reporter.warnings)
+    if (found := lent.find(ctx, asked, pool, b)) is not None:
         ctx.reporter.say(f"the examples of {method.entry.name} are taken over from {found.folder}")
         choice, job.accounts = found.choice, found.accounts
+        for warning in found.warnings:
+            ctx.reporter.warn(warning)
     else:
         with job.measured():
             choice = method.choose(job, pool, b)
+    warnings = ctx.reporter.warnings[told:]
     accounts["data"] = job.accounts.as_dict()
     if choice is None:
         return pool, None, {}
@@ -132,7 +136,7 @@ def _choose_data(
             f"examples: {b:,} of {num_full:,} rows ({100 * b / num_full:.2f} %) by "
             f"{method.entry.name}"
         )
-    return rows, positions, lent.note(asked, choice.facts, found)
+    return rows, positions, lent.note(asked, choice, warnings, found)
 
 
 def _choose_params(

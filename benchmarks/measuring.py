@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from dualsft.memory import give_back, is_out_of_memory
-from dualsft.rundir import PeakMemory
+from dualsft.peak_memory import PeakMemory
 
 Contender = Callable[[], AbstractContextManager[Callable[[], object]]]
 """Sets up what is needed and yields the call to be timed."""

@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 
 from dualsft import manifest as manifest_module
+from dualsft import peak_memory
 from dualsft import rundir as rundir_module
 from dualsft.errors import ConfigError, RunError
 from dualsft.manifest import render_manifest
+from dualsft.peak_memory import PeakMemory
 from dualsft.rundir import (
     Fingerprint,
-    PeakMemory,
     RunDir,
     atomic_write_bytes,
     atomic_write_text,
@@ -590,7 +591,7 @@ def test_peak_memory_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
         def read_text(self, *_: object, **__: object) -> str:
             raise PermissionError(str(self))
 
-    monkeypatch.setattr(rundir_module, "Path", NoProc)
+    monkeypatch.setattr(peak_memory, "Path", NoProc)
     with PeakMemory() as memory:
         pass
     assert memory.since_start and memory.rss_bytes > 2**20

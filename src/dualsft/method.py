@@ -25,7 +25,7 @@ from dualsft.context import RunContext
 from dualsft.data import Batch, Example, collate, digest, make_batches
 from dualsft.losses import token_losses
 from dualsft.methods.entry import Axis, Entry
-from dualsft.rundir import PeakMemory
+from dualsft.peak_memory import PeakMemory
 from dualsft.training import Hooks
 
 T = TypeVar("T")

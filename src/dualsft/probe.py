@@ -30,9 +30,9 @@ from dualsft.memory import give_back, is_out_of_memory
 from dualsft.model import find_candidates, text_parameters
 from dualsft.optim import SparseAdamW
 from dualsft.passes import cwsd_objective, loss_objective
+from dualsft.peak_memory import PeakMemory
 from dualsft.placement import Scratch
 from dualsft.plans import Activations, Line
-from dualsft.rundir import PeakMemory
 from dualsft.trial import measure
 
 DEPTHS = (1, 2)

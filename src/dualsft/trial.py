@@ -19,9 +19,9 @@ from dualsft.data import IGNORE, Batch
 from dualsft.ghost import GhostEngine
 from dualsft.losses import Head, HeadObserver
 from dualsft.memory import give_back, is_out_of_memory
+from dualsft.peak_memory import PeakMemory
 from dualsft.placement import Scratch
 from dualsft.plans import Activations, Line
-from dualsft.rundir import PeakMemory
 
 TRIAL_TOKENS = 1024
 """Tokens of the smaller trial batch, when the longest example has fewer."""

@@ -31,10 +31,11 @@ from dualsft.errors import RunError
 from dualsft.ghost import GhostEngine
 from dualsft.interrupt import Interrupted
 from dualsft.method import Job
+from dualsft.peak_memory import PeakMemory
 from dualsft.pieces import Pieces
 from dualsft.progress import Reporter
 from dualsft.report import outdated, read_manifests
-from dualsft.rundir import PeakMemory, RunDir, atomic_write_text
+from dualsft.rundir import RunDir, atomic_write_text
 from dualsft.stages.chosen import at_hand
 from dualsft.stages.selection import Scoring
 

@@ -202,6 +202,7 @@ def test_a_lender_that_is_not_understood_is_passed_over(
     wanted = config.load(None, [*words, "method.params=s2ft"])
     out = pipeline.run(wanted, tmp_path / "two", "selection", quiet(said), [lender])
     assert not any("are taken over" in line for line in said)
+    assert any(f"{folder}: its choice of examples cannot be taken over" in x for x in said)
     assert (out / "5_selection/ids.json").read_bytes() == (folder / "ids.json").read_bytes()
 
 

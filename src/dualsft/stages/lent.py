@@ -86,8 +86,9 @@ def find(ctx: RunContext, asked: str | None, pool: Sequence[Example], b: int) ->
                 choice = _read(folder, manifest["files"], pool, b, noted)
                 accounts = Accounts(**facts["accounts"]["data"])
                 return Lent(choice, accounts, list(noted["warnings"]), folder)
-        except (OSError, KeyError, TypeError, ValueError, AttributeError):
-            continue  # another version's or a damaged one: the choice is made anew
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as problem:
+            why = f"{type(problem).__name__}: {problem}"  # another version's, or damaged
+            ctx.reporter.say(f"{folder}: its choice of examples cannot be taken over ({why})")
     return None
 
 

@@ -339,7 +339,7 @@ def test_the_model_and_the_tokenizer_are_left_as_they_were(long_model: Path) -> 
     assert all((before[name] == value).all() for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize(("device", "sizes"), [("cuda", [8, 4, 2]), ("cpu", [2, 1])])
+@pytest.mark.parametrize(("device", "sizes"), [("cuda", [32, 16, 8]), ("cpu", [2, 1])])
 def test_generated_answers_go_in_larger_batches_on_a_gpu(device: str, sizes: list[int]) -> None:
     """Lack of memory halves them; the batches of the other benchmarks are as before."""
     from types import SimpleNamespace

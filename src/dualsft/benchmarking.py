@@ -38,7 +38,7 @@ from dualsft.pretrained import tokenizer_hash, weights_hash
 from dualsft.rundir import atomic_write_text
 
 DEFAULT_BATCH = 8
-GENERATED = 4
+GENERATED = 16
 """Times as many requests in a GPU's batch where answers are generated: only the last token of each
 has logits there, and a token takes as long for many as for few."""
 SIDES = ("before", "after")

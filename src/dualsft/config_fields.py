@@ -268,7 +268,7 @@ class EvaluationConfig:
     limit_tasks: Count | None = None
     """Most items of a benchmark (of mmlu: of each subject); null is all."""
     task_batch_size: Count | None = None
-    """Requests in a batch of a benchmark, on a GPU four times as many where answers are generated;
+    """Requests in a batch of a benchmark, on a GPU 16 times as many where answers are generated;
     null is 8 (with vllm what it chooses)."""
     backend: Literal["hf", "vllm"] = "hf"
     """What answers the benchmarks: the loaded models, or vLLM where it is installed."""

@@ -71,6 +71,7 @@ class Run:
         return [example for example in self.examples if example.role == name]
 
 
+ROUNDING = 1e-12  # in float64, of sums whose terms cancel
 VECTOR_FILES = {
     "curvature": "2_warmup/curvature.safetensors",
     "grad_sum": "3_gradients/grad_sum.safetensors",
@@ -131,12 +132,17 @@ def budget(value: int | float, total: int) -> int:
     return value if isinstance(value, int) else max(1, math.floor(Fraction(str(value)) * total))
 
 
-def relative_error(got: Vector, true: Vector) -> float:
-    """Largest over the tensors of |got - true| / |true| (norms; absolute where true is zero)."""
+def relative_error(got: Vector, true: Vector, beside: Vector) -> float:
+    """Largest over the tensors of |got - true| / |true| (norms).
+
+    Where true is zero but for rounding, as v_prior is at θ̄ = θ_old, it has no size to compare with:
+    below ROUNDING of the same tensor of `beside` it is compared with that.
+    """
     errors = [0.0]
     for name, reference in true.items():
-        size = float(reference.norm())
-        errors.append(float((got[name].double() - reference).norm()) / (size if size > 0 else 1.0))
+        size, other = float(reference.norm()), float(beside[name].norm())
+        size = size if size > ROUNDING * other else other or 1.0
+        errors.append(float((got[name].double() - reference).norm()) / size)
     return max(errors)
 
 
@@ -196,7 +202,8 @@ def check_run(
     for key in true.keys() & run.vectors.keys():
         report[f"{key}_names"] = set(run.vectors[key]) == set(names)
         if report[f"{key}_names"]:
-            report[key] = relative_error(run.vectors[key], true[key])
+            beside = true["val_grad" if key == "prior_grad" else key]
+            report[key] = relative_error(run.vectors[key], true[key], beside)
     report |= _check_summary(run, true)
     if "mask" in run.vectors:
         report |= _check_mask(run, true, tolerance)

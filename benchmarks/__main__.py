@@ -36,6 +36,7 @@ SECTIONS = (
     "peers",
     "less",
     "sharding",
+    "answers",
     "fidelity",
     "training_fidelity",
 )

@@ -34,7 +34,7 @@ def fidelity(result: Result, path: Path) -> list[Path]:
             axes.set_title(title if down == 0 else "")
             if down == 1:
                 axes.set_xlabel("AdamW steps K from the checkpoint")
-    places[0].legend(fontsize=7, loc="best")
+    figure.legend(*places[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     what = "L_val = L_new + λ L_prior" if objective == "own" else "L_new"
     figure.suptitle(f"Score fidelity: predicted against realised gain in {what}", fontsize=10)
     files = save(figure, path)
@@ -137,7 +137,7 @@ def _lds(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Path]:
     axes.minorticks_off()
     axes.set_xlabel("AdamW steps K from the checkpoint")
     axes.set_ylabel("linear datamodeling score (mean ρ)")
-    axes.legend(fontsize=7)
+    legend_above(axes, 4)
     return save(figure, path)
 
 

@@ -324,6 +324,7 @@ def compare(
     reference: Annotated[
         str, typer.Option(help="Method that the paired differences are taken to.")
     ] = "dualsft",
+    workers: Annotated[int, typer.Option(min=1, help="Cells at a time, a process each.")] = 1,
     allow_code: AllowCode = False,
 ) -> None:
     """Methods x models x data x budgets x seeds from one YAML: cells, tables, figures."""
@@ -339,7 +340,7 @@ def compare(
         return
     failed = {}
     if not tables:
-        failed = comparing.run_matrix(matrix, out, make_reporter(), only, until)
+        failed = comparing.run_matrix(matrix, out, make_reporter(), only, until, workers=workers)
     for title, why in failed.items():
         errors.print(f"error: {title}: {why}", markup=False)
     if until is None and (tables or len(failed) < len(matrix.cells(only))):

@@ -5,19 +5,22 @@ make of it. Every cell is an ordinary run folder under OUT/cells, so it can be l
 and replayed alone. A stage that another cell has finished with the same fingerprint is taken over
 by hard links, so the split, the warmup and the scores are computed once, and so are the base
 model's answers to benchmarks. A cell that fails is recorded with its message and does not stop the
-rest; the same command goes on with what is missing.
+rest; the same command goes on with what is missing. Cells run in turn, or several at once
+(`comparing_workers.py`).
 """
 
 from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from dualsft import config as settings
 from dualsft import methods, pipeline
 from dualsft.comparison_matrix import Cell, Matrix, effective_rate
+from dualsft.config import Config
 from dualsft.errors import ConfigError, DualsftError
 from dualsft.preflight import check_paths
 from dualsft.progress import Reporter
@@ -33,10 +36,12 @@ def run_matrix(
     only: str | None = None,
     until: str | None = None,
     strict: bool = False,
+    workers: int = 1,
 ) -> dict[str, str]:
     """Run the cells that are missing; the message of every cell that failed, by its title.
 
-    `strict` lets an unforeseen error through instead of recording it.
+    `workers` of them at a time, each in a process of its own when it is more than one. `strict`
+    lets an unforeseen error through instead of recording it.
     """
     cells = matrix.cells(only)
     if not cells:
@@ -45,40 +50,84 @@ def run_matrix(
         )
     configs = {cell: matrix.config(cell) for cell in cells}
     out.mkdir(parents=True, exist_ok=True)
+    if workers > 1:
+        from dualsft.comparing_workers import at_once
+
+        made = at_once(matrix, configs, out, reporter, until, workers)
+    else:
+        made = _in_turn(matrix, configs, out, reporter, until, strict)
     failed: dict[str, str] = {}
-    done: list[Path] = [out / c.path for c in matrix.cells() if (out / c.path).is_dir()]
-    for number, (cell, config) in enumerate(configs.items(), 1):
-        reporter.say(f"== cell {number} of {len(cells)}: {cell.title}")
-        folder = out / cell.path
-        try:
-            check_paths(config)
-            if matrix.keep == "results" and pipeline.finished(config, folder):
-                reporter.say("finished before; its results are kept")
-                continue
-            pipeline.run(config, folder, until, reporter, done, out / "base_answers")
-        except DualsftError as problem:
-            failed[cell.title] = str(problem)
-        except Exception as problem:
-            if strict:
-                raise
-            where = traceback.extract_tb(problem.__traceback__)[-1]
-            text = f"unexpected {type(problem).__name__}: {problem} ({where.name}:{where.lineno})"
-            failed[cell.title] = text
-        else:
-            if folder not in done:
-                done.insert(0, folder)
-            if matrix.keep == "results" and until is None:
-                _prune(folder, "6_finetune", "5_selection/start")
-        finally:
-            last = number == len(cells) or _block(cells[number]) != _block(cell)
-            if matrix.keep == "results" and until is None and last:
-                for other in (c for c in cells[:number] if _block(c) == _block(cell)):
+    ended: list[Cell] = []
+    lean = matrix.keep == "results" and until is None
+    with closing(made):
+        for cell, why in made:
+            ended.append(cell)
+            if why is not None:
+                failed[cell.title] = why
+                reporter.warn(f"{cell.title} failed: {why}; going on with the next")
+            elif lean:
+                _prune(out / cell.path, "6_finetune", "5_selection/start")
+            block = [other for other in cells if _block(other) == _block(cell)]
+            if lean and set(block) <= set(ended):  # nobody will take over what it holds
+                for other in block:
                     if other.title not in failed:
                         _prune(out / other.path, "2_warmup", "3_gradients", "4_scores")
-            _write_status(out, matrix, cells[:number], failed)
-        if cell.title in failed:
-            reporter.warn(f"{cell.title} failed: {failed[cell.title]}; going on with the next")
+            _write_status(out, matrix, [c for c in cells if c in ended], failed)
     return failed
+
+
+Ended = Generator[tuple[Cell, str | None], None, None]
+"""Cells as they end, and why one failed."""
+
+
+def _in_turn(
+    matrix: Matrix,
+    configs: Mapping[Cell, Config],
+    out: Path,
+    reporter: Reporter,
+    until: str | None,
+    strict: bool,
+) -> Ended:
+    lenders = known_folders(matrix, out)
+    for number, (cell, config) in enumerate(configs.items(), 1):
+        reporter.say(f"== cell {number} of {len(configs)}: {cell.title}")
+        why = run_cell(matrix, cell, config, out, reporter, until, lenders, strict)
+        if why is None and out / cell.path not in lenders:
+            lenders.insert(0, out / cell.path)
+        yield cell, why
+
+
+def known_folders(matrix: Matrix, out: Path) -> list[Path]:
+    """The run folders that are there: what they have finished may be taken over."""
+    return [out / cell.path for cell in matrix.cells() if (out / cell.path).is_dir()]
+
+
+def run_cell(
+    matrix: Matrix,
+    cell: Cell,
+    config: Config,
+    out: Path,
+    reporter: Reporter,
+    until: str | None,
+    lenders: Sequence[Path],
+    strict: bool = False,
+) -> str | None:
+    """Make one cell, as far as it is not made; why it failed, if it did."""
+    folder = out / cell.path
+    try:
+        check_paths(config)
+        if matrix.keep == "results" and pipeline.finished(config, folder):
+            reporter.say("finished before; its results are kept")
+        else:
+            pipeline.run(config, folder, until, reporter, lenders, out / "base_answers")
+    except DualsftError as problem:
+        return str(problem)
+    except Exception as problem:
+        if strict:
+            raise
+        where = traceback.extract_tb(problem.__traceback__)[-1]
+        return f"unexpected {type(problem).__name__}: {problem} ({where.name}:{where.lineno})"
+    return None
 
 
 def _block(cell: Cell) -> tuple[str, str, int]:

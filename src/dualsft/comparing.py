@@ -27,6 +27,7 @@ from dualsft.progress import Reporter
 from dualsft.rundir import atomic_write_text
 
 STATUS = "cells.json"
+ANSWERS = "base_answers"
 
 
 def run_matrix(
@@ -91,9 +92,11 @@ def _in_turn(
     lenders = known_folders(matrix, out)
     for number, (cell, config) in enumerate(configs.items(), 1):
         reporter.say(f"== cell {number} of {len(configs)}: {cell.title}")
-        why = run_cell(matrix, cell, config, out, reporter, until, lenders, strict)
-        if why is None and out / cell.path not in lenders:
-            lenders.insert(0, out / cell.path)
+        folder = out / cell.path
+        keeps = matrix.keep == "results"
+        why = run_cell(config, folder, keeps, reporter, until, lenders, out / ANSWERS, strict)
+        if why is None and folder not in lenders:
+            lenders.insert(0, folder)
         yield cell, why
 
 
@@ -103,23 +106,25 @@ def known_folders(matrix: Matrix, out: Path) -> list[Path]:
 
 
 def run_cell(
-    matrix: Matrix,
-    cell: Cell,
     config: Config,
-    out: Path,
+    folder: Path,
+    keeps: bool,
     reporter: Reporter,
     until: str | None,
     lenders: Sequence[Path],
+    answers: Path,
     strict: bool = False,
 ) -> str | None:
-    """Make one cell, as far as it is not made; why it failed, if it did."""
-    folder = out / cell.path
+    """Make one cell, as far as it is not made; why it failed, if it did.
+
+    `keeps` says that the results of a finished one are all that there need be of it.
+    """
     try:
         check_paths(config)
-        if matrix.keep == "results" and pipeline.finished(config, folder):
+        if keeps and pipeline.finished(config, folder):
             reporter.say("finished before; its results are kept")
         else:
-            pipeline.run(config, folder, until, reporter, lenders, out / "base_answers")
+            pipeline.run(config, folder, until, reporter, lenders, answers)
     except DualsftError as problem:
         return str(problem)
     except Exception as problem:

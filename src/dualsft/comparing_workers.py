@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
+import yaml
 
 from dualsft import config as settings
 from dualsft import interrupt, methods
-from dualsft.comparing import Ended, known_folders, run_cell
+from dualsft.comparing import ANSWERS, Ended, known_folders, run_cell
 from dualsft.comparison_matrix import Cell, Matrix
 from dualsft.config import Config
 from dualsft.launch import SAVING
@@ -97,7 +98,8 @@ def at_once(
             for cell in [c for c in waiting if free and not _awaited(c, running, shared, out)]:
                 if free and not _awaited(cell, running, shared, out):
                     waiting.remove(cell)
-                    running.append(_start(matrix, cell, out, until, free.pop(0)))
+                    place = free.pop(0)
+                    running.append(_start(matrix, cell, configs[cell], out, until, place))
                     reporter.say(f"{cell.title}: started ({running[-1].log})")
             time.sleep(0.1)
             for worker in [w for w in running if w.process.poll() is not None]:
@@ -181,11 +183,13 @@ def _awaited(
 # --- a worker -----------------------------------------------------------------------------------
 
 
-def _start(matrix: Matrix, cell: Cell, out: Path, until: str | None, place: Place) -> Worker:
+def _start(
+    matrix: Matrix, cell: Cell, config: Config, out: Path, until: str | None, place: Place
+) -> Worker:
     log = out / LOGS / ("_".join(cell.path.parts[1:]) + ".log")
     _result(log).unlink(missing_ok=True)
     if place.memory is not None:
-        matrix = replace(matrix, overrides=(*matrix.overrides, f"model.memory={place.memory}"))
+        config = replace(config, model=replace(config.model, memory=place.memory))
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "dualsft.comparing_workers"],
@@ -195,9 +199,19 @@ def _start(matrix: Matrix, cell: Cell, out: Path, until: str | None, place: Plac
             env={**os.environ, **place.environment},
             start_new_session=True,  # a terminal's Ctrl-C is passed on once, by the parent
         )
+    task = {
+        "parent": os.getpid(),
+        "config": settings.to_yaml(config),
+        "folder": str(out / cell.path),
+        "keeps": matrix.keep == "results",
+        "until": until,
+        "lenders": [str(folder) for folder in known_folders(matrix, out)],
+        "answers": str(out / ANSWERS),
+        "failed": str(_result(log)),
+    }
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as pipe:
-        pickle.dump((os.getpid(), matrix, cell, out, until, log), pipe)
+        pipe.write(json.dumps(task).encode())
     return Worker(cell, process, place, log, time.monotonic())
 
 
@@ -240,19 +254,21 @@ def work(given: BinaryIO) -> int:
     handler.setFormatter(logging.Formatter("%(message)s"))
     logging.getLogger("dualsft").addHandler(handler)
     logging.getLogger("dualsft").setLevel(logging.INFO)
-    parent, matrix, cell, out, until, log = pickle.load(given)
+    task = json.loads(given.read())
+    config = settings.from_mapping(yaml.safe_load(task["config"]))
+    lenders = [Path(folder) for folder in task["lenders"]]
+    cell = (config, Path(task["folder"]), task["keeps"], Reporter(), task["until"], lenders)
     try:
         with interrupt.handled():
-            _end_with(parent)
-            lenders = known_folders(matrix, out)
-            why = run_cell(matrix, cell, matrix.config(cell), out, Reporter(), until, lenders)
+            _end_with(task["parent"])
+            why = run_cell(*cell, Path(task["answers"]))
     except interrupt.Interrupted as stopped:
         print(f"stopped by {stopped}: {stopped.saved or 'nothing had to be saved'}")
         return stopped.exit_code
     if why is None:
         return 0
     print(f"error: {why}")
-    atomic_write_text(_result(log), why)
+    atomic_write_text(Path(task["failed"]), why)
     return 1
 
 

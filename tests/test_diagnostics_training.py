@@ -350,6 +350,16 @@ def test_every_form_of_u_is_the_oracles(run: Path, truth: Truth) -> None:
         assert apart <= CLOSE * oracle.norm(true), form
 
 
+@pytest.mark.parametrize(("lr", "harm"), [("1e-4", False), ("1e4", True)])
+def test_steps_that_do_harm_are_told(run: Path, lr: str, harm: bool) -> None:
+    said: list[str] = []
+    diagnose(run, asked("fidelity", f"lr={lr}", "horizons=3"), Reporter(said.append))
+    told = [line for line in said if "diagnose.fidelity.lr lower" in line]
+    sets = json.loads((run / "diagnostics/fidelity.json").read_text())["result"]["sets"]
+    worse = [k for k in sets if "gain_new" in sets[k] and np.mean(sets[k]["gain_new"][0]) < 0]
+    assert len(told) == len(worse) and bool(worse) is harm
+
+
 # ---------------------------------------------------------------- diagonal against full Hessian
 
 

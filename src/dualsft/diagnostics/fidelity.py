@@ -274,6 +274,7 @@ class _Checkpoint:
             draws = Bootstrap.of(count, self.protocol.bootstrap, self.job.rng("bootstrap"))
             new, prior = (np.array([r[key] for r in records]) for key in ("new", "prior"))
             sets[f"{self.name}/{side}"] = self._raw(records, new, prior)
+            self._warn_of_large_steps(side, float(new[:, 0].mean()))
             for form in self.forms:
                 guess = np.array([r["predicted"][form.key] for r in records])
                 lam = self.lams[form.lam]
@@ -285,6 +286,16 @@ class _Checkpoint:
                     rows += _agreement(facts, guess, gains, self.protocol.horizons, draws)
         losses = {"new": float(base.new.mean()), "prior": float(base.prior.mean())}
         return {"rows": rows, "lds": self._lds(), "sets": sets | {f"{self.name}/start": losses}}
+
+    def _warn_of_large_steps(self, side: str, gain: float) -> None:
+        """Scores are about small steps; those that do harm from the start are not."""
+        if gain < 0:
+            sets, first = {"data": "subsets", "param": "masks"}[side], self.protocol.horizons[0]
+            self.job.reporter.warn(
+                f"fidelity ({self.name}, {sets}): {first} steps raise the validation loss by "
+                f"{-gain:.3g} on average, so they are not the small steps that scores are about; "
+                "ask again with diagnose.fidelity.lr lower"
+            )
 
     def _facts(self, form: Form, side: str, objective: str, lam: float) -> dict[str, Any]:
         plain = form.lam == self._own_lam and form.step == "sgd"

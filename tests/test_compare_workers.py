@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,10 +73,10 @@ def test_only_results_are_kept_and_failures_are_told(tmp_path: Path, words: list
     kept = {p.name for p in out.rglob("*.safetensors")}
     assert kept == {"mask.safetensors", "delta.safetensors"}
     param = next(out / c.path for c in matrix.cells() if c.method.name == "dualsft-param")
-    log = (out / "logs" / ("_".join(param.relative_to(out).parts[1:]) + ".log")).read_text()
+    log = (out / "logs" / param.relative_to(out / "cells")).with_suffix(".log").read_text()
     assert "[gradients] taken over" in log
     run_matrix(matrix, out, Reporter([].append), workers=2)
-    logs = [log.read_text() for log in out.glob("logs/*.log")]
+    logs = [log.read_text() for log in out.glob("logs/**/*.log")]
     assert sum("results are kept" in log for log in logs) == 2
     status = json.loads((out / "cells.json").read_text())["cells"]
     assert [bool(cell["failed"]) for cell in status.values()] == [True, False, False]
@@ -109,7 +110,7 @@ def both_training(out: Path, running: subprocess.Popen[str]) -> list[int]:
     """Wait until two workers are at work on a stage; their numbers."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and running.poll() is None:
-        logs = [log.read_text() for log in out.glob("logs/*.log")]
+        logs = [log.read_text() for log in out.glob("logs/**/*.log")]
         if sum("[split] done" in log for log in logs) == 2 and len(workers_of(running.pid)) == 2:
             return workers_of(running.pid)
         time.sleep(0.05)
@@ -133,7 +134,7 @@ def test_a_stopped_comparison_goes_on(how: int, tmp_path: Path, words: list[str]
     while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
-    assert any("stopped by" in log.read_text() for log in out.glob("logs/*.log"))
+    assert any("stopped by" in log.read_text() for log in out.glob("logs/**/*.log"))
     short = load_matrix(path, [*words, "finetune.epochs=1"])
     assert run_matrix(short, out, Reporter([].append), workers=2) == {}
 
@@ -155,35 +156,70 @@ def test_who_waits_for_whom(tmp_path: Path, words: list[str]) -> None:
     matrix = load_matrix(write_matrix(tmp_path, methods=[*METHODS, "smt", "top_loss"]), words)
     cells = {c.method.name: c for c in matrix.cells()}
     shared = {c: comparing_workers.shared_work(c, matrix.config(c)) for c in matrix.cells()}
-    worker = comparing_workers.Worker(cells["less"], None, None, tmp_path, 0.0)  # pyright: ignore[reportArgumentType]
+    log = tmp_path / "log"
 
-    def awaiting() -> set[str]:
-        waits = comparing_workers._awaited
-        return {name for name, c in cells.items() if waits(c, [worker], shared, tmp_path)}
+    def awaiting(running: str, *said: str) -> set[str]:
+        log.write_text("\n".join(said))
+        worker: Any = comparing_workers.Worker(cells[running], None, None, log, 0.0)  # pyright: ignore[reportArgumentType]
+        found = {n for n, c in cells.items() if comparing_workers._awaits(c, [worker], shared)}
+        return found - {running}
 
-    first = awaiting()
-    assert "less+s2ft" in first and "random" not in first
-    for stage in ("2_warmup", "5_selection"):
-        (tmp_path / cells["less"].path / stage).mkdir(parents=True)
-        (tmp_path / cells["less"].path / stage / "manifest.json").write_text("{}")
-    assert awaiting() == set()
+    assert awaiting("random") == set()
+    assert awaiting("less") == {"less+s2ft"}
+    assert awaiting("less", "[selection] again (something)") == {"less+s2ft"}
+    assert awaiting("less", "[selection] done in 0:01") == set()
+    assert {"dualsft-param", "top_loss"} <= awaiting("dualsft", "[split] done in 0:01")
+    assert awaiting("dualsft", "[warmup] done in 0:01") == {"dualsft-param"}
+    assert awaiting("dualsft", "[warmup] reused: it", "[scores] taken over from x") == set()
 
 
-def test_places_share_the_gpus(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
-    """Cards that are not here are stood for: dealt out in turn, with equal parts of the memory."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    card = torch.device("cuda")
-    monkeypatch.setattr(comparing_workers, "choose_device", lambda _: card)
+def test_cells_that_no_budget_tells_apart_are_made_once(tmp_path: Path, words: list[str]) -> None:
+    budgets = [{"data": 0.1, "params": 0.05}, {"data": 0.2, "params": 0.05}]
+    matrix = load_matrix(write_matrix(tmp_path, methods=["sft"], budgets=budgets), words)
+    out = tmp_path / "out"
+    assert run_matrix(matrix, out, Reporter([].append), workers=2) == {}
+    logs = [log.read_text() for log in out.glob("logs/**/*.log")]
+    assert sorted("[finetune] taken over" in log for log in logs) == [False, True]
+
+
+def test_a_file_with_the_name_of_a_module_is_not_imported(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "select.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    too_much = {"name": "greedy", "data": "random", "settings": {"select.data_budget": 5000}}
+    matrix = load_matrix(write_matrix(tmp_path, methods=["random", too_much]), words)
+    [(title, why)] = run_matrix(matrix, tmp_path / "out", Reporter([].append), workers=2).items()
+    assert "greedy" in title and "select.data_budget" in why
+    assert not list(tmp_path.glob("out/logs/**/*.failed"))
+
+
+@pytest.mark.parametrize(
+    ("shown", "names"),
+    [
+        (None, ("0", "1")),
+        (" 3, 5", ("3", "5")),
+        ("0,1,-1,2", ("0", "1")),
+        ("MIG-a,MIG-b,", ("MIG-a", "MIG-b")),
+    ],
+)
+def test_workers_share_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], shown: str | None, names: tuple[str, ...]
+) -> None:
+    """Cards that are not here are stood for: the least taken one, equal parts of its memory."""
+    if shown is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    monkeypatch.setattr(comparing_workers, "choose_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    props = type("P", (), {"total_memory": 80 * 2**30})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: props)
-    said: list[str] = []
-    found = comparing_workers.places(settings.load(None, words), 4, Reporter(said.append))
-    assert [p.environment["CUDA_VISIBLE_DEVICES"] for p in found] == ["0", "1", "0", "1"]
-    assert {p.memory for p in found} == {38.0} and "38.0 GiB" in said[0]
-    set_by_user = settings.load(None, [*words, "model.memory=10"])
-    assert {p.memory for p in comparing_workers.places(set_by_user, 4, Reporter())} == {None}
-    assert {
-        p.memory for p in comparing_workers.places(settings.load(None, words), 2, Reporter())
-    } == {None}
+    card = type("Card", (), {"total_memory": 80 * 2**30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    gpus = comparing_workers.Gpus.here(4)
+    assert gpus.names == names and gpus.memory == 38.0
+    assert comparing_workers.Gpus.here(2).memory is None
+    plain, limited = (settings.load(None, [*words, *w]) for w in ([], ["model.memory=10"]))
+    assert gpus.place(plain, [])[0] == names[0]
+    assert gpus.place(plain, [names[0], names[1], names[0]])[0] == names[1]
+    assert gpus.place(plain, [])[1].model.memory == 38.0
+    assert gpus.place(limited, [])[1].model.memory == 10

@@ -1,18 +1,18 @@
 """Several cells of a comparison at once, each in a process of its own: `compare --workers N`.
 
-A small model does not fill a card, and a machine may have several: workers are dealt out over the
-GPUs, and those of one GPU have equal parts of its memory (`model.memory`, unless it is set). A cell
-that could take over what another one is just computing (the warmup, the scores, a choice of
-examples) waits for that stage, not for the whole cell. Each worker writes to OUT/logs; the parent
-says what starts, how far the running ones are, and what ended. Asked to stop, it passes the signal
-on and waits until all have saved their progress; workers whose parent dies stop by themselves.
-It belongs to no line of Algorithm 1.
+A small model does not fill a card, and a machine may have several: a worker gets the GPU with the
+fewest, and those of one GPU have equal parts of its memory (`model.memory`, unless a cell sets it).
+A cell that could take over what another one is just computing (the warmup, the scores, a choice of
+examples, a cell that no budget tells apart) waits for that stage, not for the whole cell. Each
+worker writes to OUT/logs; the parent says what starts, how far the running ones are, and what
+ended. Asked to stop, it passes the signal on and waits until all have saved their progress; on
+Linux workers whose parent dies stop by themselves. It belongs to no line of Algorithm 1.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
+import io
 import json
 import logging
 import os
@@ -24,7 +24,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 import yaml
@@ -34,10 +33,9 @@ from dualsft import interrupt, methods
 from dualsft.comparing import ANSWERS, Ended, known_folders, run_cell
 from dualsft.comparison_matrix import Cell, Matrix
 from dualsft.config import Config
+from dualsft.errors import DualsftError
 from dualsft.launch import SAVING
-from dualsft.manifest import MANIFEST
 from dualsft.model import choose_device
-from dualsft.preflight import FOLDERS
 from dualsft.progress import Reporter, clock
 from dualsft.rundir import atomic_write_text
 
@@ -48,15 +46,51 @@ USABLE = 0.95
 """Part of a GPU's memory that its workers share; the rest is their CUDA contexts."""
 PDEATHSIG = 1
 """Linux: prctl's name for the signal at the parent's death."""
+PASSED = ("done", "reused", "taken over", "not needed")
+"""What a run says of a stage that it has behind it."""
+START = (
+    "import sys; sys.path[:] = sys.argv[1:]; from dualsft import comparing_workers as w; w.main()"
+)
+"""A worker's program. It imports from where its parent does, but not from the directory it is in,
+where a file may have the name of a module."""
+
+Shared = Mapping[Cell, Mapping[tuple[str, ...], str]]
+"""What others could take over from each cell: a name for it, and the stage that makes it."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a worker works."""
+class Gpus:
+    """The cards that workers are dealt out to; none where cells run on the CPU."""
 
-    environment: dict[str, str]
+    names: tuple[str, ...]
     memory: float | None
-    """GiB of its GPU; None leaves the settings as they are."""
+    """GiB that each worker may use; None is all of its GPU."""
+
+    @classmethod
+    def here(cls, workers: int) -> Gpus:
+        count = torch.cuda.device_count()
+        if not count:
+            return cls((), None)
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        names = tuple(name.strip() for name in shown.split(","))[:count]  # CUDA stops at a bad one
+        sharing = -(-workers // len(names))
+        least = min(torch.cuda.get_device_properties(i).total_memory for i in range(len(names)))
+        part = round(USABLE * least / 2**30 / sharing, 1) if sharing > 1 else None
+        return cls(names, part)
+
+    def place(self, config: Config, taken: list[str | None]) -> tuple[str | None, Config]:
+        """The GPU for this cell, the one with the fewest workers, and its settings there."""
+        if not self.names or not _on_gpu(config):
+            return None, config
+        if self.memory is not None and config.model.memory is None:
+            config = replace(config, model=replace(config.model, memory=self.memory))
+        return min(self.names, key=taken.count), config
+
+
+def _on_gpu(config: Config) -> bool:
+    with suppress(DualsftError):  # that there is none, the cell itself will say
+        return choose_device(config.model.device).type == "cuda"
+    return False
 
 
 @dataclass
@@ -65,18 +99,21 @@ class Worker:
 
     cell: Cell
     process: subprocess.Popen[bytes]
-    place: Place
+    gpu: str | None
     log: Path
     begun: float
 
-    @property
-    def last_line(self) -> str:
-        """How far it is, in its own words."""
-        with suppress(OSError), self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - 1000))
-            lines = file.read().decode(errors="replace").replace("\r", "\n").split("\n")
-            return next((line for line in reversed(lines) if line.strip()), "")[:100]
-        return ""
+    def lines(self) -> list[str]:
+        """What it has said."""
+        with suppress(OSError):
+            text = self.log.read_text(encoding="utf-8", errors="replace")
+            return [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
+        return []
+
+    def is_past(self, stage: str) -> bool:
+        """Whether it has this stage, made now or before."""
+        words = tuple(f"[{stage}] {word}" for word in PASSED)
+        return any(line.startswith(words) for line in self.lines())
 
 
 def at_once(
@@ -88,23 +125,24 @@ def at_once(
     workers: int,
 ) -> Ended:
     """Make the cells, `workers` at a time; each is told as it ends."""
-    free = places(next(iter(configs.values())), min(workers, len(configs)), reporter)
+    workers = min(workers, len(configs))
+    gpus = Gpus.here(workers)
+    if gpus.memory is not None:
+        reporter.say(f"each of the {workers} workers may use {gpus.memory} GiB of its GPU")
     shared = {cell: shared_work(cell, config) for cell, config in configs.items()}
     waiting, running = list(configs), list[Worker]()
-    (out / LOGS).mkdir(exist_ok=True)
     told, ended = time.monotonic(), 0
     try:
         while waiting or running:
-            for cell in [c for c in waiting if free and not _awaited(c, running, shared, out)]:
-                if free and not _awaited(cell, running, shared, out):
+            for cell in list(waiting):
+                if len(running) < workers and not _awaits(cell, running, shared):
+                    gpu, config = gpus.place(configs[cell], [w.gpu for w in running])
                     waiting.remove(cell)
-                    place = free.pop(0)
-                    running.append(_start(matrix, cell, configs[cell], out, until, place))
+                    running.append(_start(matrix, cell, config, out, until, gpu, workers))
                     reporter.say(f"{cell.title}: started ({running[-1].log})")
-            time.sleep(0.1)
+            time.sleep(0.2)
             for worker in [w for w in running if w.process.poll() is not None]:
                 running.remove(worker)
-                free.append(worker.place)
                 ended, why = ended + 1, _outcome(worker)
                 took = clock(time.monotonic() - worker.begun)
                 how = "failed" if why is not None else "done"
@@ -113,39 +151,18 @@ def at_once(
             if time.monotonic() - told > TELL_EVERY:
                 told = time.monotonic()
                 for worker in running:
-                    reporter.say(f"{worker.cell.title}: {worker.last_line}")
+                    reporter.say(f"{worker.cell.title}: {(worker.lines() or [''])[-1][:100]}")
     except interrupt.Interrupted as stopped:
-        stopped.saved = f"the progress of {len(running)} cells"
+        asked = list(running)
         _stop(running, stopped.signum)
+        saved = sum(worker.process.returncode == stopped.exit_code for worker in asked)
+        stopped.saved = f"the progress of {saved} cells" if saved else ""
         raise
     finally:
         _stop(running, signal.SIGTERM)
 
 
-# --- who works where, and who waits -------------------------------------------------------------
-
-
-def places(config: Config, workers: int, reporter: Reporter) -> list[Place]:
-    """A place for each worker: its GPU, its part of the memory, its threads."""
-    threads = {"OMP_NUM_THREADS": str(max(1, _cores() // workers)), "PYTHONUNBUFFERED": "1"}
-    threads = {key: os.environ.get(key, value) for key, value in threads.items()}
-    if choose_device(config.model.device).type != "cuda":
-        return [Place(threads, None)] * workers
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = seen.split(",") if seen else [str(i) for i in range(torch.cuda.device_count())]
-    sharing = -(-workers // len(names))
-    least = min(torch.cuda.get_device_properties(i).total_memory for i in range(len(names)))
-    part = round(USABLE * least / 2**30 / sharing, 1) if sharing > 1 else None
-    memory = part if config.model.memory is None else None
-    if memory is not None:
-        reporter.say(f"each of the {workers} workers may use {memory} GiB of its GPU")
-    gpus = itertools.islice(itertools.cycle(names), workers)
-    return [Place({**threads, "CUDA_VISIBLE_DEVICES": name}, memory) for name in gpus]
-
-
-def _cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+# --- who waits for whom -------------------------------------------------------------------------
 
 
 def shared_work(cell: Cell, config: Config) -> dict[tuple[str, ...], str]:
@@ -162,41 +179,47 @@ def shared_work(cell: Cell, config: Config) -> dict[tuple[str, ...], str]:
     data = chosen["data"]
     if data is not None and data.lends:
         found["data", data.name, cell.budget.name, *block] = "selection"
-    return found
+    select = config.select
+    told = (
+        "" if chosen.name("data") == "all" else str(select.data_budget),
+        "" if chosen.name("params") == "all" else str(select.param_budget),
+    )
+    return found | {("cell", cell.method.name, *told, *block): "evaluation"}
 
 
-def _awaited(
-    cell: Cell,
-    running: list[Worker],
-    shared: Mapping[Cell, Mapping[tuple[str, ...], str]],
-    out: Path,
-) -> bool:
+def _awaits(cell: Cell, running: list[Worker], shared: Shared) -> bool:
     """Whether a running cell is computing what this one can then take over."""
-    for worker in running:
-        for what, stage in shared[worker.cell].items():
-            made = out / worker.cell.path / FOLDERS[stage] / MANIFEST
-            if what in shared[cell] and not made.is_file():
-                return True
-    return False
+    return any(
+        what in shared[cell] and not worker.is_past(stage)
+        for worker in running
+        for what, stage in shared[worker.cell].items()
+    )
 
 
 # --- a worker -----------------------------------------------------------------------------------
 
 
 def _start(
-    matrix: Matrix, cell: Cell, config: Config, out: Path, until: str | None, place: Place
+    matrix: Matrix,
+    cell: Cell,
+    config: Config,
+    out: Path,
+    until: str | None,
+    gpu: str | None,
+    workers: int,
 ) -> Worker:
-    log = out / LOGS / ("_".join(cell.path.parts[1:]) + ".log")
-    _result(log).unlink(missing_ok=True)
-    if place.memory is not None:
-        config = replace(config, model=replace(config.model, memory=place.memory))
+    log = out.joinpath(LOGS, *cell.path.parts[1:-1], f"{cell.path.name}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    _words(log).unlink(missing_ok=True)
+    own = {"OMP_NUM_THREADS": str(max(1, _cores() // workers)), "PYTHONUNBUFFERED": "1"}
+    environment = {**own, **os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dualsft.comparing_workers"],
+            [sys.executable, "-P", "-c", START, *_import_path()],
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **place.environment},
+            env=environment,
             start_new_session=True,  # a terminal's Ctrl-C is passed on once, by the parent
         )
     task = {
@@ -207,34 +230,49 @@ def _start(
         "until": until,
         "lenders": [str(folder) for folder in known_folders(matrix, out)],
         "answers": str(out / ANSWERS),
-        "failed": str(_result(log)),
+        "failed": str(_words(log)),
     }
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(json.dumps(task).encode())
-    return Worker(cell, process, place, log, time.monotonic())
+    return Worker(cell, process, gpu, log, time.monotonic())
 
 
-def _result(log: Path) -> Path:
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def _import_path() -> list[str]:
+    root, here = str(Path(__file__).resolve().parents[1]), Path.cwd()
+    kept = [place for place in sys.path if place and Path(place) != here]
+    return kept if root in kept else [root, *kept]
+
+
+def _words(log: Path) -> Path:
+    """Where a worker leaves why it failed."""
     return log.with_suffix(".failed")
 
 
 def _outcome(worker: Worker) -> str | None:
     """Why it failed, if it did."""
-    code, said = worker.process.returncode, _result(worker.log)
+    code, words = worker.process.returncode, _words(worker.log)
     if code == 0:
         return None
-    if said.is_file():
-        return said.read_text(encoding="utf-8")
+    if words.is_file():
+        why = words.read_text(encoding="utf-8")
+        words.unlink()
+        return why
     if code < 0:
-        name = signal.Signals(-code).name
+        known = {int(number): number.name for number in signal.Signals}
+        name = known.get(-code, f"signal {-code}")
         why = " (by hand, or by the system for want of memory)" if name == "SIGKILL" else ""
         return f"its process died of {name}{why}; the same command goes on from what was saved"
     return f"its process ended with exit code {code}; its last words are in {worker.log}"
 
 
 def _stop(running: list[Worker], signum: int) -> None:
-    """Ask all to save and end, and wait; those that cannot are killed."""
+    """Ask all to save and end, and wait; those that cannot are killed, with what they started."""
     for worker in running:
         with suppress(ProcessLookupError):
             worker.process.send_signal(signum)
@@ -243,18 +281,15 @@ def _stop(running: list[Worker], signum: int) -> None:
         try:
             worker.process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            worker.process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
             worker.process.wait()
     running.clear()
 
 
-def work(given: BinaryIO) -> int:
+def work(given: str) -> int:
     """Make the cell that the parent describes; the exit code of this process."""
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    logging.getLogger("dualsft").addHandler(handler)
-    logging.getLogger("dualsft").setLevel(logging.INFO)
-    task = json.loads(given.read())
+    task = json.loads(given)
     config = settings.from_mapping(yaml.safe_load(task["config"]))
     lenders = [Path(folder) for folder in task["lenders"]]
     cell = (config, Path(task["folder"]), task["keeps"], Reporter(), task["until"], lenders)
@@ -267,8 +302,8 @@ def work(given: BinaryIO) -> int:
         return stopped.exit_code
     if why is None:
         return 0
-    print(f"error: {why}")
     atomic_write_text(Path(task["failed"]), why)
+    print(f"error: {why}")
     return 1
 
 
@@ -280,5 +315,13 @@ def _end_with(parent: int) -> None:
             signal.raise_signal(signal.SIGTERM)
 
 
-if __name__ == "__main__":
-    raise SystemExit(work(sys.stdin.buffer))
+def main() -> None:
+    """A worker's entry: its task is JSON on the standard input."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.getLogger("dualsft").addHandler(handler)
+    logging.getLogger("dualsft").setLevel(logging.INFO)
+    raise SystemExit(work(sys.stdin.buffer.read().decode()))

@@ -369,8 +369,8 @@ def _due(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> _Due:
         ctx.reporter.say(f"[{stage.name}] reused: nothing it depends on has changed")
         return _Due(fingerprint, ready=True)
     for wanted in [fingerprint, *([] if richer is None else [Fingerprint(richer, reads)])]:
-        if (lender := _lender(ctx, folder, wanted)) is not None:
-            ctx.rundir.adopt(folder, lender)
+        lender = _lender(ctx, folder, wanted)
+        if lender is not None and ctx.rundir.adopt(folder, lender):
             ctx.rundir.discard_work(folder)
             ctx.reporter.say(f"[{stage.name}] taken over from {lender}")
             return _Due(wanted, ready=True)

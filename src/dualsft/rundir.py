@@ -285,18 +285,28 @@ class RunDir:
                 self.discard_work(folder)
                 self._write_manifest()
 
-    def adopt(self, folder: str, lender: Path) -> None:
+    def adopt(self, folder: str, lender: Path) -> bool:
         """Take over the finished stage of another run folder, by hard links where there are such.
 
-        Its manifest comes with it: fingerprint, hashes, and what it took when it was made.
+        Its manifest comes with it: fingerprint, hashes, and what it took when it was made. False,
+        and nothing is taken, where files of it have gone meanwhile: another process replaces the
+        stage, or removes what a comparison does not keep.
         """
         final = self.stage_path(folder)
         part = _beside(final, ".part")
         with self.lock():
             self._recover(folder)
             _remove(part)
-            shutil.copytree(lender / folder, part, copy_function=_link_or_copy)
+            try:
+                shutil.copytree(lender / folder, part, copy_function=_link_or_copy)
+            except (FileNotFoundError, shutil.Error):
+                if _has_all(lender / folder):  # then it was something else, such as a full disk
+                    raise
+            if not _has_all(part):
+                _remove(part)
+                return False
             self._swap(part, final)
+            return True
 
     def work_path(self, folder: str) -> Path:
         """Where a stage keeps its progress while it runs."""
@@ -431,6 +441,15 @@ class FollowedRunDir(RunDir):
     def lock(self) -> Iterator[None]:
         """The first process holds it."""
         yield
+
+
+def _has_all(stage: Path) -> bool:
+    """Whether every file that the manifest names is there, in its size."""
+    manifest, wrong = read_stage_manifest(stage)
+    if wrong:
+        return False
+    places = [(stage / name, entry["size"]) for name, entry in manifest["files"].items()]
+    return all(file.is_file() and file.stat().st_size == size for file, size in places)
 
 
 def _link_or_copy(source: str, target: str) -> None:

@@ -532,3 +532,26 @@ def test_compare_by_the_command_line(tmp_path: Path, words: list[str]) -> None:
     assert os.path.getsize(out / "comparison.md") > 0
     again = CliRunner().invoke(app, ["compare", str(path), "--out", str(out), "--tables", *words])
     assert again.exit_code == 0 and "cell 1" not in again.output
+
+
+def test_a_stage_that_loses_a_file_meanwhile_is_not_taken_over(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found whole, pruned before it is linked: the stage is computed, not half of it adopted."""
+    lender, own = tmp_path / "lender", tmp_path / "own"
+    pipeline.run(config.load(None, words), lender, "warmup", quiet())
+    real = pipeline._lender
+
+    def slow(*given: object) -> Path | None:
+        found = real(*given)  # pyright: ignore[reportArgumentType]
+        if found is not None and given[1] == "2_warmup":
+            (lender / "2_warmup/curvature.safetensors").unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(pipeline, "_lender", slow)
+    said: list[str] = []
+    pipeline.run(config.load(None, words), own, "warmup", quiet(said), [lender])
+    told = [line for line in said if line.startswith("[")]
+    assert any(line.startswith("[split] taken over") for line in told)
+    assert "[warmup] started" in told and (own / "2_warmup/curvature.safetensors").is_file()
+    assert not list(own.glob("*.part"))

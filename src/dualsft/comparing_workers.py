@@ -34,7 +34,7 @@ from dualsft.comparing import ANSWERS, Ended, known_folders, run_cell
 from dualsft.comparison_matrix import Cell, Matrix
 from dualsft.config import Config
 from dualsft.errors import DualsftError
-from dualsft.launch import SAVING
+from dualsft.launch import SAVING, threads_each
 from dualsft.model import choose_device
 from dualsft.progress import Reporter, clock
 from dualsft.rundir import atomic_write_text
@@ -211,7 +211,7 @@ def _start(
     log = out.joinpath(LOGS, *cell.path.parts[1:-1], f"{cell.path.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     _words(log).unlink(missing_ok=True)
-    own = {"OMP_NUM_THREADS": str(max(1, _cores() // workers)), "PYTHONUNBUFFERED": "1"}
+    own = {"OMP_NUM_THREADS": str(threads_each(workers)), "PYTHONUNBUFFERED": "1"}
     environment = {**own, **os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -236,11 +236,6 @@ def _start(
     with suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(json.dumps(task).encode())
     return Worker(cell, process, gpu, log, time.monotonic())
-
-
-def _cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def _import_path() -> list[str]:

@@ -129,8 +129,7 @@ def spread(gpus: int | None, config: Config, say: Callable[[str], None]) -> None
         return
     if on_cpu := check_gpus(gpus, config.model.device):
         say(on_cpu)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // gpus)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_each(gpus)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING))
     debug = [word for word in sys.orig_argv if word == "--debug"]  # `cli.main` has taken it out
     words = [*debug, *without_gpus(sys.argv[1:])]
@@ -138,6 +137,12 @@ def spread(gpus: int | None, config: Config, say: Callable[[str], None]) -> None
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "dualsft.launch", *flags, *words])
+
+
+def threads_each(processes: int) -> int:
+    """Threads for each of so many processes on the cores that this one may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // processes)
 
 
 def check_gpus(gpus: int, device: str) -> str:

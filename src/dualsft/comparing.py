@@ -41,8 +41,8 @@ def run_matrix(
 ) -> dict[str, str]:
     """Run the cells that are missing; the message of every cell that failed, by its title.
 
-    `workers` of them at a time, each in a process of its own when it is more than one. `strict`
-    lets an unforeseen error through instead of recording it.
+    `workers` of them at a time, each in a process of its own when it is more than one. `strict`,
+    for cells in turn, lets an unforeseen error through instead of recording it.
     """
     cells = matrix.cells(only)
     if not cells:

@@ -126,7 +126,7 @@ def at_once(
 ) -> Ended:
     """Make the cells, `workers` at a time; each is told as it ends."""
     workers = min(workers, len(configs))
-    gpus = Gpus.here(workers)
+    gpus = Gpus.here(workers) if any(map(_on_gpu, configs.values())) else Gpus((), None)
     if gpus.memory is not None:
         reporter.say(f"each of the {workers} workers may use {gpus.memory} GiB of its GPU")
     shared = {cell: shared_work(cell, config) for cell, config in configs.items()}

@@ -292,22 +292,26 @@ def test_a_killed_evaluation_goes_on_from_its_answers(
     assert (whole / "7_evaluation/samples.jsonl").read_bytes() == samples
 
 
+@pytest.mark.parametrize("workers", [1, 3])
 def test_a_comparison_asks_the_base_model_once(
-    long_model: Path, corpus: Path, data_dir: Path, tmp_path: Path
+    workers: int, long_model: Path, corpus: Path, data_dir: Path, tmp_path: Path
 ) -> None:
     """The base's answers are kept by the requests themselves; benchmarks make the table."""
     path = tmp_path / "matrix.yaml"
-    path.write_text("methods: [random, random+random]\nseeds: [42]\n")
+    path.write_text("methods: [random, random+random, s2ft]\nseeds: [42]\n")
     words = [*small_run(long_model, corpus), "finetune.epochs=1", "evaluation.limit_tasks=3"]
     words += ["evaluation.tasks=piqa,arc_challenge", f"evaluation.data_dir={data_dir}"]
     matrix, out, said = load_matrix(path, words), tmp_path / "out", []
-    assert run_matrix(matrix, out, Reporter(said.append), strict=True) == {}
-    assert sum("the base model's answers of another run" in line for line in said) == 2
-    one, two = (
+    assert run_matrix(matrix, out, Reporter(said.append), workers=workers) == {}
+    for log in out.glob("logs/**/*.log"):
+        said += log.read_text().splitlines()
+    assert sum("the base model's answers of another run" in line for line in said) == 4
+    one, two, three = (
         json.loads((out / c.path / "7_evaluation/results.json").read_text())["tasks"]
         for c in matrix.cells()
     )
     assert [one[t]["before"] for t in one] == [two[t]["before"] for t in two]
+    assert [one[t]["before"] for t in one] == [three[t]["before"] for t in three]
     write_tables(matrix, out, "random")
     [results, _] = json.loads((out / "comparison.json").read_text())["tables"]
     rows = {row["name"]: row["values"] for row in results["rows"]}

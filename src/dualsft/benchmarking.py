@@ -10,16 +10,15 @@ both); what is missing makes them null, never a mean over fewer. Writes samples.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dualsft.base_answers import Kept, Turn
 from dualsft.benchmark_tasks import (
     BENCHMARKS,
     DOMAINS,
@@ -34,8 +33,6 @@ from dualsft.code_sandbox import Verdict, describe_protection, run_candidates
 from dualsft.context import RunContext
 from dualsft.errors import RunError
 from dualsft.memory import give_back, is_out_of_memory
-from dualsft.pretrained import tokenizer_hash, weights_hash
-from dualsft.rundir import atomic_write_text
 
 DEFAULT_BATCH = 8
 GENERATED = 16
@@ -74,13 +71,15 @@ def run_benchmarks(ctx: RunContext, models: Models, part: Path) -> dict[str, Any
     settings = ctx.config.evaluation
     names = wanted_tasks(settings.tasks)
     outcomes: dict[str, dict[str, Outcome]] = {name: {} for name in names}
-    for side in SIDES:
+    turn = Turn(ctx)
+    for side in SIDES if turn.free() else reversed(SIDES):
         lm: Any = None
-        for name in names:
-            answers = Answers(ctx, name, side)
-            if not answers.complete and lm is None:
-                lm = models[side]()
-            outcomes[name][side] = answers.outcome(lm)
+        with turn if side == "before" else nullcontext():
+            for name in names:
+                answers = Answers(ctx, name, side)
+                if not answers.complete and lm is None:
+                    lm = models[side]()
+                outcomes[name][side] = answers.outcome(lm)
         del lm
         give_back(ctx.device)
     with open(part / "samples.jsonl", "w", encoding="utf-8") as lines:
@@ -145,32 +144,15 @@ class Answers:
         if piece is not None:
             self.given = {int(i): answer for i, answer in piece.facts["answers"].items()}
             self.truncated = piece.facts["truncated"]
-        self.kept = self._kept() if side == "before" else None
-        if self.kept is not None and not self.complete and self.kept.is_file():
-            stored = json.loads(self.kept.read_text(encoding="utf-8"))
+        self.kept = None
+        if side == "before" and ctx.answers is not None:
+            batch = (settings.task_batch_size, self._factor)
+            self.kept = Kept(ctx.answers, ctx, name, self.requests, batch)
+        stored = self.kept.read() if self.kept is not None and not self.complete else None
+        if stored is not None:
             self.given = {int(i): answer for i, answer in stored["answers"].items()}
             self.truncated = stored["truncated"]
             ctx.reporter.say(f"{self.label}: the base model's answers of another run")
-
-    def _kept(self) -> Path | None:
-        """Where the base model's answers to these very requests are kept for other runs."""
-        if self.ctx.answers is None:
-            return None
-        asked = [(r.request_type, r.args) for r in self.requests]
-        what = {
-            "requests": asked,
-            "weights": weights_hash(self.ctx.model_folder),
-            "tokenizer": tokenizer_hash(self.ctx.model_folder),
-            "dtype": str(self.ctx.dtype),
-            "device": self.ctx.device.type,
-            "backend": self.ctx.config.evaluation.backend,
-            "batch": (self.ctx.config.evaluation.task_batch_size, self._factor),
-            "attention": self.ctx.config.model.attention,
-            "harness": metadata.version("lm_eval"),
-        }
-        text = json.dumps(what, sort_keys=True, default=str)
-        key = hashlib.sha256(text.encode()).hexdigest()
-        return self.ctx.answers / f"{self.benchmark.name}-{key[:16]}.json"
 
     @property
     def complete(self) -> bool:
@@ -220,8 +202,7 @@ class Answers:
             pieces.forget()
             pieces.save(self.piece_name, *self._state())
         if self.kept is not None:
-            self.kept.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write_text(self.kept, json.dumps(self._state()[1], ensure_ascii=False))
+            self.kept.write(self._state()[1])
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         answers = {str(i): answer for i, answer in self.given.items()}

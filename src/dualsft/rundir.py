@@ -394,14 +394,9 @@ class RunDir:
     def _try_lock(self) -> bool:
         if self._lock_depth == 0:
             file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                if fcntl is not None:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    os.close(file)
-                    return False
-                log.warning("%s: this file system has no locks: %s", self.path, error)
+            if not locked(file, self.path):
+                os.close(file)
+                return False
             os.ftruncate(file, 0)
             os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             self._lock_file = file
@@ -413,6 +408,21 @@ class RunDir:
         if self._lock_depth == 0:
             os.ftruncate(self._lock_file, 0)
             os.close(self._lock_file)
+
+
+def locked(file: int, path: Path) -> bool:
+    """Lock an open file until it is closed; False when another process has it.
+
+    Without locks, on Windows and on some file systems, everybody has it.
+    """
+    try:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        log.warning("%s: this file system has no locks: %s", path, error)
+    return True
 
 
 class FollowedRunDir(RunDir):

@@ -1,0 +1,92 @@
+"""The base model's answers to benchmarks, asked once for all cells of a comparison.
+
+They are kept by what was asked of what: the very requests, the weights, the tokenizer, the number
+type, the batches and the harness. Of cells that run at the same time one asks; the others have
+their own models answer meanwhile, and then take its answers. It belongs to no line of Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from dualsft.context import RunContext
+from dualsft.pretrained import tokenizer_hash, weights_hash
+from dualsft.rundir import atomic_write_text, locked
+
+LOOK_EVERY = 0.5
+"""Seconds between two looks at whether another process is done with the base model."""
+
+
+class Kept:
+    """Where the answers to these requests are, or will be."""
+
+    def __init__(self, folder: Path, ctx: RunContext, name: str, requests: list[Any], batch: Any):
+        what = {
+            "requests": [(request.request_type, request.args) for request in requests],
+            "weights": weights_hash(ctx.model_folder),
+            "tokenizer": tokenizer_hash(ctx.model_folder),
+            "dtype": str(ctx.dtype),
+            "device": ctx.device.type,
+            "backend": ctx.config.evaluation.backend,
+            "batch": batch,
+            "attention": ctx.config.model.attention,
+            "harness": metadata.version("lm_eval"),
+        }
+        text = json.dumps(what, sort_keys=True, default=str)
+        key = hashlib.sha256(text.encode()).hexdigest()
+        self.path = folder / f"{name}-{key[:16]}.json"
+
+    def read(self) -> dict[str, Any] | None:
+        """{"answers": …, "truncated": …}, if they are there."""
+        if not self.path.is_file():
+            return None
+        return json.loads(self.path.read_text(encoding="utf-8"))
+
+    def write(self, facts: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(self.path, json.dumps(facts, ensure_ascii=False))
+
+
+class Turn:
+    """The right to ask the base model; a process that ends, however it does, gives it back.
+
+    `with turn:` waits for it. Where answers are not kept for others everybody has it.
+    """
+
+    def __init__(self, ctx: RunContext) -> None:
+        self.ctx = ctx
+        self.file: int | None = None
+
+    def free(self) -> bool:
+        """Take it, unless another process has it."""
+        if self.ctx.answers is None or self.file is not None:
+            return True
+        self.ctx.answers.mkdir(parents=True, exist_ok=True)
+        path = self.ctx.answers / f"asking-{weights_hash(self.ctx.model_folder)[:16]}.lock"
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        if not locked(file, path):
+            os.close(file)
+            return False
+        self.file = file
+        return True
+
+    def give_back(self) -> None:
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+    def __enter__(self) -> None:
+        if self.free():
+            return
+        self.ctx.reporter.say("the base model: another run is asking it; waiting for its answers")
+        while not self.free():
+            time.sleep(LOOK_EVERY)
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back()

@@ -1,9 +1,11 @@
-"""Write docs/config.md from the settings' own definition, and the table of docs/scaling.md from its
-formulas: `python docs/generate.py`."""
+"""Write docs/config.md from the settings' own definition, the table of docs/scaling.md from its
+formulas, and those of docs/results.md from the raw files: `python docs/generate.py`."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from results_tables import with_tables
 
 from dualsft import config
 from dualsft.scaling import (
@@ -100,7 +102,13 @@ def with_table(page: str) -> str:
     return f"{before}<!-- table -->\n{scaling_table()}\n<!-- end -->{after}"
 
 
+def main() -> None:
+    docs = Path(__file__).parent
+    (docs / "config.md").write_text(render(), encoding="utf-8")
+    for page, made in (("scaling.md", with_table), ("results.md", with_tables)):
+        text = (docs / page).read_text(encoding="utf-8")
+        (docs / page).write_text(made(text), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    Path(__file__).with_name("config.md").write_text(render(), encoding="utf-8")
-    scaling = Path(__file__).with_name("scaling.md")
-    scaling.write_text(with_table(scaling.read_text(encoding="utf-8")), encoding="utf-8")
+    main()

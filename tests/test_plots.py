@@ -64,12 +64,15 @@ def test_without_another_file_there_is_no_forgetting_plane(
     assert "frontier_time_Results.svg" in files
 
 
-def test_benchmarks_make_the_plane_where_there_are_any(tmp_path: Path) -> None:
+def test_benchmarks_make_a_plane_of_their_own_where_there_are_any(tmp_path: Path) -> None:
     summary = {"summary.plasticity": 0.5, "summary.stability": 0.25}
-    drawn(tmp_path, ["new", "old"], summary)
-    text = (tmp_path / "forgetting_Results.svg").read_text()
+    assert "forgetting_Results.svg" in drawn(tmp_path, ["new", "old"], summary)
+    text = (tmp_path / "skills_Results.svg").read_text()
     assert "<!-- stability (higher is better) -->" in text
     assert "<!-- plasticity (higher is better) -->" in text
+    files = drawn(tmp_path, ["new", "old"], {})
+    assert "forgetting_Results.svg" in files and "skills_Results.svg" not in files
+    assert not (tmp_path / "skills_Results.svg").exists()
 
 
 def test_no_name_hides_another_or_a_point() -> None:

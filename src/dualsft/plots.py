@@ -1,8 +1,9 @@
-"""Figures of a comparison: quality against time, against memory, and the forgetting plane.
+"""Figures of a comparison: quality against time, against memory, and what was learned and lost.
 
-The forgetting plane has what was learned upwards and what was lost across: plasticity and stability
-where benchmarks were asked, else the loss on the first evaluation file (the new skill) and the mean
-KL to the base over the other files. `validation` is of the training corpus and plays no part there.
+Learned is upwards and lost across, in two planes: plasticity and stability (`skills_…`) where
+benchmarks were asked; the loss on the first evaluation file (the new skill) and the mean KL to the
+base over the other files (`forgetting_…`), which tell methods apart where benchmarks are near
+chance. `validation` is of the training corpus and plays no part there.
 Drawn from comparison.json alone, as SVG and PNG. Every method has its own marker beside its colour
 (a palette that colour-blind readers can tell apart) and its name at the point.
 """
@@ -44,10 +45,10 @@ def draw(out: Path) -> list[Path]:
                 for name, values in points.items()
                 if name in cost and key in cost[name] and quality in values
             }
-            if len(both) > 1:
-                path = out / f"frontier_{short}_{stem}"
-                made += _scatter(path, both, text, label, better, log=key == "total_seconds")
+            path = out / f"frontier_{short}_{stem}"
+            made += _scatter(path, both, text, label, better, log=key == "total_seconds")
         made += _forgetting(out / f"forgetting_{stem}", table)
+        made += _skills(out / f"skills_{stem}", table)
     return made
 
 
@@ -72,21 +73,21 @@ def _quality(table: Mapping[str, Any]) -> tuple[str | None, str, int]:
     return None, "", 0
 
 
+def _skills(path: Path, table: Mapping[str, Any]) -> list[Path]:
+    """Plasticity over stability, where benchmarks were asked."""
+    points = _plane(table, ["summary.stability"], "summary.plasticity")
+    return _scatter(path, points, "stability (higher is better)", "plasticity", 1)
+
+
 def _forgetting(path: Path, table: Mapping[str, Any]) -> list[Path]:
-    """The forgetting plane; none, and none of before, where nothing tells what was kept."""
-    skills = _plane(table, ["summary.stability"], "summary.plasticity")
-    if len(skills) > 1:
-        return _scatter(path, skills, "stability (higher is better)", "plasticity", 1)
+    """The new skill's loss over the KL on the other files, where there are any."""
     keys = [c["key"] for c in table["columns"]]
     files = [key[5:] for key in keys if key.startswith("loss.") and key != "loss.validation"]
     new, old = files[:1], files[1:]
     points = _plane(table, [f"kl.{name}" for name in old], f"loss.{new[0]}") if old else {}
-    if len(points) < 2:
-        for ending in ENDINGS:
-            path.with_suffix(ending).unlink(missing_ok=True)
-        return []
     across = f"forgetting: mean KL to the base on {', '.join(old)} (lower is better)"
-    return _scatter(path, points, textwrap.fill(across, 70), f"new skill: loss on {new[0]}", -1)
+    up = f"new skill: loss on {''.join(new)}"
+    return _scatter(path, points, textwrap.fill(across, 70), up, -1)
 
 
 def _plane(
@@ -108,6 +109,12 @@ def _scatter(
     better: int,
     log: bool = False,
 ) -> list[Path]:
+    """The figure's files; none, and none of before, of fewer than two points."""
+    files = [path.with_suffix(ending) for ending in ENDINGS]
+    if len(points) < 2:
+        for file in files:
+            file.unlink(missing_ok=True)
+        return []
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -127,7 +134,6 @@ def _scatter(
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     _name_points(figure, axes, points)
-    files = [path.with_suffix(ending) for ending in ENDINGS]
     for file in files:
         silent = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         stamp = silent if file.suffix == ".svg" else None

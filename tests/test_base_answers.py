@@ -107,3 +107,18 @@ def test_whoever_comes_second_asks_its_own_model_first(
         assert json.loads(row) == wanted
     assert asked == ["before", "after", "after", "before"] and found[0] == found[1]
     assert list(found[0]["tasks"]["piqa"])[-2:] == ["before", "after"]
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"facts": {', b'{"facts": {"answers": {}}}', b"[1]"])
+def test_a_damaged_file_is_told_and_not_read(damage: bytes, tmp_path: Path) -> None:
+    said: list[str] = []
+    kept: Any = object.__new__(base_answers.Kept)
+    kept.path, kept.reporter = tmp_path / "a/piqa-0.json", SimpleNamespace(warn=said.append)
+    assert kept.read() is None and said == []
+    facts = {"answers": {"0": [-1.5, True], "1": "é"}, "truncated": 0}
+    kept.write(facts)
+    assert kept.read() == facts
+    changed = kept.path.read_text(encoding="utf-8").replace("-1.5", "-1.25")
+    for content in (damage, changed.encode()):
+        kept.path.write_bytes(content)
+        assert kept.read() is None and "piqa-0.json: damaged" in said.pop()

@@ -370,27 +370,6 @@ def test_two_models_with_one_tokenizer_are_two_models(
         assert one.mean == pytest.approx(np.mean(by_hand), rel=1e-6) and one.examples == 15
 
 
-def test_learning_rates_of_the_packaged_tables_are_the_papers() -> None:
-    """METHODS.md 0.2: the paper's own rates, by model, data and what trains."""
-    wanted = {
-        ("table_magicoder", "llama-3.2-3b"): (2e-5, 2e-4, 5e-5, 4e-5, 4e-5, 3e-5),
-        ("table_magicoder", "gemma-3-4b"): (2e-5, 2e-4, 5e-5, 4e-5, 4e-5, 3e-5),
-        ("table_magicoder", "qwen-3.5-9b"): (1e-5, 2e-4, 2e-5, 2e-5, 1.5e-5, 2e-5),
-        ("table_metamathqa", "llama-3.2-3b"): (1e-5, 2e-4, 5e-5, 4e-5, 3e-5, 3e-5),
-        ("table_metamathqa", "gemma-3-4b"): (1e-5, 2e-4, 5e-5, 4e-5, 3e-5, 3e-5),
-    }
-    names = ("sft", "lora", "s2ft", "smt", "lift", "nanoadam")
-    for (recipe, model), rates in wanted.items():
-        matrix = load_matrix(recipe, ["evaluation.allow_code_execution=true"])
-        cells = {c.method.name: c for c in matrix.cells() if c.model.name == model}
-        found = [comparison_matrix.effective_rate(matrix.config(cells[n])) for n in names]
-        assert found == pytest.approx(rates), (recipe, model)
-        own = comparison_matrix.effective_rate(matrix.config(cells["dualsft"]))
-        assert own == pytest.approx(rates[0])
-        hybrid = comparison_matrix.effective_rate(matrix.config(cells["less+s2ft"]))
-        assert hybrid == pytest.approx(rates[2])
-
-
 def test_tables_are_means_and_places_of_the_cells(tmp_path: Path, words: list[str]) -> None:
     """Every figure again, from the run folders, by hand."""
     tables = [{"title": "T", "within": "table", "reference": ["sft"]}]
@@ -504,19 +483,6 @@ def test_mistakes_in_a_matrix_are_named(
     with pytest.raises(ConfigError) as caught:
         matrix_of(tmp_path, words, **content)
     assert told in str(caught.value)
-
-
-@pytest.mark.parametrize("name", comparison_matrix.recipe_names())
-def test_every_recipe_is_parsed_and_dry_run(name: str, words: list[str]) -> None:
-    """The packaged comparisons, the paper's tables among them: every cell's settings are valid."""
-    given = [w for w in words if w.startswith("data.path=")]
-    if name.startswith("table_"):
-        given = ["evaluation.allow_code_execution=true"]
-    result = CliRunner().invoke(app, ["compare", name, "--dry-run", *given])
-    assert result.exit_code == 0, result.output
-    matrix = load_matrix(name, given)
-    assert f"{len(matrix.cells())} cells" in result.output
-    assert result.output.count(" data: ") == len(matrix.cells())
 
 
 def test_compare_by_the_command_line(tmp_path: Path, words: list[str]) -> None:

@@ -53,6 +53,8 @@ def test_the_same_comparison_as_in_turn(tmp_path: Path, words: list[str]) -> Non
     assert run_matrix(matrix, tmp_path / "turn", Reporter([].append), strict=True) == {}
     assert tables_of(matrix, tmp_path / "many") == tables_of(matrix, tmp_path / "turn")
     folders = {c.method.name: tmp_path / "many" / c.path for c in matrix.cells()}
+    split = {(folder / "1_split/split.parquet").stat().st_ino for folder in folders.values()}
+    assert len(split) == 1
     for name in ("2_warmup/curvature.safetensors", "3_gradients/grad_sum.safetensors"):
         assert os.path.samefile(*(folders[m] / name for m in ("dualsft", "dualsft-param")))
     facts = json.loads((folders["less+s2ft"] / "5_selection/manifest.json").read_text())["facts"]

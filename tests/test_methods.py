@@ -195,11 +195,23 @@ def test_every_entry_says_what_a_reader_needs() -> None:
         assert set(entry.needs) <= {"warmup", "scores"}
 
 
-@pytest.mark.parametrize("name", [*ROWS, "less+s2ft", "random+random", "s2ft", "spice+nanoadam"])
+JOINED = ["less+s2ft", "random+random", "s2ft", "spice+nanoadam", "random+dualsft"]
+JOINED += ["dualsft+random", "dualsft+fapm", "dualsft-param+flow", "dualsft-data+flow+fapm"]
+
+
+@pytest.mark.parametrize("name", [*ROWS, *JOINED])
 def test_rows_are_named_both_ways(name: str) -> None:
     axes: dict[Axis, str] = row(name)
     assert row_name(axes) == name
     assert {"data", "params"} <= set(axes)
+
+
+def test_a_whole_row_keeps_both_sides_beside_other_axes() -> None:
+    """And gives one of them up to a method that takes it."""
+    assert row("flow+dualsft") == {"data": "dualsft", "params": "dualsft", "weights": "flow"}
+    assert row("dualsft+s2ft") == {"data": "dualsft", "params": "s2ft"}
+    assert row("sft+flow") == row("flow")
+    assert row("dualsft-param+fapm") == {"data": "all", "params": "dualsft", "after": "fapm"}
 
 
 def test_a_row_that_does_not_exist_is_answered() -> None:
@@ -207,3 +219,5 @@ def test_a_row_that_does_not_exist_is_answered() -> None:
         row("les+s2ft")
     with pytest.raises(ConfigError, match="twice"):
         row("s2ft+lift")
+    with pytest.raises(ConfigError, match="names the axis data twice"):
+        row("less+dualsft-data")

@@ -26,8 +26,8 @@ def drawn(out: Path, names: list[str], more: dict[str, float]) -> list[str]:
     columns = [{"key": key, "title": key, "better": -1} for key in keys]
     cost = [{"name": row["name"], "values": {"total_seconds": {"mean": 9.0}}} for row in rows]
     tables = [
-        {"title": "Results", "kind": "results", "columns": columns, "rows": rows},
-        {"title": "Resources", "kind": "resources", "columns": [], "rows": cost},
+        {"title": "Results", "kind": "results", "columns": columns, "rows": rows, "where": "m"},
+        {"title": "Resources", "kind": "resources", "columns": [], "rows": cost, "where": "m"},
     ]
     (out / "comparison.json").write_text(json.dumps({"tables": tables}))
     return sorted(path.name for path in draw(out))
@@ -73,6 +73,22 @@ def test_benchmarks_make_a_plane_of_their_own_where_there_are_any(tmp_path: Path
     files = drawn(tmp_path, ["new", "old"], {})
     assert "forgetting_Results.svg" in files and "skills_Results.svg" not in files
     assert not (tmp_path / "skills_Results.svg").exists()
+
+
+def test_planes_need_no_resource_table_and_titles_keep_their_files(tmp_path: Path) -> None:
+    """Titles that differ in signs alone, or hold the sign between title and place."""
+    drawn(tmp_path, ["new", "old"], {})
+    made = json.loads((tmp_path / "comparison.json").read_text())
+    [results, resources] = made["tables"]
+    alone = [{**results, "title": t, "where": t} for t in ("a · b", "m 1", "m-1")]
+    for tables in (alone, [*alone, {**resources, "where": "a · b"}]):
+        (tmp_path / "comparison.json").write_text(json.dumps({"tables": tables}))
+        names = [path.stem for path in draw(tmp_path) if path.suffix == ".svg"]
+        assert [n for n in names if n.startswith("forgetting")] == [
+            f"forgetting_{stem}" for stem in ("a___b", "m_1", "m_1_2")
+        ]
+        frontiers = [n for n in names if n.startswith("frontier")]
+        assert frontiers == (["frontier_time_a___b"] if len(tables) == 4 else [])
 
 
 def test_no_name_hides_another_or_a_point() -> None:

@@ -41,16 +41,29 @@ class Kept:
         text = json.dumps(what, sort_keys=True, default=str)
         key = hashlib.sha256(text.encode()).hexdigest()
         self.path = folder / f"{name}-{key[:16]}.json"
+        self.reporter = ctx.reporter
 
     def read(self) -> dict[str, Any] | None:
-        """{"answers": …, "truncated": …}, if they are there."""
-        if not self.path.is_file():
+        """{"answers": …, "truncated": …}, if they are there; a damaged file is as good as none."""
+        try:
+            stored = json.loads(self.path.read_bytes())
+            if stored["sha256"] == _seal(stored["facts"]):
+                return stored["facts"]
+        except FileNotFoundError:
             return None
-        return json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        self.reporter.warn(f"{self.path}: damaged; the base model is asked again")
+        return None
 
     def write(self, facts: dict[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(self.path, json.dumps(facts, ensure_ascii=False))
+        stored = {"facts": facts, "sha256": _seal(facts)}
+        atomic_write_text(self.path, json.dumps(stored, ensure_ascii=False))
+
+
+def _seal(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 class Turn:

@@ -50,6 +50,15 @@ Words = Annotated[
         show_default=False,
     ),
 ]
+Comparison = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[COMPARISON|FILE.yaml] [KEY=VALUE]...",
+        help="A packaged comparison, such as quick or table_magicoder, or a YAML file, and "
+        "settings as key=value; docs/methods.md tells of them, a wrong name lists them.",
+        show_default=False,
+    ),
+]
 RunFolder = Annotated[Path, typer.Argument(help="The run folder.", show_default=False)]
 
 AllowCode = Annotated[
@@ -309,7 +318,7 @@ def diagnose(
 
 @app.command(context_settings=WORDS)
 def compare(
-    words: Words = None,
+    words: Comparison = None,
     out: Annotated[Path, typer.Option(help="Folder of the comparison.")] = Path("comparison"),
     only: Annotated[
         str | None, typer.Option(help="Run only the cells whose title has this (* matches all).")
@@ -330,7 +339,10 @@ def compare(
     """Methods x models x data x budgets x seeds from one YAML: cells, tables, figures."""
     source, overrides = parse_words(with_consent(words, allow_code))
     if source is None:
-        raise ConfigError("compare: name a matrix file or recipe, such as compare_quick")
+        known = ", ".join(later("dualsft.comparison_matrix").recipe_names())
+        raise ConfigError(
+            "compare: name a matrix file or recipe, such as quick; there are: " + known
+        )
     if until is not None:
         check_stage(until)
     matrix = later("dualsft.comparison_matrix").load_matrix(source, overrides)

@@ -44,11 +44,7 @@ def run_matrix(
     `workers` of them at a time, each in a process of its own when it is more than one. `strict`,
     for cells in turn, lets an unforeseen error through instead of recording it.
     """
-    cells = matrix.cells(only)
-    if not cells:
-        raise ConfigError(
-            f"--only: no cell matches {only!r}; titles look like {matrix.cells()[0].title!r}"
-        )
+    cells = _chosen(matrix, only)
     configs = {cell: matrix.config(cell) for cell in cells}
     out.mkdir(parents=True, exist_ok=True)
     if workers > 1:
@@ -75,6 +71,15 @@ def run_matrix(
                         _prune(out / other.path, "2_warmup", "3_gradients", "4_scores")
             _write_status(out, matrix, [c for c in cells if c in ended], failed)
     return failed
+
+
+def _chosen(matrix: Matrix, only: str | None) -> list[Cell]:
+    cells = matrix.cells(only)
+    if not cells:
+        raise ConfigError(
+            f"--only: no cell matches {only!r}; titles look like {matrix.cells()[0].title!r}"
+        )
+    return cells
 
 
 Ended = Generator[tuple[Cell, str | None], None, None]
@@ -167,7 +172,7 @@ Say = Callable[[str], None]
 
 def dry_run(matrix: Matrix, say: Say, only: str | None = None) -> None:
     """What would run: every cell with its methods and budgets; nothing is computed."""
-    cells = matrix.cells(only)
+    cells = _chosen(matrix, only)
     for cell in cells:
         config = matrix.config(cell)
         names = methods.names_of(settings.to_flat(config))

@@ -2,9 +2,9 @@
 
 A small model does not fill a card, and a machine may have several: a worker gets the GPU with the
 fewest, and those of one GPU have equal parts of its memory (`model.memory`, unless a cell sets it).
-A cell that could take over what another one is just computing (the warmup, the scores, a choice of
-examples, a cell that no budget tells apart) waits for that stage, not for the whole cell. Each
-worker writes to OUT/logs; the parent says what starts, how far the running ones are, and what
+A cell that could take over what another one is just computing (the split, the warmup, the scores, a
+choice of examples, a cell that no budget tells apart) waits for that stage, not for the whole cell.
+Each worker writes to OUT/logs; the parent says what starts, how far the running ones are, and what
 ended. Asked to stop, it passes the signal on and waits until all have saved their progress; on
 Linux workers whose parent dies stop by themselves. It belongs to no line of Algorithm 1.
 """
@@ -173,9 +173,8 @@ def shared_work(cell: Cell, config: Config) -> dict[tuple[str, ...], str]:
     """
     chosen = methods.compose(settings.to_flat(config))
     block = (cell.model.name, cell.data.name, str(cell.seed))
-    found: dict[tuple[str, ...], str] = {
-        (need, *block): need for need in ("warmup", "scores") if need in chosen.needs
-    }
+    shared = ("split", *(need for need in ("warmup", "scores") if need in chosen.needs))
+    found: dict[tuple[str, ...], str] = {(stage, *block): stage for stage in shared}
     data = chosen["data"]
     if data is not None and data.lends:
         found["data", data.name, cell.budget.name, *block] = "selection"

@@ -67,6 +67,7 @@ class Row:
     group: str
     name: str
     values: dict[str, Value]
+    seeds: int
     place: dict[str, int] = field(default_factory=dict)
     """1 for the best in a column, 2 for the second, …"""
     rank: int | None = None
@@ -84,6 +85,8 @@ class Result:
     mark: int
     missing: list[str]
     """Cells that are not there."""
+    where: str
+    """Model, data and budget."""
 
 
 # --- reading cells -------------------------------------------------------------------------------
@@ -164,6 +167,7 @@ def resources(folder: Path, manifests: Mapping[str, Any]) -> dict[str, float | N
     return {
         "data_share": tuned["examples"] / num_full,
         "param_share": tuned["trained_entries"] / tuned["num_parameters"],
+        "changed_share": changed_share(tuned),
         "passes": seen / num_full,
         "selection_seconds": sum(seconds[s] for s in reads) + sum(a["seconds"] for a in weighing),
         "total_seconds": sum(seconds[s] for s in (*reads, "split", "finetune")),
@@ -171,6 +175,15 @@ def resources(folder: Path, manifests: Mapping[str, Any]) -> dict[str, float | N
         "finetune_gib": peak_gib(manifests["finetune"]),
         "budget_share": chosen.get("share"),
     }
+
+
+def changed_share(tuned: Mapping[str, Any]) -> float | None:
+    """Entries that differ from the base at the end: more than the mask where it moved, or where
+    dense steps came before it. Not counted of adapters, which are merged into whole maps."""
+    total = tuned["num_parameters"]
+    if tuned.get("changed_entries") is not None:
+        return tuned["changed_entries"] / total
+    return 1.0 if tuned["trained_entries"] == total else None
 
 
 def _reads(manifests: Mapping[str, Any]) -> set[str]:
@@ -182,6 +195,7 @@ def _reads(manifests: Mapping[str, Any]) -> set[str]:
 RESOURCES = [
     Column("data_share", "data %", 0, 1, percent=True),
     Column("param_share", "parameters %", 0, 2, percent=True),
+    Column("changed_share", "changed in the end %", 0, 2, percent=True),
     Column("passes", "passes to select", -1, 2),
     Column("selection_seconds", "selection, s", -1, 1),
     Column("total_seconds", "end to end, s", -1, 1),
@@ -230,27 +244,29 @@ def make_table(
     found: list[Result] = []
     names = [choice.name for choice in matrix.methods]
     groups = table.groups or {"": [name for name in names if name not in table.reference]}
-    for where, part in parts(records).items():
+    found_in = parts(records)
+    for where in dict.fromkeys(place_of(cell) for cell in matrix.cells()):
+        part = found_in.get(where, [])
         columns = RESOURCES if table.kind == "resources" else result_columns(part)
         if table.kind == "forgetting":
-            columns = [*result_columns(part), *RESOURCES[:2], RESOURCES[4]]
-        rows = [] if table.kind == "resources" else [Row("", BASE, _base_values(part, columns))]
+            keys = ("data_share", "param_share", "total_seconds")
+            columns = [*result_columns(part), *(c for c in RESOURCES if c.key in keys)]
+        rows: list[Row] = []
+        if part and table.kind != "resources":
+            base = {record.cell.seed: record.base for record in part}
+            rows.append(Row("", BASE, _values(list(base.values()), columns), len(base)))
         for group, members in {REFERENCE: table.reference, **groups}.items():
             for name in members:
                 own = [r for r in part if r.cell.method.name == name]
                 if own:
-                    rows.append(Row(group, name, _values([r.values for r in own], columns)))
+                    values = _values([r.values for r in own], columns)
+                    rows.append(Row(group, name, values, len(own)))
         _rank(rows, columns, table.within)
         shown = [w for w in where if w != "default"]
         title = " · ".join([table.title, *shown])
         gone = [f"{c.title} ({why})" for c, why in missing.items() if place_of(c) == where]
-        found.append(Result(title, table.kind, columns, rows, table.mark, gone))
+        found.append(Result(title, table.kind, columns, rows, table.mark, gone, " · ".join(where)))
     return found
-
-
-def _base_values(records: Sequence[Record], columns: Sequence[Column]) -> dict[str, Value]:
-    by_seed = {r.cell.seed: r.base for r in records}
-    return _values(list(by_seed.values()), columns)
 
 
 def _values(
@@ -268,16 +284,19 @@ def _values(
 def _rank(rows: list[Row], columns: Sequence[Column], within: str) -> None:
     """Places in each column, within groups or over the table, and ranks within groups.
 
-    Equal means share a place; the base model and the references have none.
+    Equal means share a place; the base model, the references and rows that lack a seed which
+    others have get none.
     """
-    competing = [row for row in rows if row.name != BASE and row.group != REFERENCE]
+    rivals = [row for row in rows if row.name != BASE and row.group != REFERENCE]
+    most = max((row.seeds for row in rivals), default=0)
+    competing = [row for row in rivals if row.seeds == most]
     for column in columns:
         have = [row for row in competing if column.better and column.key in row.values]
         for row in have:
-            rivals = [o for o in have if within == "table" or o.group == row.group]
+            near = [o for o in have if within == "table" or o.group == row.group]
             own = column.better * row.values[column.key].mean
             row.place[column.key] = 1 + sum(
-                column.better * other.values[column.key].mean > own for other in rivals
+                column.better * other.values[column.key].mean > own for other in near
             )
     judged = [c for c in columns if c.better and c not in RESOURCES]
     if not judged:

@@ -95,10 +95,11 @@ def _head(result: Result) -> list[str]:
 def _lines(result: Result, form: str) -> list[list[str]]:
     grouped = any(row.group for row in result.rows)
     ranked = any(row.rank for row in result.rows)
+    most = max((row.seeds for row in result.rows), default=0)
     return [
         [
             *([row.group] if grouped else []),
-            row.name,
+            row.name if row.seeds == most else f"{row.name} ({row.seeds} of {most} seeds)",
             *(_cell(c, row, form, result.mark) for c in result.columns),
             *([str(row.rank or "–")] if ranked else []),
         ]
@@ -139,7 +140,8 @@ def markdown(
         )
     parts.append(
         "Mean ± standard deviation over seeds; bold is the best of a column, underlined the "
-        f"second. `{BASE}` does not compete."
+        "second, italic, where a table marks it, the third. References, rows that lack a seed and "
+        f"`{BASE}` do not compete."
     )
     return "\n\n".join(parts) + "\n"
 
@@ -178,9 +180,14 @@ def latex(results: Sequence[Result]) -> str:
             last = row.group
             names = _num_names(result)
             lines.append(" & ".join([*map(_tex, cells[:names]), *cells[names:]]) + r" \\")
+        gone = f"% Not finished: {'; '.join(result.missing)}." if result.missing else ""
+        if not result.rows:
+            parts.append(f"% {result.title}: no finished cell\n{gone}")
+            continue
         parts.append(
             "\n".join(
                 [
+                    *([gone] if gone else []),
                     r"\begin{table}[t]",
                     r"\centering",
                     rf"\caption{{{_tex(result.title)}}}",

@@ -30,20 +30,18 @@ FRONTIERS = (
 def draw(out: Path) -> list[Path]:
     """The figures of the comparison in `out`; returns their files."""
     tables = json.loads((out / "comparison.json").read_text(encoding="utf-8"))["tables"]
-    resources = {_where(t): _points(t) for t in tables if t["kind"] == "resources"}
+    resources = {t["where"]: _points(t) for t in tables if t["kind"] == "resources"}
     made: list[Path] = []
+    stems: set[str] = set()
     for table in (t for t in tables if t["kind"] == "results"):
+        stem = _stem(table["title"], stems)
+        points, cost = _points(table), resources.get(table["where"], {})
         quality, label, better = _quality(table)
-        cost = resources.get(_where(table))
-        if quality is None or not cost:
-            continue
-        points = _points(table)
-        stem = "".join(c if c.isalnum() else "_" for c in table["title"])
         for key, text, short in FRONTIERS:
             both = {
                 name: (cost[name][key], values[quality])
                 for name, values in points.items()
-                if name in cost and key in cost[name] and quality in values
+                if key in cost.get(name, {}) and quality in values
             }
             path = out / f"frontier_{short}_{stem}"
             made += _scatter(path, both, text, label, better, log=key == "total_seconds")
@@ -52,9 +50,15 @@ def draw(out: Path) -> list[Path]:
     return made
 
 
-def _where(table: Mapping[str, Any]) -> str:
-    """What the table is about: its title less the first part."""
-    return table["title"].partition(" · ")[2]
+def _stem(title: str, taken: set[str]) -> str:
+    """A file name for a table, another one where titles differ in signs alone."""
+    plain = "".join(c if c.isalnum() else "_" for c in title)
+    stem, number = plain, 1
+    while stem in taken:
+        number += 1
+        stem = f"{plain}_{number}"
+    taken.add(stem)
+    return stem
 
 
 def _points(table: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -64,13 +68,13 @@ def _points(table: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     }
 
 
-def _quality(table: Mapping[str, Any]) -> tuple[str | None, str, int]:
+def _quality(table: Mapping[str, Any]) -> tuple[str, str, int]:
     """The column that stands for quality: overall, else the first loss."""
     columns = {c["key"]: c for c in table["columns"]}
     for key in ("summary.overall", *columns):
         if key in columns and columns[key]["better"]:
             return key, columns[key]["title"], columns[key]["better"]
-    return None, "", 0
+    return "", "", 0
 
 
 def _skills(path: Path, table: Mapping[str, Any]) -> list[Path]:

@@ -12,6 +12,7 @@ import difflib
 import functools
 import importlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -220,22 +221,37 @@ ROWS: dict[str, dict[Axis, str]] = {
 def row(name: str) -> dict[Axis, str]:
     """The axes of a table's row: a name of `ROWS`, or methods joined by +, such as less+s2ft.
 
-    A name that several axes have (random) is the first of them that is not taken yet.
+    A name that several axes have (random) is the first of them that is not taken yet; a name of
+    `ROWS` has all of its axes, but for dualsft beside a method that takes one of the two.
     """
-    if name in ROWS:
-        return dict(ROWS[name])
     chosen: dict[Axis, str] = {}
-    for part in name.split("+"):
+    parts = name.split("+")
+    for part in parts:
+        if part in ROWS and (part != "dualsft" or not _takes_a_side(parts)):
+            own: dict[Axis, str] = {
+                a: method for a, method in ROWS[part].items() if method != "all"
+            }
+            if twice := sorted(own.keys() & chosen.keys()):
+                raise ConfigError(f"method {name!r}: {part!r} names the axis {twice[0]} twice")
+            chosen |= own
+            continue
         axes: list[Axis] = [axis for axis in AXES if part in registry()[axis]]
         free: list[Axis] = [axis for axis in axes if axis not in chosen]
         if not free:
+            if axes:
+                raise ConfigError(f"method {name!r}: {part!r} names the axis {axes[0]} twice")
             every = {n for methods in registry().values() for n in methods} | set(ROWS)
             close = difflib.get_close_matches(part, every, n=1)
             cure = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(every))}"
-            why = "names its axis twice" if axes else "is no method"
-            raise ConfigError(f"method {name!r}: {part!r} {why}; {cure}")
+            raise ConfigError(f"method {name!r}: {part!r} is no method; {cure}")
         chosen[free[0]] = part
     return {"data": "all", "params": "all", **chosen}
+
+
+def _takes_a_side(parts: list[str]) -> bool:
+    """Whether another method than dualsft chooses the examples or the parameters."""
+    sides = {*registry()["data"], *registry()["params"], "dualsft-data", "dualsft-param"}
+    return any(part in sides for part in parts if part != "dualsft")
 
 
 def row_name(axes: Mapping[Axis, str]) -> str:
@@ -244,9 +260,11 @@ def row_name(axes: Mapping[Axis, str]) -> str:
         if known == dict(axes):
             return name
     parts = [axes[axis] for axis in AXES if axis in axes and axes[axis] != "all"]
-    name = "+".join(parts)
-    try:
-        plain = row(name) == dict(axes)
-    except ConfigError:
-        plain = False
-    return name if plain else ",".join(f"{axis}={axes[axis]}" for axis in AXES if axis in axes)
+    sides = {axis: method for axis, method in axes.items() if axis in ("data", "params")}
+    whole = [name for name, known in ROWS.items() if known == sides]
+    rest = [axes[axis] for axis in AXES if axis in axes and axis not in sides]
+    for name in ("+".join(parts), "+".join([*whole, *rest])):
+        with suppress(ConfigError):
+            if row(name) == dict(axes):
+                return name
+    return ",".join(f"{axis}={axes[axis]}" for axis in AXES if axis in axes)

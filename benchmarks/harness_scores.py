@@ -1,0 +1,162 @@
+"""Whether the tasks on local files score as the harness's own: both asked of the same models.
+
+    python -m benchmarks.harness_scores DATA_DIR --model smollm2-135m --limit 16 --out FILE.json
+
+A short run is made whose evaluation asks the local tasks of θ_old and θ*. Then the harness loads
+its own tasks by name, reads the same rows through its own loader (`datasets.load_dataset` is
+answered from the files), loads both models itself and evaluates them. The scores must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from dualsft import config as settings
+from dualsft import pipeline
+from dualsft.benchmark_tasks import BENCHMARKS, quiet
+from dualsft.pretrained import resolve_model
+from dualsft.progress import Reporter
+
+NAMES = ("piqa", "arc_challenge", "gsm8k", "mmlu")
+KEYS = {
+    "piqa": "acc,none",
+    "arc_challenge": "acc,none",
+    "mmlu": "acc,none",
+    "gsm8k": "exact_match,strict-match",
+}
+
+
+def read_rows(folder: Path, stem: str) -> list[dict[str, Any]]:
+    """The rows of a local file."""
+    [path] = sorted(folder.glob(f"{stem}.jsonl*"))
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def hub_form(stem: str, many: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows as the hub has them."""
+    if stem != "arc_challenge_test":
+        return many
+    return [{**row, "choices": {"text": row["choices"], "label": row["labels"]}} for row in many]
+
+
+@contextmanager
+def hub_of(name: str, folder: Path) -> Iterator[None]:
+    """`datasets.load_dataset` gives the rows of the local files, in the hub's form."""
+    import datasets
+
+    files = {s: hub_form(t, read_rows(folder, t)) for s, t in BENCHMARKS[name].files.items()}
+
+    def load_dataset(path: str, name: str | None = None, **_: Any) -> Any:
+        made: dict[Any, Any] = {"train": datasets.Dataset.from_list([])}
+        for split, many in files.items():
+            own = [row for row in many if "mmlu" not in path or row["subject"] == name]
+            made[split] = datasets.Dataset.from_list(own)
+        return datasets.DatasetDict(made)
+
+    with mock.patch.object(datasets, "load_dataset", load_dataset):
+        yield
+
+
+def harness_tasks(name: str, folder: Path) -> dict[str, Any]:
+    """The harness's own tasks of this name, with the paper's number of shots."""
+    import lm_eval.tasks
+    from lm_eval.tasks import TaskManager
+
+    root = Path(str(lm_eval.tasks.__file__)).parent / Path(BENCHMARKS[name].definition).parts[0]
+    with quiet(), hub_of(name, folder):
+        manager = TaskManager(include_path=str(root), include_defaults=False)
+        tasks: dict[str, Any] = dict(manager.load([name])["tasks"])
+    for task in tasks.values():
+        task.set_config("num_fewshot", BENCHMARKS[name].shots)
+        task.set_fewshot_seed(1234)
+    return tasks
+
+
+def harness_scores(model: Path, folder: Path, limit: int | None, batch: int) -> dict[str, float]:
+    """What `lm_eval`'s evaluate says of a model on its own tasks; MMLU over all its items.
+
+    Beside the score of each task its `acc_norm`, where it has one.
+    """
+    from lm_eval.evaluator import evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    wrapper: Any = HFLM
+    scores = {}
+    with quiet():
+        lm = wrapper(pretrained=str(model), device="cpu", batch_size=batch, dtype="float32")
+        for name in NAMES:
+            tasks = harness_tasks(name, folder)
+            found: Any = evaluate(lm, {"tasks": tasks}, limit=limit, bootstrap_iters=0)
+            counts = {leaf: found["n-samples"][leaf]["effective"] for leaf in tasks}
+            for label, key in ((name, KEYS[name]), (f"{name} acc_norm", "acc_norm,none")):
+                shares = [(found["results"][leaf].get(key), n) for leaf, n in counts.items()]
+                if all(share is not None for share, _ in shares):
+                    scores[label] = sum(share * n for share, n in shares) / sum(counts.values())
+    return scores
+
+
+def our_scores(model: str, folder: Path, limit: int, batch: int, out: Path) -> dict[str, Any]:
+    """The evaluation of a short run: {side: {task: [score, items]}}."""
+    rows = [{"prompt": f"How much is {n} + {n}?", "response": str(2 * n)} for n in range(60)]
+    corpus = out / "rows.jsonl"
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [f"model.path={model}", "model.device=cpu", f"data.path={corpus}"]
+    words += ["method.data=random", "method.params=random", "finetune.lr=1e-4"]
+    words += [f"evaluation.tasks={','.join(NAMES)}", f"evaluation.data_dir={folder}"]
+    words += [f"evaluation.limit_tasks={limit}", f"evaluation.task_batch_size={batch}"]
+    run = pipeline.run(settings.load(None, words), out / "run", "evaluation", Reporter())
+    tasks = json.loads((run / "7_evaluation/results.json").read_text())["tasks"]
+    return {
+        side: {name: (tasks[name][side]["score"], tasks[name][side]["items"]) for name in NAMES}
+        for side in ("before", "after")
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Raw)
+    parser.add_argument("data_dir", type=Path)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--limit", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        ours = our_scores(given.model, given.data_dir, given.limit, given.batch, Path(place))
+        models = {
+            "before": resolve_model(given.model),
+            "after": Path(place, "run/6_finetune/model"),
+        }
+        theirs = {
+            side: harness_scores(model, given.data_dir, given.limit, given.batch)
+            for side, model in models.items()
+        }
+    rows = [
+        {"task": name, "side": side, "items": items, "ours": score, "harness": theirs[side][name]}
+        for side, tasks in ours.items()
+        for name, (score, items) in tasks.items()
+    ]
+    for row in rows:
+        words = f"{row['task']:14} {row['side']:7} {row['items']:4} items"
+        print(f"{words}  ours {row['ours']:.4f}  harness {row['harness']:.4f}")
+    if given.out:
+        given.out.write_text(json.dumps({"model": given.model, "rows": rows}, indent=1) + "\n")
+    return int(any(abs(row["ours"] - row["harness"]) > 1e-9 for row in rows))
+
+
+class _Raw(argparse.RawDescriptionHelpFormatter):
+    """The description as it is written."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -113,7 +113,8 @@ def both_training(out: Path, running: subprocess.Popen[str]) -> list[int]:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and running.poll() is None:
         logs = [log.read_text() for log in out.glob("logs/**/*.log")]
-        if sum("[split] done" in log for log in logs) == 2 and len(workers_of(running.pid)) == 2:
+        split = sum("[split] done" in log or "[split] taken over" in log for log in logs)
+        if split == 2 and len(workers_of(running.pid)) == 2:
             return workers_of(running.pid)
         time.sleep(0.05)
     raise AssertionError(f"no two workers: {running.communicate()[1]}")
@@ -125,7 +126,7 @@ def both_training(out: Path, running: subprocess.Popen[str]) -> list[int]:
 def test_a_stopped_comparison_goes_on(how: int, tmp_path: Path, words: list[str]) -> None:
     """Ctrl-C is passed on and waited for; when the parent is killed the workers end too."""
     path, out = write_matrix(tmp_path, methods=["sft", "random"]), tmp_path / "out"
-    long = [*words, "finetune.epochs=400"]
+    long = [*words, "finetune.epochs=3000"]
     running = start(path, out, long)
     workers = both_training(out, running)
     running.send_signal(how)
@@ -145,7 +146,7 @@ def test_a_stopped_comparison_goes_on(how: int, tmp_path: Path, words: list[str]
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
 def test_a_worker_that_is_killed_is_named(tmp_path: Path, words: list[str]) -> None:
     path, out = write_matrix(tmp_path, methods=["sft", "random"]), tmp_path / "out"
-    running = start(path, out, [*words, "finetune.epochs=150"])
+    running = start(path, out, [*words, "finetune.epochs=600"])
     os.kill(both_training(out, running)[0], signal.SIGKILL)
     _, told = running.communicate(timeout=300)
     assert running.returncode == 1 and "died of SIGKILL" in told
@@ -166,13 +167,16 @@ def test_who_waits_for_whom(tmp_path: Path, words: list[str]) -> None:
         found = {n for n, c in cells.items() if comparing_workers._awaits(c, [worker], shared)}
         return found - {running}
 
-    assert awaiting("random") == set()
-    assert awaiting("less") == {"less+s2ft"}
-    assert awaiting("less", "[selection] again (something)") == {"less+s2ft"}
-    assert awaiting("less", "[selection] done in 0:01") == set()
-    assert {"dualsft-param", "top_loss"} <= awaiting("dualsft", "[split] done in 0:01")
-    assert awaiting("dualsft", "[warmup] done in 0:01") == {"dualsft-param"}
-    assert awaiting("dualsft", "[warmup] reused: it", "[scores] taken over from x") == set()
+    split = "[split] done in 0:01"
+    assert awaiting("random") == set(cells) - {"random"}
+    assert awaiting("random", split) == awaiting("random", "[split] taken over from x") == set()
+    assert awaiting("less", split) == {"less+s2ft"}
+    assert awaiting("less", split, "[selection] again (something)") == {"less+s2ft"}
+    assert awaiting("less", split, "[selection] done in 0:01") == set()
+    assert {"dualsft-param", "top_loss"} <= awaiting("dualsft", split)
+    assert awaiting("dualsft", split, "[warmup] done in 0:01") == {"dualsft-param"}
+    warm = "[warmup] reused: it"
+    assert awaiting("dualsft", split, warm, "[scores] taken over from x") == set()
 
 
 def test_cells_that_no_budget_tells_apart_are_made_once(tmp_path: Path, words: list[str]) -> None:

@@ -14,7 +14,7 @@ import gzip
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from dualsft.benchmark_tasks import BENCHMARKS, quiet
 from dualsft.pretrained import resolve_model
 from dualsft.progress import Reporter
 
+Row = dict[str, Any]
 NAMES = ("piqa", "arc_challenge", "gsm8k", "mmlu")
 KEYS = {
     "piqa": "acc,none",
@@ -83,19 +84,21 @@ def harness_tasks(name: str, folder: Path) -> dict[str, Any]:
     return tasks
 
 
-def harness_scores(model: Path, folder: Path, limit: int | None, batch: int) -> dict[str, float]:
+def harness_scores(
+    model: Path, folder: Path, limit: int | None, batch: int, names: Sequence[str] = NAMES
+) -> tuple[dict[str, float], list[str]]:
     """What `lm_eval`'s evaluate says of a model on its own tasks; MMLU over all its items.
 
-    Beside the score of each task its `acc_norm`, where it has one.
+    Beside the score of each task its `acc_norm`, where it has one; and GSM8K's answers.
     """
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
 
     wrapper: Any = HFLM
-    scores = {}
+    scores, texts = {}, []
     with quiet():
         lm = wrapper(pretrained=str(model), device="cpu", batch_size=batch, dtype="float32")
-        for name in NAMES:
+        for name in names:
             tasks = harness_tasks(name, folder)
             found: Any = evaluate(lm, {"tasks": tasks}, limit=limit, bootstrap_iters=0)
             counts = {leaf: found["n-samples"][leaf]["effective"] for leaf in tasks}
@@ -103,52 +106,61 @@ def harness_scores(model: Path, folder: Path, limit: int | None, batch: int) -> 
                 shares = [(found["results"][leaf].get(key), n) for leaf, n in counts.items()]
                 if all(share is not None for share, _ in shares):
                     scores[label] = sum(share * n for share, n in shares) / sum(counts.values())
-    return scores
+            if name == "gsm8k":
+                kept = {one["doc_id"]: one["resps"][0][0] for one in found["samples"][name]}
+                texts = [kept[i] for i in sorted(kept)]
+    return scores, texts
 
 
-def our_scores(model: str, folder: Path, limit: int, batch: int, out: Path) -> dict[str, Any]:
-    """The evaluation of a short run: {side: {task: [score, items]}}."""
+def our_run(
+    model: str, folder: Path, limit: int, batch: int, names: Sequence[str], out: Path
+) -> Path:
+    """A short run with an evaluation by the local tasks."""
     rows = [{"prompt": f"How much is {n} + {n}?", "response": str(2 * n)} for n in range(60)]
     corpus = out / "rows.jsonl"
     corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [f"model.path={model}", "model.device=cpu", f"data.path={corpus}"]
     words += ["method.data=random", "method.params=random", "finetune.lr=1e-4"]
-    words += [f"evaluation.tasks={','.join(NAMES)}", f"evaluation.data_dir={folder}"]
+    words += [f"evaluation.tasks={','.join(names)}", f"evaluation.data_dir={folder}"]
     words += [f"evaluation.limit_tasks={limit}", f"evaluation.task_batch_size={batch}"]
-    run = pipeline.run(settings.load(None, words), out / "run", "evaluation", Reporter())
+    return pipeline.run(settings.load(None, words), out / "run", "evaluation", Reporter())
+
+
+def compared(run: Path, side: str, theirs: dict[str, float], texts: list[str]) -> list[Row]:
+    """One row a task: both scores, and of GSM8K how many of the answers are the same text."""
     tasks = json.loads((run / "7_evaluation/results.json").read_text())["tasks"]
-    return {
-        side: {name: (tasks[name][side]["score"], tasks[name][side]["items"]) for name in NAMES}
-        for side in ("before", "after")
-    }
+    samples = (run / "7_evaluation/samples.jsonl").read_text().splitlines()
+    ours = [one[f"text_{side}"] for one in map(json.loads, samples) if one["task"] == "gsm8k"]
+    rows: list[Row] = []
+    for name, facts in tasks.items():
+        row = {"task": name, "side": side, "items": facts[side]["items"]}
+        row |= {"ours": facts[side]["score"], "harness": theirs[name]}
+        if name == "gsm8k":
+            row["same_texts"] = sum(a == b for a, b in zip(ours, texts, strict=True))
+        rows.append(row)
+    return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Raw)
     parser.add_argument("data_dir", type=Path)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--tasks", default=",".join(NAMES))
     parser.add_argument("--limit", type=int, default=16)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    names, rows = given.tasks.split(","), list[Row]()
     with tempfile.TemporaryDirectory() as place:
-        ours = our_scores(given.model, given.data_dir, given.limit, given.batch, Path(place))
-        models = {
-            "before": resolve_model(given.model),
-            "after": Path(place, "run/6_finetune/model"),
-        }
-        theirs = {
-            side: harness_scores(model, given.data_dir, given.limit, given.batch)
-            for side, model in models.items()
-        }
-    rows = [
-        {"task": name, "side": side, "items": items, "ours": score, "harness": theirs[side][name]}
-        for side, tasks in ours.items()
-        for name, (score, items) in tasks.items()
-    ]
+        sizes = (given.limit, given.batch, names)
+        run = our_run(given.model, given.data_dir, *sizes, Path(place))
+        models = {"before": resolve_model(given.model), "after": run / "6_finetune/model"}
+        for side, model in models.items():
+            rows += compared(run, side, *harness_scores(model, given.data_dir, *sizes))
     for row in rows:
+        same = f", {row['same_texts']} answers the same" if "same_texts" in row else ""
         words = f"{row['task']:14} {row['side']:7} {row['items']:4} items"
-        print(f"{words}  ours {row['ours']:.4f}  harness {row['harness']:.4f}")
+        print(f"{words}  ours {row['ours']:.4f}  harness {row['harness']:.4f}{same}")
     if given.out:
         given.out.write_text(json.dumps({"model": given.model, "rows": rows}, indent=1) + "\n")
     return int(any(abs(row["ours"] - row["harness"]) > 1e-9 for row in rows))

@@ -18,7 +18,7 @@ import torch
 from conftest import Runner, small_run, write_jsonl
 from models import save_tiny_folder
 
-from benchmarks.harness_scores import NAMES, harness_scores, harness_tasks
+from benchmarks.harness_scores import NAMES, compared, harness_scores, harness_tasks
 from dualsft import benchmark_tasks, benchmarking, pipeline
 from dualsft import config as settings
 from dualsft.benchmark_tasks import BENCHMARKS, build_tasks, definitions, quiet, task_problems
@@ -171,7 +171,10 @@ def test_scores_equal_the_harnesss_evaluate(
         ours = {name: tasks[name][side]["score"] for name in NAMES}
         for name in ("piqa", "arc_challenge"):
             ours[f"{name} acc_norm"] = tasks[name][side]["other_metrics"]["acc_norm"]
-        assert ours == pytest.approx(harness_scores(model, data_dir, None, 3))
+        theirs, texts = harness_scores(model, data_dir, None, 3)
+        assert ours == pytest.approx(theirs)
+        [mine, *_] = (row for row in compared(folder, side, theirs, texts) if "same_texts" in row)
+        assert mine["same_texts"] == mine["items"] == 6
 
 
 @pytest.mark.slow

@@ -41,24 +41,16 @@ console = Console(highlight=False, soft_wrap=True)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 WORDS = {"ignore_unknown_options": True}
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[RECIPE|FILE.yaml] [KEY=VALUE]...",
-        help=f"A recipe ({', '.join(settings.recipe_names())}) or a YAML file, and settings as "
-        "key=value; docs/config.md lists them all.",
-        show_default=False,
-    ),
-]
-Comparison = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[COMPARISON|FILE.yaml] [KEY=VALUE]...",
-        help="A packaged comparison, such as quick or table_magicoder, or a YAML file, and "
-        "settings as key=value; docs/methods.md tells of them, a wrong name lists them.",
-        show_default=False,
-    ),
-]
+RECIPES = f"A recipe ({', '.join(settings.recipe_names())})"
+
+
+def _words(what: str, text: str) -> Any:
+    text += " or a YAML file, and settings as key=value; docs/config.md lists them all."
+    return typer.Argument(metavar=f"[{what}] [KEY=VALUE]...", help=text, show_default=False)
+
+
+Words = Annotated[list[str] | None, _words("RECIPE|FILE.yaml", RECIPES)]
+Comparison = Annotated[list[str] | None, _words("MATRIX|FILE.yaml", "A matrix (docs/methods.md)")]
 RunFolder = Annotated[Path, typer.Argument(help="The run folder.", show_default=False)]
 
 AllowCode = Annotated[

@@ -17,10 +17,13 @@ from typing import Any
 
 from dualsft.context import RunContext
 from dualsft.pretrained import tokenizer_hash, weights_hash
+from dualsft.progress import clock
 from dualsft.rundir import atomic_write_text, locked
 
 LOOK_EVERY = 0.5
 """Seconds between two looks at whether another process is done with the base model."""
+TELL_EVERY = 60.0
+"""Seconds between two words about waiting for it."""
 
 
 class Kept:
@@ -97,8 +100,11 @@ class Turn:
     def __enter__(self) -> None:
         if self.free():
             return
-        self.ctx.reporter.say("the base model: another run is asking it; waiting for its answers")
+        told, begun, waiting = -TELL_EVERY, time.monotonic(), "another run is asking it; waiting"
         while not self.free():
+            if (spent := time.monotonic() - begun) - told >= TELL_EVERY:
+                self.ctx.reporter.say(f"the base model: {waiting} for its answers, {clock(spent)}")
+                told = spent
             time.sleep(LOOK_EVERY)
 
     def __exit__(self, *_: object) -> None:

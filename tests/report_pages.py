@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from conftest import corpus_rows, small_run, write_jsonl
+from places import place
 
 from dualsft import config as settings
 from dualsft import pipeline
@@ -49,7 +50,7 @@ def hostile_run(root: Path, model: Path) -> Path:
             "<svg xmlns='http://www.w3.org/2000/svg' width='40' height='20'><rect width='9'/></svg>"
         )
         (folder / f"{name}.svg").write_text(svg)
-    write_report(run)
+    write_report(place(run))
     return run
 
 
@@ -90,7 +91,7 @@ def entry(path: Path) -> dict[str, Any]:
 def enlarged(run: Path, count: int, lead: str = "") -> tuple[Path, dict[str, Any]]:
     """The run with its examples replaced by many that begin with `lead`, and its facts with the
     hashes of these."""
-    facts = load_summaries(run)
+    facts = load_summaries(place(run))
     tokenizer = load_tokenizer(run / "6_finetune/model")
     rng = np.random.default_rng(0)
     letters = [*"abcdefghijklmnopqrstuvwxyz"]

@@ -13,16 +13,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from places import place
 
 from dualsft import base_answers, benchmarking
 from dualsft.base_answers import Turn
+from dualsft.run_paths import RunPath
 
 HOLD = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from dualsft.base_answers import Turn
-ctx = SimpleNamespace(answers=Path(sys.argv[1]), model_folder=Path(sys.argv[2]))
+from dualsft.run_paths import RunPath
+ctx = SimpleNamespace(answers=RunPath(sys.argv[1]), model_folder=Path(sys.argv[2]))
 with Turn(ctx):
     print("has it", flush=True)
     time.sleep(600)
@@ -31,7 +34,8 @@ with Turn(ctx):
 
 def context(answers: Path | None, model: Path, said: list[str] | None = None) -> Any:
     voice = SimpleNamespace(say=(said if said is not None else []).append)
-    return SimpleNamespace(answers=answers, model_folder=model, reporter=voice)
+    place = None if answers is None else RunPath(answers)
+    return SimpleNamespace(answers=place, model_folder=model, reporter=voice)
 
 
 def test_one_at_a_time_and_only_where_answers_are_shared(
@@ -101,7 +105,7 @@ def test_whoever_comes_second_asks_its_own_model_first(
     for taken in (False, True):
         assert not taken or held.free()
         (part := tmp_path / str(taken)).mkdir()
-        found.append(benchmarking.run_benchmarks(ctx, models, part))
+        found.append(benchmarking.run_benchmarks(ctx, models, place(part)))
         [row] = (part / "samples.jsonl").read_text().splitlines()
         wanted = {"task": "piqa", "id": "0", "score_before": 0.0, "score_after": 1.0}
         assert json.loads(row) == wanted
@@ -113,7 +117,10 @@ def test_whoever_comes_second_asks_its_own_model_first(
 def test_a_damaged_file_is_told_and_not_read(damage: bytes, tmp_path: Path) -> None:
     said: list[str] = []
     kept: Any = object.__new__(base_answers.Kept)
-    kept.path, kept.reporter = tmp_path / "a/piqa-0.json", SimpleNamespace(warn=said.append)
+    kept.path, kept.reporter = (
+        RunPath(tmp_path) / "a/piqa-0.json",
+        SimpleNamespace(warn=said.append),
+    )
     assert kept.read() is None and said == []
     facts = {"answers": {"0": [-1.5, True], "1": "é"}, "truncated": 0}
     kept.write(facts)

@@ -355,7 +355,6 @@ def test_wilson_against_published_values() -> None:
     ("overrides", "words"),
     [
         (["evaluation.tasks=piqaa"], "did you mean 'piqa'"),
-        (["evaluation.tasks=humaneval"], "--allow-code-execution"),
         (["evaluation.backend=vlm"], "did you mean 'vllm'"),
     ],
 )
@@ -477,11 +476,17 @@ def test_the_right_answers_score_one(finished: Callable, data_dir: Path) -> None
 
 def test_the_flag_is_the_setting() -> None:
     from dualsft.cli import parse_words, with_consent
+    from dualsft.preflight import check_consent
 
     words = ["model.path=m", "data.path=d", "evaluation.tasks=humaneval"]
-    assert settings.load(*parse_words(with_consent(words, True))).evaluation.allow_code_execution
-    with pytest.raises(ConfigError, match="allow-code-execution"):
-        settings.load(*parse_words(with_consent(words, False)))
+    allowed = settings.load(*parse_words(with_consent(words, True)))
+    assert allowed.evaluation.allow_code_execution
+    check_consent(allowed, None)
+    config = settings.load(*parse_words(with_consent(words, False)))
+    check_consent(config, "finetune")  # nothing runs before the evaluation
+    for until in ("evaluation", None):
+        with pytest.raises(ConfigError, match="allow-code-execution"):
+            check_consent(config, until)
 
 
 if "DUALSFT_DATA" in os.environ:  # a folder with the real rows; without it there is no such test

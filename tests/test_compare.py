@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from conftest import corpus_rows, small_run, write_jsonl
+from places import place
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -27,6 +28,7 @@ from dualsft.errors import ConfigError
 from dualsft.manifest import render_manifest
 from dualsft.methods import AXES, names_of, registry, row_name
 from dualsft.progress import Reporter
+from dualsft.run_paths import RunPath
 
 HYBRIDS = ("less+s2ft", "less+nanoadam", "spice+s2ft", "spice+nanoadam")
 
@@ -66,7 +68,7 @@ def test_the_whole_method_list_runs_through_compare(tmp_path: Path, words: list[
     out = tmp_path / "out"
     assert run_matrix(matrix, out, quiet(), strict=True) == {}
     files = comparison_tables.write_tables(matrix, out, "dualsft")
-    assert all(path.stat().st_size > 0 for path in files)
+    assert all(path.location.stat().st_size > 0 for path in files)
     tables = json.loads((out / "comparison.json").read_text())["tables"]
     for table in tables:
         rows = {row["name"] for row in table["rows"]}
@@ -116,7 +118,7 @@ def test_a_choice_of_examples_is_made_once(tmp_path: Path, words: list[str]) -> 
     assert facts[1]["taken_over"] == {key: cost[key] for key in ("seconds", "peak_bytes")}
     assert taker["seconds"] > cost["seconds"]
     assert taker["peak_memory"]["rss_bytes"] >= cost["peak_bytes"]
-    records, missing = comparison.collect(matrix, out)
+    records, missing = comparison.collect(matrix, place(out))
     took = {record.cell.method.name: record.values for record in records}
     assert not missing and took["less+s2ft"]["passes"] == took["less"]["passes"]
     assert took["less+s2ft"]["selection_seconds"] == taker["seconds"]
@@ -157,7 +159,7 @@ def test_only_the_same_question_has_the_same_answer(
         words = [*words, change]
     said: list[str] = []
     wanted = config.load(None, [*words, "method.params=s2ft"])
-    pipeline.run(wanted, tmp_path / "two", "selection", quiet(said), [lender])
+    pipeline.run(wanted, tmp_path / "two", "selection", quiet(said), [RunPath(lender)])
     taken = f"the examples of {method} are taken over from {lender / '5_selection'}"
     assert (taken in said) == lent
 
@@ -200,7 +202,7 @@ def test_a_lender_that_is_not_understood_is_passed_over(
     (folder / "manifest.json").write_text(render_manifest(body))
     said: list[str] = []
     wanted = config.load(None, [*words, "method.params=s2ft"])
-    out = pipeline.run(wanted, tmp_path / "two", "selection", quiet(said), [lender])
+    out = pipeline.run(wanted, tmp_path / "two", "selection", quiet(said), [RunPath(lender)])
     assert not any("are taken over" in line for line in said)
     assert any(f"{folder}: its choice of examples cannot be taken over" in x for x in said)
     assert (out / "5_selection/ids.json").read_bytes() == (folder / "ids.json").read_bytes()
@@ -358,7 +360,7 @@ def test_two_models_with_one_tokenizer_are_two_models(
     }
     assert losses["one", "sft", 1]["before"] != losses["two", "sft", 1]["before"]
     assert losses["one", "sft", 1]["after"] != losses["two", "sft", 1]["after"]
-    records, _ = comparison.collect(matrix, out)
+    records, _ = comparison.collect(matrix, place(out))
     found = {(d.where, d.what): d for d in comparison.differences(records, "random")}
     for model in models:
         by_hand = [
@@ -405,7 +407,7 @@ def test_weights_of_examples_count_as_passes(tmp_path: Path, words: list[str]) -
     """FLOW looks at the data once to weigh it, in the fine-tuning stage."""
     matrix = matrix_of(tmp_path, words, methods=["sft", "flow"])
     assert run_matrix(matrix, tmp_path / "out", quiet(), strict=True) == {}
-    records, _ = comparison.collect(matrix, tmp_path / "out")
+    records, _ = comparison.collect(matrix, place(tmp_path / "out"))
     passes = {r.cell.method.name: r.values["passes"] for r in records}
     assert passes["sft"] == 0.0
     assert passes["flow"] == pytest.approx(records[1].values["data_share"])
@@ -422,7 +424,7 @@ def test_answers_with_odd_line_ends_are_read(odd: str, tmp_path: Path) -> None:
     with open(folder / "samples.jsonl", "w", encoding="utf-8") as lines:
         for row in paired_rows("gsm8k", rows, rows):
             lines.write(json.dumps(row, ensure_ascii=False) + "\n")
-    found = comparison._per_example(tmp_path / "cell")
+    found = comparison._per_example(place(tmp_path / "cell"))
     assert found["gsm8k", "1"] == 1.0 and found["gsm8k", "2"] == 0.0
 
 
@@ -432,7 +434,7 @@ def test_paired_differences_are_those_of_the_same_examples(
     matrix = matrix_of(tmp_path, words, methods=["sft", "random"], seeds=[1, 2])
     out = tmp_path / "out"
     run_matrix(matrix, out, quiet(), strict=True)
-    records, missing = comparison.collect(matrix, out)
+    records, missing = comparison.collect(matrix, place(out))
     assert not missing
     found = {d.what: d for d in comparison.differences(records, "random")}
     by_hand = []
@@ -508,7 +510,7 @@ def test_a_stage_that_loses_a_file_meanwhile_is_not_taken_over(
     pipeline.run(config.load(None, words), lender, "warmup", quiet())
     real = pipeline._lender
 
-    def slow(*given: object) -> Path | None:
+    def slow(*given: object) -> RunPath | None:
         found = real(*given)  # pyright: ignore[reportArgumentType]
         if found is not None and given[1] == "2_warmup":
             (lender / "2_warmup/curvature.safetensors").unlink(missing_ok=True)
@@ -516,7 +518,7 @@ def test_a_stage_that_loses_a_file_meanwhile_is_not_taken_over(
 
     monkeypatch.setattr(pipeline, "_lender", slow)
     said: list[str] = []
-    pipeline.run(config.load(None, words), own, "warmup", quiet(said), [lender])
+    pipeline.run(config.load(None, words), own, "warmup", quiet(said), [RunPath(lender)])
     told = [line for line in said if line.startswith("[")]
     assert any(line.startswith("[split] taken over") for line in told)
     assert "[warmup] started" in told and (own / "2_warmup/curvature.safetensors").is_file()

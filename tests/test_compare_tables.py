@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import corpus_rows, write_jsonl
+from places import place
 from typer.testing import CliRunner
 
 from dualsft import comparison, comparison_matrix, comparison_tables, config, methods, pipeline
@@ -131,7 +132,7 @@ def table_of(
     records = [
         Record(
             cell,
-            tmp_path,
+            place(tmp_path),
             {"loss.new": LOSSES[cell.method.name] + 0.01 * cell.seed, "kl.new": 1.0, **took},
             {"loss.new": 2.0, "kl.new": 0.0},
         )

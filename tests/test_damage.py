@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import small_run
 from faults import content
+from places import place
 from safetensors.torch import load_file
 
 from dualsft import config as settings
@@ -56,7 +57,7 @@ def noticed(run: Path, file: Path, fingerprints: dict[str, Fingerprint]) -> bool
             return True
         return False
     if folder == "manifest.json":
-        return bool(read_manifest(file)[1])
+        return bool(read_manifest(place(file))[1])
     if folder.endswith(".work"):
         return Pieces(run / folder, "abc").load("warmup") is None
     return not RunDir(run).stage_state(folder, fingerprints[folder]).ready
@@ -65,7 +66,7 @@ def noticed(run: Path, file: Path, fingerprints: dict[str, Fingerprint]) -> bool
 def fingerprints_of(run: Path) -> dict[str, Fingerprint]:
     found = {}
     for folder in FOLDERS.values():
-        stated = read_manifest(run / folder / "manifest.json")[0]["fingerprint"]
+        stated = read_manifest(place(run / folder / "manifest.json"))[0]["fingerprint"]
         found[folder] = Fingerprint(stated["settings"], stated["reads"])
         assert RunDir(run).stage_state(folder, found[folder]).ready
     return found
@@ -154,7 +155,7 @@ def test_a_missing_run_manifest_is_no_reason_to_start_over(
     shutil.copytree(source, run)
     (run / "manifest.json").unlink()
     assert sum("] reused" in line for line in rerun(run, words)) == len(FOLDERS)
-    assert not read_manifest(run / "manifest.json")[1]
+    assert not read_manifest(place(run / "manifest.json"))[1]
 
 
 def test_the_report_refuses_damaged_numbers(
@@ -165,7 +166,7 @@ def test_the_report_refuses_damaged_numbers(
     damaged(run / "5_selection/summary.json", random.Random(1), "flip")
     damaged(run / "2_warmup/manifest.json", random.Random(1), "cut")
     with pytest.raises(RunError) as refused:
-        write_report(run)
+        write_report(place(run))
     assert "5_selection: summary.json has another SHA-256" in str(refused.value)
     assert "2_warmup: manifest.json is damaged" in str(refused.value)
 

@@ -136,7 +136,7 @@ class Lab:
     def diagnose(self, name: str, *words: str) -> Any:
         files = diagnose(self.run.folder, Wanted.of([name], list(words)), Reporter(lambda _: None))
         assert {f.suffix for f in files} == {".json", ".svg", ".png"}
-        assert all(f.stat().st_size > 5000 for f in files[1:])
+        assert all(f.location.stat().st_size > 5000 for f in files[1:])
         stored = json.loads(files[0].read_text())
         assert stored["name"] == name
         return stored["result"]

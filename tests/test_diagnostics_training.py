@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import Runner, small_run
 from oracle_run import load_run, recompute
+from places import place
 from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
@@ -743,11 +744,11 @@ def test_figures_need_the_json_alone(run: Path, tmp_path: Path) -> None:
     for name in NAMES:
         results(run, name)
         shutil.copy(run / "diagnostics" / f"{name}.json", tmp_path / f"{name}.json")
-        files = draw(registry()[name], tmp_path / f"{name}.json")
+        files = draw(registry()[name], place(tmp_path / f"{name}.json"))
         assert {f.suffix for f in files} == {".svg", ".png"}
-        assert all(f.parent == tmp_path and f.stat().st_size > 2000 for f in files)
+        assert all(f.parent == tmp_path and f.location.stat().st_size > 2000 for f in files)
     text = (tmp_path / "fidelity.svg").read_text()
-    again = draw(registry()["fidelity"], tmp_path / "fidelity.json")
+    again = draw(registry()["fidelity"], place(tmp_path / "fidelity.json"))
     assert len(again) == 6 and "<svg" in text
 
 

@@ -15,6 +15,7 @@ import pytest
 from conftest import Runner, corpus_rows, small_run, write_jsonl
 from faults import Fault, Launcher, changes, content
 from models import save_tiny_folder
+from places import place
 from safetensors import SafetensorError
 
 from dualsft import disk, pipeline
@@ -194,7 +195,7 @@ def test_a_real_disk_that_fills_up(
     """Somebody else may fill it after the look at the free space: real ENOSPC, at other places."""
     reference = bench.folder / f"reference{share}"
     assert bench.launcher.run(bench.words(reference)) == 0
-    out = small_disk(str(int(share * disk.folder_bytes(reference)))) / "run"
+    out = small_disk(str(int(share * disk.folder_bytes(place(reference))))) / "run"
     code = bench.launcher.run(bench.words(out, "resume.every=0"), unforeseen=True)
     assert code == 1 and "Traceback" not in bench.launcher.said, bench.launcher.said
     message = only_error(bench)

@@ -14,6 +14,7 @@ import torch
 import yaml
 from conftest import Runner
 from models import tiny_model
+from places import place
 
 from dualsft.ghost import GhostEngine, widened
 from dualsft.model import find_candidates, load_model
@@ -43,7 +44,7 @@ def exact_scores(run: Path) -> dict[str, float]:
     settings = PassSettings(batch_tokens=64, pad_id=0, padding_side="right")
     return {
         e.id: dot_alone(engine, e, direction, settings)[0]
-        for e in read_split(run / "1_split")["pool"]
+        for e in read_split(place(run / "1_split"))["pool"]
     }
 
 
@@ -54,7 +55,7 @@ def directions_error(run: Path) -> dict[str, float]:
         for folder in (run / "2_warmup/theta_bar", Path(read_config(run)["model"]["path"]))
     )
     engine = GhostEngine(theta_bar, find_candidates(theta_bar, "block_linear"))
-    roles = read_split(run / "1_split")
+    roles = read_split(place(run / "1_split"))
     settings = PassSettings(batch_tokens=64, pad_id=0, padding_side="right")
     found: dict[str, float] = {}
     for name, role, objective in (
@@ -142,7 +143,7 @@ def test_rounding_slack_covers_what_rounding_did(half_run: Path) -> None:
     rows = pq.read_table(half_run / "4_scores/examples.parquet").to_pydict()
     errors = [abs(s - exact[i]) for i, s in zip(rows["id"], rows["score"], strict=True)]
     ratio = json.loads((half_run / "4_scores/summary.json").read_text())["rounding_ratio"]
-    pool = read_pool(half_run / "3_gradients/pool.parquet")
+    pool = read_pool(place(half_run / "3_gradients/pool.parquet"))
     assert list(pool["id"]) == rows["id"]
     assert (np.array(errors) <= ratio * rounding_scales(pool)).mean() > 0.98
     assert max(errors) > 0

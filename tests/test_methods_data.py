@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import Runner, small_run
 from models import tiny_examples, tiny_model
+from places import place
 from torch import Tensor
 
 from benchmarks import less as benchmark
@@ -69,7 +70,7 @@ def job_of(make_run: Runner, corpus: Path, model_folder: Callable[[str], Path]) 
         run = make_run(*words, arch=arch, until="split", out=f"split-{arch}")
         config = settings.load(None, [*small_run(model_folder(arch), corpus), *words])
         ctx = RunContext(config, RunDir(run), Reporter(lambda _: None))
-        job = Job(ctx, "data", run)
+        job = Job(ctx, "data", place(run))
         pool = sorted(job.roles["pool"] + job.roles["warm"], key=lambda e: e.index)
         return job, pool
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import Runner
 from models import ARCHITECTURES
+from places import place
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -70,7 +71,7 @@ def make_job(make_run: Runner, tmp_path: Path) -> JobMaker:
         ctx = RunContext(config, RunDir(folder), Reporter(lambda _: None))
         part = tmp_path / f"{out}.part"
         part.mkdir(exist_ok=True)
-        return ctx.methods.load("params"), Job(ctx, "params", part, ctx.roles()["pool"][:10])
+        return ctx.methods.load("params"), Job(ctx, "params", place(part), ctx.roles()["pool"][:10])
 
     return make
 

@@ -21,6 +21,7 @@ import torch
 from architectures import ARCHITECTURES as FAMILIES
 from conftest import Runner, small_run
 from models import ARCHITECTURES, tiny_examples, tiny_model
+from places import place
 from safetensors.torch import load_file
 from test_resume import Interrupting, Killed, same_bits
 from torch import Tensor
@@ -61,7 +62,7 @@ def make_job(corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path) 
     def make(axis: Any, examples: list[Example], *overrides: str) -> Job:
         config = settings.load(None, [*small_run(model_folder("llama"), corpus), *overrides])
         ctx = RunContext(config, RunDir(tmp_path / "run"), Reporter(lambda _: None))
-        return Job(ctx, axis, tmp_path / "part", examples)
+        return Job(ctx, axis, place(tmp_path / "part"), examples)
 
     return make
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import Runner
 from models import ARCHITECTURES, tiny_examples, tiny_model
+from places import place
 
 from dualsft.data import Batch, Example
 from dualsft.errors import RunError
@@ -525,7 +526,7 @@ def test_a_run_under_another_plan_selects_the_same_and_redoes_nothing(make_run: 
             assert (run / file).is_file()
         name = "5_selection/selected.jsonl"
         assert (run / name).read_bytes() == (plain / name).read_bytes()
-        manifest, _ = read_manifest(run / "3_gradients/manifest.json")
+        manifest, _ = read_manifest(place(run / "3_gradients/manifest.json"))
         facts = manifest["facts"]["plans"]
         assert facts["pool (G and f)"]["placement"] == changes[0].split("=")[1]
         said: list[str] = []

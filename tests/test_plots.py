@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from places import place
 
 from dualsft import plots
 from dualsft.plots import draw
@@ -30,7 +31,7 @@ def drawn(out: Path, names: list[str], more: dict[str, float]) -> list[str]:
         {"title": "Resources", "kind": "resources", "columns": [], "rows": cost, "where": "m"},
     ]
     (out / "comparison.json").write_text(json.dumps({"tables": tables}))
-    return sorted(path.name for path in draw(out))
+    return sorted(path.name for path in draw(place(out)))
 
 
 def places(svg: Path) -> dict[str, tuple[float, float]]:
@@ -83,7 +84,7 @@ def test_planes_need_no_resource_table_and_titles_keep_their_files(tmp_path: Pat
     alone = [{**results, "title": t, "where": t} for t in ("a · b", "m 1", "m-1")]
     for tables in (alone, [*alone, {**resources, "where": "a · b"}]):
         (tmp_path / "comparison.json").write_text(json.dumps({"tables": tables}))
-        names = [path.stem for path in draw(tmp_path) if path.suffix == ".svg"]
+        names = [path.stem for path in draw(place(tmp_path)) if path.suffix == ".svg"]
         assert [n for n in names if n.startswith("forgetting")] == [
             f"forgetting_{stem}" for stem in ("a___b", "m_1", "m_1_2")
         ]

@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import assume
 from hypothesis import strategies as st
+from places import place
 from properties import (
     Properties,
     example,
@@ -433,8 +434,8 @@ def a_written_split_is_read_back(rows: list[Example], seed: int, rng: random.Ran
     except ConfigError:
         return
     with scratch() as folder:
-        write_split(folder, rows, split)
-        found = read_split(folder)
+        write_split(place(folder), rows, split)
+        found = read_split(place(folder))
     for role in ROLES:
         assert found[role] == [e for e, r in zip(rows, split.roles, strict=True) if r == role]
 

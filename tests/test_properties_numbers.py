@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from places import place
 from properties import (
     Properties,
     finite,
@@ -297,12 +298,12 @@ def a_manifest_is_read_back_or_found_damaged(body: dict[str, Any], at: float, bi
     with scratch() as folder:
         path = folder / "manifest.json"
         path.write_text(render_manifest(body))
-        found, wrong = read_manifest(path)
+        found, wrong = read_manifest(place(path))
         assert not wrong and {k: v for k, v in found.items() if k != "seal"} == body
         damaged = bytearray(path.read_bytes())
         damaged[int(at * len(damaged))] ^= 1 << bit
         path.write_bytes(damaged)
-        assert read_manifest(path)[1], "a changed bit went unnoticed"
+        assert read_manifest(place(path))[1], "a changed bit went unnoticed"
 
 
 @PROPERTIES.holds(value=values)

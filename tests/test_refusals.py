@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import Runner, corpus_rows, small_run, write_jsonl
 from models import tiny_examples, tiny_model
+from places import place
 from safetensors.torch import load_file, save_file
 from test_cli import cli
 from transformers import LlamaForCausalLM
@@ -149,7 +150,7 @@ def test_report_leaves_out_what_is_out_of_date(make_run: Runner) -> None:
     assert "[finetune] is now out of date; `dualsft run` makes it again" in said
     from dualsft.report import write_report
 
-    text = write_report(folder).read_text()
+    text = write_report(place(folder)).read_text()
     assert "Out of date, and left out of this report: finetune, evaluation" in text
     assert "## Before and after" not in text and "**5** of 120 examples" in text
     make_run("select.data_budget=5")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from browser import Page, chromium
+from places import place
 from report_pages import ARABIC, EMOJI, HOSTILE, copy, enlarged, hostile_run, read_page
 
 from dualsft.report_data import unpack
@@ -132,7 +133,7 @@ def test_a_preview_leaves_out_what_all_texts_begin_with(
 ) -> None:
     lead = "<|system|>\n" + f"{EMOJI} You are a helpful assistant. " * 20 + "\n<|user|>\n"
     run, facts = enlarged(copy(finished, tmp_path), 300, lead)
-    tab.open(write_html(run, facts, tmp_path))
+    tab.open(write_html(place(run), facts, place(tmp_path)).location)
     rows = rows_shown(tab)
     assert len(rows) == 25 and len({row["text"] for row in rows}) == 25
     for row in rows:
@@ -185,11 +186,11 @@ def test_a_hundred_thousand_examples_open_in_three_seconds(
     finished: Path, tmp_path: Path, tab: Page
 ) -> None:
     run, facts = enlarged(copy(finished, tmp_path), 100_000)
-    page = write_html(run, facts, tmp_path)
+    page = write_html(place(run), facts, place(tmp_path))
     tab.console.clear()
-    tab.open(page)
+    tab.open(page.location)
     ready = float(tab.js("document.documentElement.dataset.ready"))
-    assert ready < 3000, f"{ready} ms, {page.stat().st_size / 2**20:.0f} MiB"
+    assert ready < 3000, f"{ready} ms, {page.location.stat().st_size / 2**20:.0f} MiB"
     assert len(rows_shown(tab)) == 25 and tab.console == []
     assert tab.js("document.getElementById('where').textContent") == "page 1 of 400"
     choose(tab, "show", "all")

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from places import place
 from report_pages import ARABIC, EMOJI, HOSTILE, copy, hostile_run, read_page, replaced, seal
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
@@ -178,7 +179,7 @@ def test_a_diagnostic_that_is_none_is_refused(finished: Path, tmp_path: Path) ->
     run = copy(finished, tmp_path)
     (run / "diagnostics/local_regret.json").write_text("[1, 2")
     with pytest.raises(RunError, match=r"local_regret.json: not a diagnostic's numbers"):
-        write_report(run)
+        write_report(place(run))
 
 
 @pytest.mark.parametrize("made_from", [["a list"], None, {"stages": ["selection"]}])
@@ -189,7 +190,7 @@ def test_a_diagnostic_of_an_unknown_origin_is_refused(
     content = {"paper": "Table 7", "result": {}, "made_from": made_from}
     (run / "diagnostics/local_regret.json").write_text(json.dumps(content))
     with pytest.raises(RunError, match=r"local_regret.json: not a diagnostic's numbers.*delete it"):
-        write_report(run)
+        write_report(place(run))
 
 
 @pytest.mark.parametrize(
@@ -212,11 +213,11 @@ def test_damaged_settings_are_refused_before_anything_is_written(
 
 def test_an_old_run_that_names_no_methods(finished: Path, tmp_path: Path) -> None:
     run = copy(finished, tmp_path)
-    facts = load_summaries(run)
+    facts = load_summaries(place(run))
     facts["selection"].pop("methods")
     (run / "5_selection/summary.json").write_text(json.dumps(facts["selection"]))
     seal(run, "selection", "summary.json")
-    write_report(run)
+    write_report(place(run))
     assert "trained on 12 examples (10.0 % of 120); " in (run / "model_card.md").read_text()
     assert "<li>by </li>" not in read_page(run)[0]
 
@@ -228,7 +229,7 @@ def test_damaged_rows_are_refused(finished: Path, tmp_path: Path) -> None:
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(RunError, match=r"tokens.parquet has another SHA-256"):
-        write_report(run)
+        write_report(place(run))
 
 
 def test_a_tokenizer_that_cannot_decode_is_named(finished: Path) -> None:
@@ -236,7 +237,7 @@ def test_a_tokenizer_that_cannot_decode_is_named(finished: Path) -> None:
         def batch_decode(self, *_: Any, **__: Any) -> list[str]:
             raise OverflowError("id 99 is none of mine")
 
-    examples = collect_examples(finished, load_summaries(finished), Broken())
+    examples = collect_examples(place(finished), load_summaries(place(finished)), Broken())
     assert examples.chunks == [] and "OverflowError: id 99 is none of mine" in examples.no_text
     assert examples.count == 120
 
@@ -244,7 +245,7 @@ def test_a_tokenizer_that_cannot_decode_is_named(finished: Path) -> None:
 @pytest.mark.parametrize("until", ["split", "scores", "selection"])
 def test_a_run_that_stopped_early_has_a_page(make_run: Callable[..., Path], until: str) -> None:
     run = make_run(until=until)
-    write_report(run)
+    write_report(place(run))
     page, data = read_page(run)
     assert "not finished; still to come:" in page and not (run / "model_card.md").exists()
     columns = unpack(data["examples-data"])
@@ -346,7 +347,7 @@ def test_benchmarks_are_in_every_report(make_run: Callable[..., Path]) -> None:
     means = {"plasticity": 0.5, "stability": None, "overall": None}
     summary = {"before": means, "after": means | {"plasticity": 0.75}, "notes": ["few | tasks"]}
     replaced(run, "evaluation", "results.json", {"tasks": {"gsm8k": task}, "summary": summary})
-    write_report(run)
+    write_report(place(run))
     page, _ = read_page(run)
     assert "new skill 50.0 % → 75.0 %" in page and "75.0 % (40.0 – 60.0)" in page
     assert "| gsm8k | acc | 20 |" in (run / "report.md").read_text()

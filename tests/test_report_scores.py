@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from places import place
 from report_pages import read_page, seal
 
 from dualsft.report import write_report
@@ -78,6 +79,6 @@ def test_two_sets_that_overlap_have_no_cut_off(make_run: Callable[..., Path]) ->
     moved = [columns["id"][i] for _, i in [*ranked[:11], ranked[40]]]
     (run / "5_selection/ids.json").write_text(json.dumps(moved))
     seal(run, "selection", "ids.json")
-    write_report(run)
+    write_report(place(run))
     part = scores_part(read_page(run)[0])
     assert "the two overlap, so there is no cut-off" in part and "dasharray" not in part

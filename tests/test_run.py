@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import Runner
 from models import ARCHITECTURES
+from places import place
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -314,7 +315,7 @@ def test_failed_self_check_writes_nothing(
     real = scores.read_pool
 
     def lossy(path: Path) -> dict:
-        pool = real(path)
+        pool = real(place(path))
         f = pool["f"].copy()
         f[0] += 0.1 * abs(f).sum()
         return pool | {"f": f}

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dualsft import manifest as manifest_module
-from dualsft import peak_memory
+from dualsft import manifest, peak_memory, run_paths
 from dualsft import rundir as rundir_module
 from dualsft.errors import ConfigError, RunError
 from dualsft.manifest import render_manifest
 from dualsft.peak_memory import PeakMemory
+from dualsft.run_paths import RunPath
 from dualsft.rundir import (
     Fingerprint,
     RunDir,
@@ -47,7 +47,7 @@ def write(run: RunDir, fingerprint: Fingerprint, text: str, folder: str = STAGE)
         (part / "summary.json").write_text(text)
         (part.path / "deep er" / "ü").mkdir(parents=True)
         (part / "deep er/ü/数.bin").write_bytes(b"\x00\x01" * 5000)
-        (part / "empty").touch()
+        (part / "empty").location.touch()
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -56,7 +56,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def names(run: RunDir) -> list[str]:
-    return sorted(name for name in os.listdir(run.path) if name[0].isdigit())
+    return sorted(name for name in os.listdir(run.path.location) if name[0].isdigit())
 
 
 def status(run: RunDir, fingerprint: Fingerprint = OLD, folder: str = STAGE) -> str:
@@ -83,7 +83,7 @@ def test_a_stage_is_missing_then_ready_then_stale(run: RunDir) -> None:
 def test_the_manifest_can_be_recomputed_by_anyone(run: RunDir) -> None:
     write(run, OLD, "one")
     manifest = json.loads((run.stage_path(STAGE) / "manifest.json").read_text())
-    content = tree(run.stage_path(STAGE))
+    content = tree(run.stage_path(STAGE).location)
     del content["manifest.json"]
     assert set(content) == {"summary.json", "deep er/ü/数.bin", "empty"}
     assert manifest["files"] == {
@@ -101,7 +101,7 @@ def test_the_manifest_can_be_recomputed_by_anyone(run: RunDir) -> None:
 def test_facts_and_measures_of_a_stage(run: RunDir) -> None:
     with run.write_stage(STAGE, OLD) as writer:
         (writer / "a").write_text("x")
-        assert Path(writer) == writer.path and writer.path.name == f"{STAGE}.part"
+        assert (writer / "x").parent == writer.path and writer.path.name == f"{STAGE}.part"
         writer.note({"examples": np.int64(3), "loss": math.nan, "list": (1, 2.5)})
         writer.note({"more": True})
     assert writer.seconds > 0 and writer.peak_memory > 0
@@ -128,11 +128,11 @@ def test_the_run_manifest_summarises_the_stages(run: RunDir) -> None:
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_failed_write_leaves_the_old_stage(run: RunDir, error: type[BaseException]) -> None:
     write(run, OLD, "one")
-    before = tree(run.path)
+    before = tree(run.path.location)
     with pytest.raises(error, match="half way"), run.write_stage(STAGE, NEW) as part:
         (part / "summary.json").write_text("half")
         raise error("half way")
-    assert tree(run.path) == before and names(run) == [STAGE]
+    assert tree(run.path.location) == before and names(run) == [STAGE]
     assert status(run) == "ready"
 
 
@@ -148,21 +148,22 @@ def test_a_failed_seal_leaves_the_old_stage(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     write(run, OLD, "one")
-    before = tree(run.stage_path(STAGE))
+    before = tree(run.stage_path(STAGE).location)
 
     def fail(*_: object) -> None:
         raise OSError("no space left")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
-        patch.setattr(manifest_module, step, fail)
+        owner = RunPath if step == "fsync" else manifest
+        patch.setattr(owner, step, fail)
         write(run, NEW, "two")
-    assert tree(run.stage_path(STAGE)) == before and names(run) == [STAGE]
+    assert tree(run.stage_path(STAGE).location) == before and names(run) == [STAGE]
     assert status(run) == "ready"
 
 
 def test_a_stage_cannot_contain_symlinks(run: RunDir) -> None:
     with pytest.raises(RunError, match="link is a symlink"), run.write_stage(STAGE, OLD) as part:
-        (part / "link").symlink_to("/etc")
+        (part / "link").location.symlink_to("/etc")
     assert names(run) == []
 
 
@@ -171,17 +172,17 @@ def test_a_stage_cannot_contain_symlinks(run: RunDir) -> None:
 
 def crash_states(run: RunDir) -> tuple[Path, Path]:
     """Two finished stages, kept beside the run: what was there before, and its successor."""
-    kept = run.path.parent
+    kept = run.path.location.parent
     write(run, OLD, "one")
-    shutil.copytree(run.stage_path(STAGE), kept / "before")
+    shutil.copytree(run.stage_path(STAGE).location, kept / "before")
     write(run, NEW, "two")
-    shutil.copytree(run.stage_path(STAGE), kept / "after")
-    shutil.rmtree(run.stage_path(STAGE))
+    shutil.copytree(run.stage_path(STAGE).location, kept / "after")
+    shutil.rmtree(run.stage_path(STAGE).location)
     return kept / "before", kept / "after"
 
 
 def put(run: RunDir, source: Path, suffix: str) -> Path:
-    return Path(shutil.copytree(source, run.path / f"{STAGE}{suffix}"))
+    return Path(shutil.copytree(source, (run.path / f"{STAGE}{suffix}").location))
 
 
 def test_killed_while_writing(run: RunDir) -> None:
@@ -201,7 +202,7 @@ def test_killed_in_the_first_write(run: RunDir) -> None:
     (part / "leftover").write_text("half")
     assert status(run) == "missing"
     write(run, OLD, "one")
-    assert "leftover" not in tree(run.stage_path(STAGE)) and names(run) == [STAGE]
+    assert "leftover" not in tree(run.stage_path(STAGE).location) and names(run) == [STAGE]
 
 
 def test_killed_after_the_seal_of_the_first_write(run: RunDir) -> None:
@@ -222,7 +223,7 @@ def test_killed_between_the_renames(run: RunDir) -> None:
     put(run, before, ".old")
     put(run, after, ".part")
     assert status(run, NEW) == "ready" and names(run) == [STAGE]
-    assert tree(run.stage_path(STAGE)) == tree(after)
+    assert tree(run.stage_path(STAGE).location) == tree(after)
 
 
 def test_killed_between_the_renames_and_the_new_one_is_damaged(run: RunDir) -> None:
@@ -230,14 +231,14 @@ def test_killed_between_the_renames_and_the_new_one_is_damaged(run: RunDir) -> N
     put(run, before, ".old")
     (put(run, after, ".part") / "summary.json").write_text("TWO")
     assert status(run) == "ready"
-    assert tree(run.stage_path(STAGE)) == tree(before)
+    assert tree(run.stage_path(STAGE).location) == tree(before)
 
 
 def test_killed_between_the_renames_then_written_again(run: RunDir) -> None:
     before, _ = crash_states(run)
     put(run, before, ".old")
     with pytest.raises(ValueError, match="again"), run.write_stage(STAGE, NEW):
-        assert tree(run.stage_path(STAGE)) == tree(before)
+        assert tree(run.stage_path(STAGE).location) == tree(before)
         raise ValueError("again")
     assert status(run) == "ready" and names(run) == [STAGE]
 
@@ -254,7 +255,7 @@ def test_the_old_one_is_taken_when_the_new_one_is_damaged(run: RunDir) -> None:
     put(run, before, ".old")
     (put(run, after, "") / "empty").unlink()
     assert status(run) == "ready" and names(run) == [STAGE]
-    assert tree(run.stage_path(STAGE)) == tree(before)
+    assert tree(run.stage_path(STAGE).location) == tree(before)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -263,16 +264,16 @@ def test_a_rename_that_fails_loses_nothing(
 ) -> None:
     write(run, OLD, "one")
     calls: list[Any] = []
-    rename = os.rename
+    rename = RunPath.rename
 
-    def fail(source: Path, target: Path) -> None:
-        calls.append(target)
+    def fail(source: RunPath, target: RunPath) -> None:
+        calls.extend([target] * (not source.name.endswith(".tmp")))  # stages, not single files
         if len(calls) == failing + 1:
             raise OSError("rename failed")
         rename(source, target)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="rename failed"):
-        patch.setattr(rundir_module.os, "rename", fail)
+        patch.setattr(RunPath, "rename", fail)
         write(run, NEW, "two")
     expected = OLD if failing == 0 else NEW
     assert status(run, expected) == "ready"
@@ -303,7 +304,7 @@ def replace_by_link(folder: Path) -> None:
         (lambda f: shutil.rmtree(f / "deep er"), "deep er/ü/数.bin is missing"),
         (replace_by_link, "summary.json is a symlink"),
         (lambda f: (f / "extra").symlink_to("/etc"), "extra is a symlink"),
-        (lambda f: os.mkfifo(f / "pipe"), "pipe is not a regular file"),
+        (lambda f: os.mkfifo(f / "pipe"), "pipe is a pipe, not a regular file"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda f: (f / "manifest.json").write_text(""), "manifest.json is damaged"),
         (lambda f: (f / "manifest.json").write_text("[" * 10**5), "manifest.json is damaged"),
@@ -314,7 +315,7 @@ def replace_by_link(folder: Path) -> None:
 )
 def test_damage_is_named(run: RunDir, harm: Damage, reason: str) -> None:
     write(run, OLD, "one")
-    harm(run.stage_path(STAGE))
+    harm(run.stage_path(STAGE).location)
     state = run.stage_state(STAGE, OLD)
     assert state.status == "corrupt" and not state.ready
     assert any(reason in text for text in state.reasons), state.reasons
@@ -334,7 +335,7 @@ def test_bit_flips_all_over_the_manifest_are_noticed(run: RunDir) -> None:
     path = run.stage_path(STAGE) / "manifest.json"
     text = path.read_bytes()
     for position in range(0, len(text), 3):
-        flip(path, position, position % 8)
+        flip(path.location, position, position % 8)
         try:
             assert status(run) == "corrupt", position
         except RunError as error:  # the digit of format_version may become a larger one
@@ -371,10 +372,10 @@ def test_extra_files_are_ignored_but_mentioned(run: RunDir) -> None:
 
 def test_a_linked_stage_folder_is_refused_and_replaced(run: RunDir) -> None:
     write(run, OLD, "one")
-    elsewhere = run.path.parent / "elsewhere"
-    os.rename(run.stage_path(STAGE), elsewhere)
-    run.stage_path(STAGE).symlink_to(elsewhere)
-    assert run.stage_state(STAGE, OLD).reasons == ("4_scores is a symlink",)
+    elsewhere = run.path.location.parent / "elsewhere"
+    os.rename(run.stage_path(STAGE).location, elsewhere)
+    run.stage_path(STAGE).location.symlink_to(elsewhere)
+    assert "is a symlink" in run.stage_state(STAGE, OLD).reasons[0]
     write(run, OLD, "two")
     assert status(run) == "ready" and (elsewhere / "summary.json").read_text() == "one"
 
@@ -464,12 +465,12 @@ def test_atomic_writes_keep_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert path.read_bytes() == "eins ü".encode()
     atomic_write_bytes(path, b"zwei")
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError("no space left")
 
     for step in ("fsync", "replace"):
         with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
-            patch.setattr(manifest_module.os, step, fail)
+            patch.setattr(run_paths.os, step, fail)
             atomic_write_bytes(path, b"drei")
         assert os.listdir(tmp_path) == ["a ü.txt"] and path.read_bytes() == b"zwei"
 
@@ -511,7 +512,7 @@ def test_metrics_are_one_object_a_line(run: RunDir) -> None:
 
 def test_a_cut_metrics_line_spoils_no_other(run: RunDir) -> None:
     run.log_metrics("warmup", step=1)
-    with open(run.path / "metrics.jsonl", "ab") as file:
+    with open((run.path / "metrics.jsonl").location, "ab") as file:
         file.write(b'{"time": 1, "sta')
     run.log_metrics("warmup", step=2)
     assert [record["step"] for record in run.read_metrics()] == [1, 2]

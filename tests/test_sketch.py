@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import small_run
 from models import ARCHITECTURES, tiny_examples, tiny_model
+from places import place
 from torch import Tensor
 
 from dualsft import config as settings
@@ -46,7 +47,7 @@ def make_job(corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path) 
         lines = said if said is not None else []
         ctx = RunContext(config, RunDir(tmp_path / "run"), Reporter(lines.append))
         ctx.pieces = pieces or ctx.pieces
-        return Job(ctx, "data", tmp_path / "part")
+        return Job(ctx, "data", place(tmp_path / "part"))
 
     return make
 

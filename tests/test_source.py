@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,95 @@ def test_the_source_runs_nothing_it_reads() -> None:
 )
 def test_the_lint_finds_it(line: str) -> None:
     assert findings(line)
+
+
+# --- one way into a run folder --------------------------------------------------------------------
+
+OPENS_ELSEWHERE = {
+    "run_paths.py": "the one way into a run folder",
+    "chat.py": "data.template_file, and the process's own memory",
+    "config.py": "the package's own recipes",
+    "estimation.py": "the process's own memory",
+    "export.py": "new files beside the target that the user names",
+    "hub_datasets.py": "downloads into the cache",
+    "memory.py": "the machine's and the container's memory",
+    "model_safety.py": "a model folder, whose links it checks first",
+    "peak_memory.py": "the process's own memory",
+    "pretrained.py": "downloads and conversions in the cache",
+    "progress.py": "the process's own memory",
+    "sandbox_child.py": "the sandbox's own folder",
+    "code_sandbox.py": "the sandbox's own folder",
+    "saving.py": "files of the base model into a folder that was just made",
+    "sources.py": "the user's rows",
+    "tables.py": "the user's rows",
+}
+"""Modules that open files which are not in a run folder, and which files those are."""
+
+OPENERS = {
+    "os": {"open", "listdir", "walk", "scandir", "link", "replace", "rename", "mkdir", "unlink"},
+    "shutil": {"rmtree", "copytree", "copyfile", "copy", "copy2", "move", "copyfileobj"},
+    "pq": {"read_table", "ParquetFile", "write_table", "ParquetWriter", "read_schema"},
+    "io": {"open"},
+}
+LOADERS = {"open", "safe_open", "load_file", "save_file", "fdopen"}
+PATH_METHODS = {"read_text", "read_bytes", "write_text", "write_bytes", "open", "iterdir", "rglob"}
+
+
+def openings(source: str) -> list[str]:
+    """Calls that open a file by its path; a `RunPath` is no path to any of them.
+
+    Methods of a `Path` are told from those of a `RunPath` by where the value comes from: a name
+    that the module makes of `Path(…)`. What slips through is caught while the package runs
+    (`test_hostile_runs.py`, which watches every opening).
+    """
+    tree = ast.parse(source)
+    made = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and _is_path(node.value)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = node.func
+        if isinstance(called, ast.Name) and called.id in LOADERS:
+            found.append(called.id)
+        elif isinstance(called, ast.Attribute):
+            owner = called.value.id if isinstance(called.value, ast.Name) else ""
+            buffer = node.args and "BufferReader" in ast.unparse(node.args[0])
+            if called.attr in OPENERS.get(owner, ()) and not buffer:
+                found.append(f"{owner}.{called.attr}")
+            elif called.attr in PATH_METHODS and (owner in made or _is_path(called.value)):
+                found.append(f".{called.attr}")
+    return found
+
+
+def _is_path(value: ast.expr) -> bool:
+    text = ast.unparse(value)
+    return bool(re.search(r"\bPath\(", text)) and not text.startswith("RunPath(")
+
+
+def test_a_run_folder_is_opened_in_one_way() -> None:
+    source = Path(dualsft.__file__).parent
+    opened = {f.name for f in source.rglob("*.py") if openings(f.read_text())}
+    assert opened == set(OPENS_ELSEWHERE)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "open('x')",
+        "import os; os.open('x', 0)",
+        "import shutil; shutil.rmtree('x')",
+        "import pyarrow.parquet as pq; pq.read_table('x')",
+        "from safetensors import safe_open; safe_open('x', 'pt')",
+        "from pathlib import Path; Path('x').read_text()",
+        "from pathlib import Path; (Path(folder) / 'x').open()",
+        "from pathlib import Path; x = Path(folder); x.read_text()",
+    ],
+)
+def test_the_lint_finds_an_opening(line: str) -> None:
+    assert openings(line)

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from places import place
 
 from dualsft.config import SplitConfig
 from dualsft.data import IGNORE, DataReport, Example, training_order
@@ -219,9 +220,9 @@ def test_write_and_read(tmp_path: Path) -> None:
     report = DataReport("c.jsonl", "alpaca", num_rows=11, num_good=10)
     report.add(3, "c.jsonl, line 4", "no good")
     backwards = Split(split.roles[::-1], split.counts, ["a note"])
-    write_split(tmp_path, examples[::-1], backwards, report)
+    write_split(place(tmp_path), examples[::-1], backwards, report)
 
-    found = read_split(tmp_path)
+    found = read_split(place(tmp_path))
     assert list(found) == list(ROLES)
     for role in ROLES:
         expected = [e for e, r in zip(examples, split.roles, strict=True) if r == role]
@@ -249,7 +250,7 @@ def test_writing_is_deterministic(tmp_path: Path) -> None:
     split = assign_roles(examples, seed=0, val=2, anchor=2, warm=1)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        write_split(tmp_path / name, examples, split)
+        write_split(place(tmp_path / name), examples, split)
     for file in ("split.parquet", "tokens.parquet", "summary.json"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
 
@@ -259,10 +260,10 @@ def test_files_of_two_splits_are_refused(tmp_path: Path) -> None:
     for seed in (0, 1):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        write_split(folder, examples, assign_roles(examples, seed, 5, 5, 5))
+        write_split(place(folder), examples, assign_roles(examples, seed, 5, 5, 5))
     (tmp_path / "0" / "split.parquet").replace(tmp_path / "1" / "split.parquet")
     with pytest.raises(RunError, match="are not of one split"):
-        read_split(tmp_path / "1")
+        read_split(place(tmp_path / "1"))
 
 
 # --- trusted validation rows -------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from conftest import Runner, small_run
 from faults import content
 from models import tiny_examples, tiny_model
+from places import place
 from test_cli import cli
 
 import dualsft
@@ -79,20 +80,20 @@ def test_a_stage_folder_is_no_run_folder(make_run: Runner) -> None:
 
 def test_a_refused_process_writes_nothing(tmp_path: Path) -> None:
     first = RunDir(tmp_path / "run").create()
-    before = (first.path / "manifest.json").stat()
+    before = (first.path / "manifest.json").location.stat()
     with first.lock():
         done = cli("run", "--out", str(first.path), "model.path=x", code=2)
         assert "model.path" in done.stderr
         second = RunDir(first.path)
         with pytest.raises(dualsft.RunError, match="in use by process"):
             second.create()
-    assert (first.path / "manifest.json").stat().st_ino == before.st_ino
+    assert (first.path / "manifest.json").location.stat().st_ino == before.st_ino
 
 
 def test_a_stage_command_keeps_the_settings_of_its_folder(make_run: Runner) -> None:
     run = make_run("score.lam=0.3", until="split")
     given = dualsft.load(str(run / "config.yaml"))
-    assert folder_config(run, [f"model.path={given.model.path}"]) == given
+    assert folder_config(run, [f"model.path={given.model.path}"], "split") == given
 
 
 def test_signal_while_a_finished_stage_is_kept(
@@ -104,7 +105,7 @@ def test_signal_while_a_finished_stage_is_kept(
     def seal(part: Path, body: Any) -> None:
         if part.name == "2_warmup.part":
             signal.raise_signal(signal.SIGTERM)
-        real(part, body)
+        real(place(part), body)
 
     monkeypatch.setattr(rundir, "seal", seal)
     with interrupt.handled(), pytest.raises(interrupt.Interrupted) as stopped:

@@ -12,12 +12,12 @@ import json
 import os
 import time
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from dualsft.context import RunContext
 from dualsft.pretrained import tokenizer_hash, weights_hash
 from dualsft.progress import clock
+from dualsft.run_paths import RunPath
 from dualsft.rundir import atomic_write_text, locked
 
 LOOK_EVERY = 0.5
@@ -29,7 +29,9 @@ TELL_EVERY = 60.0
 class Kept:
     """Where the answers to these requests are, or will be."""
 
-    def __init__(self, folder: Path, ctx: RunContext, name: str, requests: list[Any], batch: Any):
+    def __init__(
+        self, folder: RunPath, ctx: RunContext, name: str, requests: list[Any], batch: Any
+    ):
         what = {
             "requests": [(request.request_type, request.args) for request in requests],
             "weights": weights_hash(ctx.model_folder),
@@ -49,7 +51,7 @@ class Kept:
     def read(self) -> dict[str, Any] | None:
         """{"answers": …, "truncated": …}, if they are there; a damaged file is as good as none."""
         try:
-            stored = json.loads(self.path.read_bytes())
+            stored = self.path.read_json()
             if stored["sha256"] == _seal(stored["facts"]):
                 return stored["facts"]
         except FileNotFoundError:
@@ -85,7 +87,7 @@ class Turn:
             return True
         self.ctx.answers.mkdir(parents=True, exist_ok=True)
         path = self.ctx.answers / f"asking-{weights_hash(self.ctx.model_folder)[:16]}.lock"
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        file = path.descriptor(os.O_RDWR | os.O_CREAT)
         if not locked(file, path):
             os.close(file)
             return False

@@ -33,6 +33,7 @@ from dualsft.code_sandbox import Verdict, describe_protection, run_candidates
 from dualsft.context import RunContext
 from dualsft.errors import RunError
 from dualsft.memory import give_back, is_out_of_memory
+from dualsft.run_paths import RunPath
 
 DEFAULT_BATCH = 8
 GENERATED = 16
@@ -66,7 +67,7 @@ class Outcome:
     verdicts: list[Verdict]
 
 
-def run_benchmarks(ctx: RunContext, models: Models, part: Path) -> dict[str, Any]:
+def run_benchmarks(ctx: RunContext, models: Models, part: RunPath) -> dict[str, Any]:
     """Both models on every task of `evaluation.tasks`: {"tasks": …, "summary": …}."""
     settings = ctx.config.evaluation
     names = wanted_tasks(settings.tasks)
@@ -82,10 +83,10 @@ def run_benchmarks(ctx: RunContext, models: Models, part: Path) -> dict[str, Any
                 outcomes[name][side] = answers.outcome(lm)
         del lm
         give_back(ctx.device)
-    with open(part / "samples.jsonl", "w", encoding="utf-8") as lines:
+    with (part / "samples.jsonl").open("wb") as lines:
         for name, sides in outcomes.items():
             for row in paired_rows(name, sides["before"].items, sides["after"].items):
-                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+                lines.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
     tasks = {name: task_facts(ctx, name, sides) for name, sides in outcomes.items()}
     return {"tasks": tasks, "summary": summary(tasks, settings.domain)}
 

@@ -32,6 +32,7 @@ from dualsft.errors import ConfigError, DualsftError
 from dualsft.methods import registry
 from dualsft.preflight import STAGE_NAMES, check_run_folder, check_stage, load_checked
 from dualsft.progress import Reporter
+from dualsft.run_paths import RunPath
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 export_app = typer.Typer(no_args_is_help=True, help="Merge a delta into a model, or extract one.")
@@ -128,15 +129,15 @@ def parse_words(words: list[str] | None) -> tuple[str | None, list[str]]:
     return source, overrides
 
 
-def folder_config(folder: Path, words: list[str] | None) -> Config:
+def folder_config(folder: Path, words: list[str] | None, until: str) -> Config:
     """The settings of a run folder, with overrides; a new folder needs a recipe or settings."""
     source, overrides = parse_words(words)
-    own = folder / "config.yaml"
+    own = RunPath(folder) / "config.yaml"
     new = any(word.startswith("model.path=") for word in overrides) and not own.is_file()
     if source is None and not new:
-        check_run_folder(folder)
-        source = str(own)
-    return load_checked(source, overrides)
+        check_run_folder(RunPath(folder))
+        return load_checked(own, overrides, until)
+    return load_checked(source, overrides, until)
 
 
 @app.command(context_settings=WORDS)
@@ -151,7 +152,7 @@ def run(
 ) -> None:
     """Algorithm 1: from a model and a JSONL to a mask, a subset and a fine-tuned model."""
     check_stage(until)
-    config = load_checked(*parse_words(with_consent(words, allow_code)))
+    config = load_checked(*parse_words(with_consent(words, allow_code)), until)
     folder = work(config, out, until, gpus)
     if launch.rank() == 0:
         console.print(f"run folder: {folder}", markup=False)
@@ -171,7 +172,7 @@ def with_consent(words: list[str] | None, allow_code: bool) -> list[str]:
 
 def _stage_command(name: str, stage: str, text: str) -> None:
     def command(folder: RunFolder, words: Words = None, gpus: Gpus = None) -> None:
-        work(folder_config(folder, words), folder, stage, gpus)
+        work(folder_config(folder, words, stage), folder, stage, gpus)
 
     app.command(name, help=text, context_settings=WORDS)(command)
 
@@ -180,7 +181,8 @@ def _evaluate_command(name: str, stage: str, text: str) -> None:
     def command(
         folder: RunFolder, words: Words = None, allow_code: AllowCode = False, gpus: Gpus = None
     ) -> None:
-        work(folder_config(folder, with_consent(words, allow_code)), folder, stage, gpus)
+        config = folder_config(folder, with_consent(words, allow_code), stage)
+        work(config, folder, stage, gpus)
 
     app.command(name, help=text, context_settings=WORDS)(command)
 
@@ -299,12 +301,13 @@ def diagnose(
         return
     if folder is None:
         raise ConfigError("diagnose: name a run folder, or --list")
-    check_run_folder(folder)
+    check_run_folder(RunPath(folder))
     given = words or []
-    wanted = diagnostics.Wanted.of(
-        [w for w in given if "=" not in w], [w for w in given if "=" in w]
-    )
-    for path in later("dualsft.diagnostics.job").diagnose(folder, wanted, make_reporter()):
+    consent = [w for w in given if w.partition("=")[0] in settings.CONSENTS]
+    options = [w for w in given if "=" in w and w not in consent]
+    wanted = diagnostics.Wanted.of([w for w in given if "=" not in w], options)
+    job = later("dualsft.diagnostics.job")
+    for path in job.diagnose(folder, wanted, make_reporter(), consent):
         console.print(str(path), markup=False)
 
 

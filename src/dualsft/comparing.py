@@ -15,15 +15,15 @@ import json
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
 
 from dualsft import config as settings
 from dualsft import methods, pipeline
 from dualsft.comparison_matrix import Cell, Matrix, effective_rate
 from dualsft.config import Config
 from dualsft.errors import ConfigError, DualsftError
-from dualsft.preflight import check_paths
+from dualsft.preflight import check_consent, check_paths
 from dualsft.progress import Reporter
+from dualsft.run_paths import Place, RunPath, run_path
 from dualsft.rundir import atomic_write_text
 
 STATUS = "cells.json"
@@ -32,7 +32,7 @@ ANSWERS = "base_answers"
 
 def run_matrix(
     matrix: Matrix,
-    out: Path,
+    folder: Place,
     reporter: Reporter,
     only: str | None = None,
     until: str | None = None,
@@ -46,6 +46,9 @@ def run_matrix(
     """
     cells = _chosen(matrix, only)
     configs = {cell: matrix.config(cell) for cell in cells}
+    for config in configs.values():
+        check_consent(config, until)
+    out = run_path(folder)
     out.mkdir(parents=True, exist_ok=True)
     if workers > 1:
         from dualsft.comparing_workers import at_once
@@ -89,7 +92,7 @@ Ended = Generator[tuple[Cell, str | None], None, None]
 def _in_turn(
     matrix: Matrix,
     configs: Mapping[Cell, Config],
-    out: Path,
+    out: RunPath,
     reporter: Reporter,
     until: str | None,
     strict: bool,
@@ -105,19 +108,19 @@ def _in_turn(
         yield cell, why
 
 
-def known_folders(matrix: Matrix, out: Path) -> list[Path]:
+def known_folders(matrix: Matrix, out: RunPath) -> list[RunPath]:
     """The run folders that are there: what they have finished may be taken over."""
     return [out / cell.path for cell in matrix.cells() if (out / cell.path).is_dir()]
 
 
 def run_cell(
     config: Config,
-    folder: Path,
+    folder: RunPath,
     keeps: bool,
     reporter: Reporter,
     until: str | None,
-    lenders: Sequence[Path],
-    answers: Path,
+    lenders: Sequence[RunPath],
+    answers: RunPath,
     strict: bool = False,
 ) -> str | None:
     """Make one cell, as far as it is not made; why it failed, if it did.
@@ -145,16 +148,16 @@ def _block(cell: Cell) -> tuple[str, str, int]:
     return cell.model.name, cell.data.name, cell.seed
 
 
-def _prune(folder: Path, *parts: str) -> None:
+def _prune(folder: RunPath, *parts: str) -> None:
     """Remove the large files of finished stages; mask, delta, tables and manifests stay."""
     for part in parts:
-        for file in (folder / part).rglob("*.safetensors"):
-            if file.name != "delta.safetensors":
+        for file in (folder / part).tree()[0].values():
+            if file.suffix == ".safetensors" and file.name != "delta.safetensors":
                 file.unlink()
 
 
 def _write_status(
-    out: Path, matrix: Matrix, tried: Sequence[Cell], failed: Mapping[str, str]
+    out: RunPath, matrix: Matrix, tried: Sequence[Cell], failed: Mapping[str, str]
 ) -> None:
     """cells.json: what was tried by the last command, and how it ended."""
     status = {

@@ -37,6 +37,7 @@ from dualsft.errors import DualsftError
 from dualsft.launch import SAVING, threads_each
 from dualsft.model import choose_device
 from dualsft.progress import Reporter, clock
+from dualsft.run_paths import RunPath
 from dualsft.rundir import atomic_write_text
 
 LOGS = "logs"
@@ -100,13 +101,13 @@ class Worker:
     cell: Cell
     process: subprocess.Popen[bytes]
     gpu: str | None
-    log: Path
+    log: RunPath
     begun: float
 
     def lines(self) -> list[str]:
         """What it has said."""
         with suppress(OSError):
-            text = self.log.read_text(encoding="utf-8", errors="replace")
+            text = self.log.read_text(errors="replace")
             return [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
         return []
 
@@ -119,7 +120,7 @@ class Worker:
 def at_once(
     matrix: Matrix,
     configs: Mapping[Cell, Config],
-    out: Path,
+    out: RunPath,
     reporter: Reporter,
     until: str | None,
     workers: int,
@@ -202,7 +203,7 @@ def _start(
     matrix: Matrix,
     cell: Cell,
     config: Config,
-    out: Path,
+    out: RunPath,
     until: str | None,
     gpu: str | None,
     workers: int,
@@ -224,12 +225,14 @@ def _start(
     task = {
         "parent": os.getpid(),
         "config": settings.to_yaml(config),
-        "folder": str(out / cell.path),
+        "consent": settings.consent_of(config),
+        "out": str(out.root),
+        "folder": _inside(out, out / cell.path),
         "keeps": matrix.keep == "results",
         "until": until,
-        "lenders": [str(folder) for folder in known_folders(matrix, out)],
-        "answers": str(out / ANSWERS),
-        "failed": str(_words(log)),
+        "lenders": [_inside(out, folder) for folder in known_folders(matrix, out)],
+        "answers": _inside(out, out / ANSWERS),
+        "failed": _inside(out, _words(log)),
     }
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as pipe:
@@ -243,7 +246,12 @@ def _import_path() -> list[str]:
     return kept if root in kept else [root, *kept]
 
 
-def _words(log: Path) -> Path:
+def _inside(out: RunPath, place: RunPath) -> str:
+    """A place as a worker is told of it: relative to the comparison's folder."""
+    return "/".join(place.parts[len(out.parts) :])
+
+
+def _words(log: RunPath) -> RunPath:
     """Where a worker leaves why it failed."""
     return log.with_suffix(".failed")
 
@@ -254,7 +262,7 @@ def _outcome(worker: Worker) -> str | None:
     if code == 0:
         return None
     if words.is_file():
-        why = words.read_text(encoding="utf-8")
+        why = words.read_text()
         words.unlink()
         return why
     if code < 0:
@@ -284,19 +292,20 @@ def _stop(running: list[Worker], signum: int) -> None:
 def work(given: str) -> int:
     """Make the cell that the parent describes; the exit code of this process."""
     task = json.loads(given)
-    config = settings.from_mapping(yaml.safe_load(task["config"]))
-    lenders = [Path(folder) for folder in task["lenders"]]
-    cell = (config, Path(task["folder"]), task["keeps"], Reporter(), task["until"], lenders)
+    stored = settings.apply_overrides(yaml.safe_load(task["config"]), task["consent"])
+    config, out = settings.from_mapping(stored), RunPath(task["out"])
+    lenders = [out / folder for folder in task["lenders"]]
+    cell = (config, out / task["folder"], task["keeps"], Reporter(), task["until"], lenders)
     try:
         with interrupt.handled():
             _end_with(task["parent"])
-            why = run_cell(*cell, Path(task["answers"]))
+            why = run_cell(*cell, out / task["answers"])
     except interrupt.Interrupted as stopped:
         print(f"stopped by {stopped}: {stopped.saved or 'nothing had to be saved'}")
         return stopped.exit_code
     if why is None:
         return 0
-    atomic_write_text(Path(task["failed"]), why)
+    atomic_write_text(out / task["failed"], why)
     print(f"error: {why}")
     return 1
 

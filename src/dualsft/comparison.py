@@ -13,15 +13,14 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from dualsft.comparison_matrix import Cell, Matrix, Table
 from dualsft.pipeline import finished
 from dualsft.report import peak_gib, read_manifests
+from dualsft.run_paths import RunPath
 
 CHOOSING = ("warmup", "gradients", "scores", "selection")
 RESAMPLES = 2000
@@ -45,7 +44,7 @@ class Record:
     """One finished cell."""
 
     cell: Cell
-    folder: Path
+    folder: RunPath
     values: Mapping[str, float | None]
     base: Mapping[str, float | None]
     """The same of the base model, where it has them."""
@@ -92,7 +91,7 @@ class Result:
 # --- reading cells -------------------------------------------------------------------------------
 
 
-def collect(matrix: Matrix, out: Path) -> tuple[list[Record], dict[Cell, str]]:
+def collect(matrix: Matrix, out: RunPath) -> tuple[list[Record], dict[Cell, str]]:
     """(every cell that is finished with the matrix's own settings, why the others are not there).
 
     A cell that was made with other settings is not mixed in: it is out of date.
@@ -127,8 +126,8 @@ def _other_settings(
     return None if first == own else title
 
 
-def _record(cell: Cell, folder: Path, manifests: Mapping[str, Any]) -> Record:
-    results = json.loads((folder / "7_evaluation/results.json").read_text())
+def _record(cell: Cell, folder: RunPath, manifests: Mapping[str, Any]) -> Record:
+    results = (folder / "7_evaluation/results.json").read_json()
     after, before = measures(results, "after"), measures(results, "before")
     return Record(cell, folder, after | resources(folder, manifests), before)
 
@@ -146,11 +145,11 @@ def measures(results: Mapping[str, Any], side: str) -> dict[str, float | None]:
     return found
 
 
-def resources(folder: Path, manifests: Mapping[str, Any]) -> dict[str, float | None]:
+def resources(folder: RunPath, manifests: Mapping[str, Any]) -> dict[str, float | None]:
     """What the cell took, measured the same way whatever the method."""
-    chosen = json.loads((folder / "5_selection/summary.json").read_text())
-    tuned = json.loads((folder / "6_finetune/summary.json").read_text())
-    counts = json.loads((folder / "1_split/summary.json").read_text())["counts"]
+    chosen = (folder / "5_selection/summary.json").read_json()
+    tuned = (folder / "6_finetune/summary.json").read_json()
+    counts = (folder / "1_split/summary.json").read_json()["counts"]
     num_full = sum(counts.values())
     reads = [s for s in CHOOSING if s == "selection" or s in _reads(manifests)]
     weighing = list((manifests["finetune"]["facts"].get("accounts") or {}).values())
@@ -160,7 +159,7 @@ def resources(folder: Path, manifests: Mapping[str, Any]) -> dict[str, float | N
         steps = manifests["warmup"]["facts"]["steps"]
         seen += steps * manifests["warmup"]["fingerprint"]["settings"]["warmup.batch_size"]
     if "gradients" in reads:
-        two_pass = "f" not in pq.read_schema(folder / "3_gradients/pool.parquet").names
+        two_pass = "f" not in (folder / "3_gradients/pool.parquet").parquet().schema_arrow.names
         per_example = manifests["scores"]["fingerprint"]["settings"].get("per-example scores")
         seen += counts["val"] + counts["anchor"] + counts["pool"] * (1 + (two_pass and per_example))
     seconds = {stage: manifests[stage]["seconds"] for stage in manifests}
@@ -353,9 +352,9 @@ def differences(records: Sequence[Record], reference: str) -> list[Difference]:
     return found
 
 
-def _per_example(folder: Path) -> dict[tuple[str, str], float]:
+def _per_example(folder: RunPath) -> dict[tuple[str, str], float]:
     """(quantity, example) to value: loss and KL of the tuned model, scores of benchmark items."""
-    losses = pq.read_table(folder / "7_evaluation/losses.parquet").to_pydict()
+    losses = (folder / "7_evaluation/losses.parquet").read_table().to_pydict()
     found: dict[tuple[str, str], float] = {}
     for name, i, loss, kl in zip(
         losses["set"], losses["id"], losses["loss_after"], losses["kl"], strict=True
@@ -364,7 +363,7 @@ def _per_example(folder: Path) -> dict[tuple[str, str], float]:
         found[f"KL {name}", str(i)] = float(kl)
     samples = folder / "7_evaluation/samples.jsonl"
     if samples.is_file():
-        for line in samples.read_text(encoding="utf-8").split("\n"):  # a text may have others
+        for line in samples.read_text().split("\n"):  # a text may have others
             if not line:
                 continue
             one = json.loads(line)

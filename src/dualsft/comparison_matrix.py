@@ -250,7 +250,14 @@ class _Parser:
         if not isinstance(value, Mapping):
             self.problems.append(f"{key}: {show(value)} is not allowed; give settings as a mapping")
             return ()
-        return tuple(_flat_words(value))
+        words = tuple(_flat_words(value))
+        given = {word.partition("=")[0]: word for word in words}
+        self.problems += [
+            settings.stored_consent(name, f"{given[name]} under {key}")
+            for name in settings.CONSENTS
+            if name in given
+        ]
+        return words
 
     def choices(self, key: str, value: Any, setting: str) -> tuple[Choice, ...]:
         """name -> path, or name -> {path: …, settings: {…}}; a list is named by its own stems."""

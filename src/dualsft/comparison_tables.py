@@ -13,7 +13,6 @@ import html
 import io
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from dualsft.comparison import (
     BASE,
@@ -30,6 +29,7 @@ from dualsft.comparison_matrix import Matrix
 from dualsft.errors import ConfigError
 from dualsft.plots import draw
 from dualsft.report import table as markdown_table
+from dualsft.run_paths import Place, RunPath, run_path
 from dualsft.rundir import atomic_write_text
 
 _MARKS = {
@@ -40,8 +40,9 @@ _MARKS = {
 _ESCAPES = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "·": r"$\cdot$"}
 
 
-def write_tables(matrix: Matrix, out: Path, reference: str) -> list[Path]:
+def write_tables(matrix: Matrix, folder: Place, reference: str) -> list[RunPath]:
     """comparison.md, .csv, .tex, .json, the figures, and .html with all of them; in `out`."""
+    out = run_path(folder)
     records, missing = collect(matrix, out)
     if not records:
         why = "; ".join(f"{c.title}: {text}" for c, text in list(missing.items())[:3])
@@ -223,7 +224,7 @@ def page(
     results: Sequence[Result],
     apart: Sequence[Difference],
     reference: str,
-    figures: Sequence[Path],
+    figures: Sequence[RunPath],
 ) -> str:
     """One HTML file without a script or a request."""
     parts = [f"<h1>Comparison {html.escape(name)}</h1>"]
@@ -255,7 +256,7 @@ def page(
             f"<tbody>{body}</tbody></table>"
         )
     for figure in figures:
-        drawn = figure.read_text(encoding="utf-8")
+        drawn = figure.read_text()
         parts.append(f"<figure>{drawn[drawn.index('<svg') :]}</figure>")
     return _PAGE.format(title=html.escape(name), body="\n".join(parts))
 

@@ -51,8 +51,9 @@ from dualsft.config_parse import (
     show,
     unknown_key,
 )
-from dualsft.errors import ConfigError
+from dualsft.errors import ConfigError, RunError
 from dualsft.manifest import broken_seal
+from dualsft.run_paths import Place, RunPath
 
 METHOD = "method."
 MAX_CONFIG_BYTES = 1_000_000
@@ -296,13 +297,13 @@ def recipe_names() -> list[str]:
     return sorted(e.name.removesuffix(".yaml") for e in entries if e.name.endswith(".yaml"))
 
 
-def _read(source: str | Path) -> tuple[dict[str, Any], list[str]]:
+def _read(source: str | Place) -> tuple[dict[str, Any], list[str]]:
     """Nested dicts from a YAML file."""
-    path = Path(source)
+    path = source if isinstance(source, RunPath) else _own_file(Path(source))
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
+        if path.size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path}: over {MAX_CONFIG_BYTES} bytes; give a YAML config file")
-        text = path.read_bytes().decode("utf-8-sig")
+        text = path.read_bytes(MAX_CONFIG_BYTES).decode("utf-8-sig")
         if broken_seal(text) and path.name == "config.yaml":
             raise ConfigError(
                 f"{path}: changed or damaged since the run wrote it; give the settings as "
@@ -311,21 +312,29 @@ def _read(source: str | Path) -> tuple[dict[str, Any], list[str]]:
         return parse_yaml(text, str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}; give a UTF-8 YAML file") from None
+    except RunError as error:
+        raise ConfigError(str(error)) from None
 
 
-def load_yaml(path: str | Path) -> Config:
+def _own_file(path: Path) -> RunPath:
+    """A file that the user names: it may be a link, and must be a regular file."""
+    real = path.resolve()
+    return RunPath(real.parent, real.name)
+
+
+def load_yaml(path: str | Place) -> Config:
     """A config from a YAML file."""
-    return _from_mapping(*_read(path))
+    return load(path)
 
 
-def read_source(source: str | Path | None) -> tuple[dict[str, Any], list[str]]:
+def read_source(source: str | Place | None) -> tuple[dict[str, Any], list[str]]:
     """Nested values of a recipe's name, a YAML file or nothing, and the problems met on the way."""
     if source is None:
         return {}, []
     if isinstance(source, str) and source in recipe_names():
         text = (_recipe_folder() / f"{source}.yaml").read_text(encoding="utf-8")
         return parse_yaml(text, f"recipe {source}")
-    if not Path(source).exists():
+    if not (source if isinstance(source, RunPath) else Path(source)).exists():
         names = recipe_names()
         close = difflib.get_close_matches(str(source), names, n=1)
         cure = f"did you mean '{close[0]}'?" if close else "give a YAML file or a recipe's name"
@@ -333,11 +342,48 @@ def read_source(source: str | Path | None) -> tuple[dict[str, Any], list[str]]:
     return _read(source)
 
 
-def load(source: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def load(source: str | Place | None = None, overrides: Sequence[str] = ()) -> Config:
     """A config from a recipe's name, a YAML file or nothing, with `key=value` flags over it."""
     mapping, problems = read_source(source)
+    given = {word.partition("=")[0].strip() for word in overrides}
+    for key in CONSENTS:
+        if (stored := _take(mapping, key)) not in NO and key not in given:
+            problems.append(stored_consent(key, f"{show(stored)} in {source}"))
     merged, more = _override(mapping, overrides)
     return _from_mapping(merged, problems + more)
+
+
+CONSENTS = ("model.trust_remote_code", "evaluation.allow_code_execution")
+"""Settings that let code run. They come from this command line (or from Python) alone: no file is
+asked for them, and no run folder keeps them, since a file may have been written by somebody else.
+"""
+NO = (None, False, "false", "False", "no", "off", "null", "~", "")
+
+
+def stored_consent(key: str, found: str) -> str:
+    """What is said of a file that wants to let code run."""
+    return (
+        f"{key}: {found} is not taken as consent to run code, which comes from the command line "
+        f"alone: give {key}=true there if you trust its source, or {key}=false to go on without"
+    )
+
+
+def _take(mapping: dict[str, Any], key: str) -> Any:
+    """Remove a key from nested dicts, written nested or dotted; its value."""
+    section, _, name = key.partition(".")
+    inside = mapping.get(section)
+    nested = None
+    if isinstance(inside, Mapping) and name in inside:
+        nested = inside[name]
+        mapping[section] = {k: v for k, v in inside.items() if k != name}
+    dotted = mapping.pop(key, None)
+    return nested if dotted is None else dotted
+
+
+def consent_of(config: Config) -> list[str]:
+    """The `key=true` words that let code run, for a process that this one starts."""
+    flat = to_flat(config)
+    return [f"{key}=true" for key in CONSENTS if flat[key]]
 
 
 def to_flat(config: Config) -> dict[str, Any]:
@@ -355,8 +401,11 @@ def to_mapping(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    """A YAML file with every value written out; loading it gives the same config."""
-    return dump_yaml(to_mapping(config))
+    """A YAML file with every value written out, but for consent to run code (`CONSENTS`)."""
+    mapping = to_mapping(config)
+    for key in CONSENTS:
+        _take(mapping, key)
+    return dump_yaml(mapping)
 
 
 def warnings(config: Config) -> list[str]:

@@ -60,13 +60,6 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
             "evaluation.files: the name 'validation' is taken by the run's own D_val; write"
             " another_name:PATH"
         )
-    asked = (get("evaluation.tasks") or "").split(",")
-    if "humaneval" in asked and get("evaluation.allow_code_execution") is False:
-        problems.append(
-            f"evaluation.tasks: {show(get('evaluation.tasks'))} runs programs that the models"
-            " write; allow it with --allow-code-execution (evaluation.allow_code_execution=true),"
-            " or leave humaneval out"
-        )
     if get("data.val_path") is not None and get("split.val") is not None:
         problems.append(
             f"split.val: {show(get('split.val'))} is not allowed with data.val_path, whose rows are"
@@ -78,6 +71,18 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
         given = ", ".join(f"{key}={share}" for key, share in fractions.items())
         problems.append(f"{given}: leaves no pool to select from; give fractions that sum below 1")
     return problems
+
+
+def missing_consent(values: Mapping[str, Any]) -> list[str]:
+    """Programs that a model writes run only when this command says so."""
+    asked = (values["evaluation.tasks"] or "").split(",")
+    if "humaneval" not in asked or values["evaluation.allow_code_execution"]:
+        return []
+    return [
+        f"evaluation.tasks: {show(values['evaluation.tasks'])} runs programs that the models write;"
+        " allow it with --allow-code-execution (evaluation.allow_code_execution=true) on this"
+        " command line, or leave humaneval out"
+    ]
 
 
 def idle_options(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:

@@ -31,7 +31,8 @@ class ModelConfig:
     revision: str | None = None
     """Branch, tag or commit of a hub id; null is its main branch."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with the model; only when you trust its authors."""
+    """Run the Python code that comes with the model; only when you trust its authors. Given on the
+    command line or in Python each time: never read from a file, never stored."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Type of the weights in memory; auto is float32 on a CPU or mps, and on cuda the type they are
     stored in (float16 is read as bfloat16)."""
@@ -274,7 +275,7 @@ class EvaluationConfig:
     """What answers the benchmarks: the loaded models, or vLLM where it is installed."""
     allow_code_execution: bool = False
     """Run the programs that the models write for humaneval, in a sandbox; the flag
-    --allow-code-execution sets it."""
+    --allow-code-execution sets it. Never read from a file, never stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,8 @@ from dualsft.plans import DEFAULT_BATCH_TOKENS, TRAINING_BATCH_TOKENS, Plan, Wis
 from dualsft.preflight import FOLDERS
 from dualsft.pretrained import cache_root, resolve_model
 from dualsft.progress import Reporter
-from dualsft.rundir import RunDir
+from dualsft.run_paths import Place, RunPath
+from dualsft.rundir import RunDir, model_in
 from dualsft.sharding import load_sharded
 from dualsft.sources import split_paths
 from dualsft.stages.split import read_split
@@ -56,14 +57,14 @@ class RunContext:
     reporter: Reporter
     pieces: Pieces = field(default_factory=Pieces)
     """Saved progress of the stage that runs now."""
-    lenders: Sequence[Path] = ()
+    lenders: Sequence[RunPath] = ()
     """Run folders whose finished stages may be taken over instead of computed."""
-    answers: Path | None = None
+    answers: RunPath | None = None
     """Folder in which the base model's answers to benchmarks are kept for other runs."""
     plans: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The memory plan of each walk of the stage that runs now, by its label."""
 
-    def folder(self, stage: str) -> Path:
+    def folder(self, stage: str) -> RunPath:
         return self.rundir.path / FOLDERS[stage]
 
     @cached_property
@@ -173,9 +174,15 @@ class RunContext:
         """Padded tokens a forward pass of training: as set, or what suits the device."""
         return self.config.score.batch_tokens or TRAINING_BATCH_TOKENS[self.device.type]
 
-    def load(self, folder: Path) -> PreTrainedModel:
+    def local(self, folder: Place) -> Path:
+        """A model folder as a path; one inside the run folder is checked first."""
+        return folder if isinstance(folder, Path) else model_in(folder)
+
+    def load(self, folder: Place) -> PreTrainedModel:
         load = load_sharded if world().sharded else load_model
-        return load(folder, self.dtype, self.device, self.config.model.attention, self.trusted)
+        return load(
+            self.local(folder), self.dtype, self.device, self.config.model.attention, self.trusted
+        )
 
     def theta_old(self) -> PreTrainedModel:
         return self.load(self.model_folder)

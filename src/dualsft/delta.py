@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dualsft.distributed import world
-from dualsft.errors import ConfigError
+from dualsft.errors import ConfigError, RunError
+from dualsft.manifest import read_stage_manifest
+from dualsft.run_paths import Place, RunPath
 from dualsft.sharding import entries_of
+from dualsft.tensor_files import TensorFile
 from dualsft.vectors import ParamVector, Vector, of_all
 
 FORMAT = "dualsft-delta-2"
@@ -43,7 +45,7 @@ class Delta:
         """Of all processes, where each has those in its own rows."""
         return world().across(sum(i.numel() for i in self.indices.values()))
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Place) -> None:
         """Written by the first process, to which the others send what they have."""
         tensors: dict[str, Tensor] = {}
         for name, index in self.indices.items():
@@ -56,13 +58,12 @@ class Delta:
         every.write(path, header | {"sha256": _content_hash(every, header)})
 
     @classmethod
-    def load(cls, path: Path) -> Delta:
+    def load(cls, path: Place) -> Delta:
         """Read and check a delta file; everything wrong with it is said by name."""
         try:
-            with safe_open(str(path), framework="pt") as file:
-                header = file.metadata() or {}
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as problem:
+            file = TensorFile(_place(path))
+            header, tensors = dict(file.metadata), file.tensors()
+        except (OSError, RunError) as problem:
             raise ConfigError(f"{path}: cannot be read as a delta: {problem}") from problem
         if header.get("format") not in (FORMAT, UNHASHED):
             raise ConfigError(
@@ -89,6 +90,15 @@ class Delta:
             header.get("base_model", ""),
             header.get("base_hash", ""),
         )
+
+
+def _place(path: Place) -> RunPath:
+    """A delta file as what may be opened: inside a stage no link is followed."""
+    if isinstance(path, RunPath):
+        return path
+    stage = not read_stage_manifest(path.parent)[1]
+    real = path if stage else path.resolve()
+    return RunPath(real.parent, real.name)
 
 
 def _content_hash(tensors: Vector, header: Mapping[str, str]) -> str:

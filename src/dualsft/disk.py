@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dualsft.errors import RunError
+from dualsft.run_paths import RunPath
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 FAILING = FULL | {errno.EIO, errno.EROFS, errno.EFBIG}
@@ -91,12 +92,6 @@ def explained(path: Path) -> Iterator[None]:
         raise failure from problem
 
 
-def folder_bytes(folder: Path) -> int:
+def folder_bytes(folder: RunPath) -> int:
     """Bytes of the plain files in a folder."""
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            path = Path(root, name)
-            if path.is_file() and not path.is_symlink():
-                total += path.stat().st_size
-    return total
+    return sum(file.size for file in folder.tree()[0].values())

@@ -177,7 +177,7 @@ class _Estimator:
             device=str(self.ctx.device),
             device_memory=self.room.host_bytes if self.room.on_cpu else self.room.device_bytes,
             host_memory=self.room.host_bytes,
-            disk_free=free_bytes(self.ctx.rundir.path.absolute()),
+            disk_free=free_bytes(self.ctx.rundir.path.location.absolute()),
             num_parameters=self.num_parameters,
             num_candidates=self.num_candidates,
             num_rows=self.work.num_full,
@@ -226,7 +226,9 @@ class _Estimator:
         params = self.ctx.methods.load("params")
         if not params.entry.uses_budget:
             return 0
-        return param_budget(self.ctx, params.eligible(Job(self.ctx, "params", Path())))
+        return param_budget(
+            self.ctx, params.eligible(Job(self.ctx, "params", self.ctx.rundir.path))
+        )
 
     def _num_trained(self) -> int:
         """Examples that fine-tuning sees in an epoch."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from dualsft.delta import Delta, apply_delta, extract_delta
 from dualsft.disk import explained
 from dualsft.errors import ConfigError
-from dualsft.manifest import share
 from dualsft.model import (
     DTYPES,
     choose_device,
@@ -25,6 +24,7 @@ from dualsft.model import (
     load_tokenizer,
 )
 from dualsft.pretrained import resolve_model, weights_hash
+from dualsft.run_paths import RunPath
 from dualsft.saving import save_model
 
 
@@ -84,9 +84,8 @@ def written_whole(out: Path) -> Iterator[Path]:
         try:
             part = scratch / out.name
             yield part
-            for file in [part] if part.is_file() else part.rglob("*"):
-                if file.is_file():
-                    share(file)
+            for file in RunPath(scratch).tree()[0].values():
+                file.share()
             part.rename(out)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)

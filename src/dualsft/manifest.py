@@ -13,7 +13,6 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import platform
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dualsft.errors import RunError
+from dualsft.run_paths import Place, RunPath, run_path
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -35,41 +35,20 @@ def sha256_text(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-def sha256_file(path: str | os.PathLike[str]) -> str:
+def sha256_file(path: Place) -> str:
     """SHA-256 of a file, read in pieces."""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fsync(path: Path) -> None:
-    """Make a file, or a folder's list of names, durable."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def atomic_write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+def atomic_write_bytes(path: Place | str, content: bytes) -> None:
     """Replace a file so that a reader, or a crash, sees the old content or the new one."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        with open(temporary, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync(path.parent)
+    if not isinstance(path, RunPath):
+        path = RunPath(Path(path).parent, Path(path).name)
+    path.replace_bytes(content)
 
 
-def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
+def atomic_write_text(path: Place | str, text: str) -> None:
     """`atomic_write_bytes` of UTF-8."""
     atomic_write_bytes(path, text.encode("utf-8"))
 
@@ -164,16 +143,14 @@ def render_manifest(body: Mapping[str, Any]) -> str:
     return json.dumps(sealed, indent=1, allow_nan=False) + "\n"
 
 
-def read_manifest(path: Path) -> tuple[dict[str, Any], str]:
+def read_manifest(path: RunPath) -> tuple[dict[str, Any], str]:
     """(manifest, what is wrong with it); a newer format is refused by a `RunError`."""
-    if path.is_symlink():
-        return {}, f"{path.name} is a symlink"
     try:
         text = path.read_bytes().decode("ascii")
         manifest = json.loads(text)
     except (FileNotFoundError, NotADirectoryError):
         return {}, f"{path.name} is missing"
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, RunError) as error:
         return {}, f"{path.name} is damaged: {error}"
     body = dict(manifest) if isinstance(manifest, dict) else {}
     version = body.get("format_version")
@@ -192,9 +169,9 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], str]:
     return {}, f"{path.name} is damaged: its seal does not fit"
 
 
-def read_stage_manifest(folder: Path) -> tuple[dict[str, Any], str]:
+def read_stage_manifest(folder: Place) -> tuple[dict[str, Any], str]:
     """`read_manifest` of a stage folder; also wrong when it does not describe a stage."""
-    manifest, wrong = read_manifest(folder / MANIFEST)
+    manifest, wrong = read_manifest(run_path(folder) / MANIFEST)
     fingerprint, files = manifest.get("fingerprint"), manifest.get("files")
     described = (
         isinstance(fingerprint, dict)
@@ -211,54 +188,30 @@ def read_stage_manifest(folder: Path) -> tuple[dict[str, Any], str]:
     return manifest, wrong
 
 
-def _list_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Regular files by relative posix path, and what may not be there; follows no symlink."""
-    files: dict[str, Path] = {}
-    refused: list[str] = []
-    for root, folders, names in os.walk(folder):
-        for name in folders + names:
-            path = Path(root, name)
-            relative = path.relative_to(folder).as_posix()
-            if path.is_symlink():
-                refused.append(f"{relative} is a symlink")
-            elif path.is_file():
-                files[relative] = path
-            elif not path.is_dir():
-                refused.append(f"{relative} is not a regular file")
-    return dict(sorted(files.items())), sorted(refused)
-
-
-def share(path: Path) -> None:
-    """Give a file the permissions of any new file; safetensors makes its own private."""
-    mask = os.umask(0)
-    os.umask(mask)
-    os.chmod(path, 0o666 & ~mask)
-
-
-def seal(part: Path, body: Mapping[str, Any]) -> None:
+def seal(part: RunPath, body: Mapping[str, Any]) -> None:
     """Make every file of a stage durable, then write the manifest that makes it one."""
-    files, refused = _list_files(part)
+    files, refused = part.tree()
     if refused:
         raise RunError(f"{part}: cannot become a stage: {'; '.join(refused)}; write plain files")
     assert MANIFEST not in files, f"{part}: {MANIFEST} is written here, not by the stage"
     entries: dict[str, Any] = {}
     for name, path in files.items():
-        share(path)
-        fsync(path)
-        entries[name] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
-    for root, _, _ in os.walk(part):
-        fsync(Path(root))
+        path.share()
+        path.fsync()
+        entries[name] = {"size": path.size, "sha256": sha256_file(path)}
+    for folder in {path.parent for path in files.values()}:
+        folder.fsync()
     atomic_write_text(part / MANIFEST, render_manifest({**body, "files": entries}))
 
 
 def damage(
-    folder: Path, manifest: Mapping[str, Any], only: Collection[str] | None = None
+    folder: Place, manifest: Mapping[str, Any], only: Collection[str] | None = None
 ) -> tuple[list[str], list[str]]:
     """(what is wrong with a stage's files, the files that its manifest does not list).
 
     `only` limits the check to the files that will be read.
     """
-    present, reasons = _list_files(folder)
+    present, reasons = run_path(folder).tree()
     present.pop(MANIFEST, None)
     for name, entry in manifest["files"].items():
         if only is not None and name not in only:
@@ -266,18 +219,16 @@ def damage(
         try:
             if name not in present:
                 reasons.append(f"{name} is missing")
-            elif (size := present[name].stat().st_size) != entry["size"]:
+            elif (size := present[name].size) != entry["size"]:
                 reasons.append(f"{name} has {size} bytes, not {entry['size']}")
             elif sha256_file(present[name]) != entry["sha256"]:
                 reasons.append(f"{name} has another SHA-256 than when it was written")
-        except OSError as error:
+        except (OSError, RunError) as error:
             reasons.append(f"{name} cannot be read: {error}")
     return reasons, [name for name in present if name not in manifest["files"]]
 
 
-def is_whole(folder: Path) -> bool:
+def is_whole(folder: RunPath) -> bool:
     """Whether a folder is a finished stage: sealed, and every hash fits."""
-    if folder.is_symlink():
-        return False
     manifest, wrong = read_stage_manifest(folder)
     return not wrong and not damage(folder, manifest)[0]

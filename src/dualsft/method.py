@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +25,7 @@ from dualsft.data import Batch, Example, collate, digest, make_batches
 from dualsft.losses import token_losses
 from dualsft.methods.entry import Axis, Entry
 from dualsft.peak_memory import PeakMemory
+from dualsft.run_paths import RunPath
 from dualsft.training import Hooks
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Job:
 
     ctx: RunContext
     axis: Axis
-    part: Path
+    part: RunPath
     """Where the stage's files are written."""
     examples: list[Example] = field(default_factory=list)
     """What will be trained on; empty while examples are being chosen."""

@@ -19,12 +19,13 @@ from dualsft.manifest import atomic_write_text
 from dualsft.methods import registry
 from dualsft.report_parts import LOSS_NOTE, duration, methods_of, number, peak_gib, percent
 from dualsft.report_warnings import concerns
+from dualsft.run_paths import RunPath
 
 LOCAL_PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?[/\\](?:[^\s/\\:]+[/\\])+([^\s/\\:]+)")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def write_card(facts: Mapping[str, Any], out: Path) -> Path | None:
+def write_card(facts: Mapping[str, Any], out: RunPath) -> RunPath | None:
     """Write model_card.md into `out`; None, and no card, while there is no fine-tuned model."""
     path = out / "model_card.md"
     if "finetune" not in facts:

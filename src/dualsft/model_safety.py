@@ -61,6 +61,14 @@ def check_folder(folder: Path, trust_remote_code: bool = False) -> None:
         raise ConfigError([f"model.path: {problem}" for problem in problems])
 
 
+def check_neighbours(gguf: Path) -> None:
+    """Refuse a .gguf file among configurations that reach for code or for another model."""
+    problems = list(_bad_configs(gguf.resolve().parent, trust_remote_code=False, deep=False))
+    if problems:
+        cure = f"or move {gguf.name} to a folder of its own"
+        raise ConfigError([f"model.path: {problem}; {cure}" for problem in problems])
+
+
 def check_weights(folder: Path) -> None:
     """Refuse weights that are missing, pickled, cut short, or named outside the folder."""
     weight_files(folder)
@@ -111,13 +119,13 @@ def _bad_entries(folder: Path) -> Iterator[str]:
                 yield f"{shown}: neither a file nor a folder; remove it"
 
 
-def _bad_configs(folder: Path, trust_remote_code: bool) -> Iterator[str]:
+def _bad_configs(folder: Path, trust_remote_code: bool, deep: bool = True) -> Iterator[str]:
     if (folder / "adapter_config.json").exists():
         yield (
             "adapter_config.json: the folder is a PEFT adapter, which loads another model; merge "
             "it (`merge_and_unload`) and give the merged folder"
         )
-    has_code = any(folder.rglob("*.py"))
+    has_code = any(folder.rglob("*.py") if deep else folder.glob("*.py"))
     for path in sorted(folder.glob("*config*.json")):
         try:
             content = _read_json(path, CONFIG_BYTES)

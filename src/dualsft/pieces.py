@@ -18,23 +18,22 @@ No line of Algorithm 1: the reason why its lines survive a kill, to the same bit
 from __future__ import annotations
 
 import errno
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from dualsft import interrupt
 from dualsft.disk import FULL, free_bytes, human, storage_errno
 from dualsft.distributed import alone, world
 from dualsft.errors import RunError
-from dualsft.manifest import FORMAT_VERSION, damage, fsync, read_manifest, seal, versions
+from dualsft.manifest import FORMAT_VERSION, damage, read_manifest, seal, versions
+from dualsft.run_paths import Place, RunPath, run_path
+from dualsft.tensor_files import TensorFile
 from dualsft.vectors import save_tensors
 
 State = tuple[Mapping[str, Tensor], Mapping[str, Any]]
@@ -66,12 +65,12 @@ class Pieces:
 
     def __init__(
         self,
-        folder: Path | None = None,
+        folder: Place | None = None,
         fingerprint: str = "",
         every: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.folder = folder
+        self.folder = None if folder is None else run_path(folder)
         self.every = every
         self._identity = {"fingerprint": fingerprint, "versions": versions()}
         if world().sharded:
@@ -102,7 +101,7 @@ class Pieces:
             folder = self._path(name, number)
             manifest, wrong = read_manifest(folder / "manifest.json")
             if not wrong and manifest.get("identity") != self._identity:
-                shutil.rmtree(folder, ignore_errors=True)  # other settings: no use to anybody
+                _discard(folder)  # other settings: no use to anybody
                 continue
             if not wrong:
                 wrong = "; ".join(damage(folder, manifest)[0])
@@ -170,7 +169,7 @@ class Pieces:
             body = {"format_version": FORMAT_VERSION, "identity": self._identity}
             self._on_main(lambda: self._seal(part, final, {**body, "facts": dict(facts)}))
         except Exception as problem:
-            shutil.rmtree(part, ignore_errors=True)
+            _discard(part)
             if storage_errno(problem) not in FULL:
                 raise
             self._warn_full(part)
@@ -181,18 +180,18 @@ class Pieces:
         if present.main:
             for old in self._numbers(name):
                 if old <= number - KEPT:
-                    shutil.rmtree(self._path(name, old), ignore_errors=True)
+                    _discard(self._path(name, old))
         return True
 
-    def _prepare(self, part: Path) -> None:
+    def _prepare(self, part: RunPath) -> None:
         part.parent.mkdir(exist_ok=True)
-        shutil.rmtree(part, ignore_errors=True)
+        part.remove()
         part.mkdir()
 
-    def _seal(self, part: Path, final: Path, body: Mapping[str, Any]) -> None:
+    def _seal(self, part: RunPath, final: RunPath, body: Mapping[str, Any]) -> None:
         seal(part, {**body, "world": world().size})
         part.rename(final)
-        fsync(final.parent)
+        final.parent.fsync()
 
     def _on_main(self, work: Callable[[], None]) -> None:
         """Done by the first process; a full disk there is one for all."""
@@ -217,16 +216,16 @@ class Pieces:
         least = max(self.every, self._cost / MAX_SHARE) if self.every > 0 else 0.0
         return time.monotonic() - self._saved_at >= least
 
-    def _warn_full(self, part: Path) -> None:
+    def _warn_full(self, part: RunPath) -> None:
         if not self._full:
             self._say(
                 f"warning: {part}: progress could not be saved, the disk is full "
-                f"({human(free_bytes(part))} free); going on: a kill would now lose the work "
-                "since the last save"
+                f"({human(free_bytes(part.location))} free); going on: a kill would now lose the "
+                "work since the last save"
             )
         self._full = True
 
-    def _path(self, name: str, number: int) -> Path:
+    def _path(self, name: str, number: int) -> RunPath:
         assert self.folder is not None
         return self.folder / f"{name}.{number:06d}"
 
@@ -240,6 +239,12 @@ class Pieces:
 _SHARED = "all processes need the same run folder, on a file system that they share"
 
 
+def _discard(folder: RunPath) -> None:
+    """Remove it if that is possible; what is left is passed over by the next start."""
+    with suppress(OSError):
+        folder.remove()
+
+
 def _own(tensors: Mapping[str, Tensor], layout: Mapping[str, Layout]) -> Mapping[str, Tensor]:
     """What a process other than the first keeps: not what is equal everywhere."""
     names = [n for n in tensors if layout.get(n.partition(".")[0], "same") != "same"]
@@ -247,18 +252,18 @@ def _own(tensors: Mapping[str, Tensor], layout: Mapping[str, Layout]) -> Mapping
 
 
 def _tensors(
-    folder: Path, manifest: Mapping[str, Any], span: Callable[[str], tuple[int, int]] | None
+    folder: RunPath, manifest: Mapping[str, Any], span: Callable[[str], tuple[int, int]] | None
 ) -> dict[str, Tensor]:
     """This process's tensors of a piece, whatever number of processes wrote it."""
     before, present = manifest.get("world", 1), world()
     layout: Mapping[str, Layout] = manifest["facts"].get("layout", {})
     if before == present.size == 1:
-        return load_file(str(folder / _file(0)))
+        return TensorFile(folder / _file(0)).tensors()
     if before == present.size:
-        own = load_file(str(folder / _file(present.rank)))
-        shared = load_file(str(folder / _file(0))) if not layout else {}
+        own = TensorFile(folder / _file(present.rank)).tensors()
+        shared = TensorFile(folder / _file(0)).tensors() if not layout else {}
         return {**shared, **own}
-    parts = [load_file(str(folder / _file(rank))) for rank in range(before)]
+    parts = [TensorFile(folder / _file(rank)).tensors() for rank in range(before)]
     found: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         every = [part[name] for part in parts if name in part]

@@ -41,9 +41,10 @@ from dualsft.manifest import read_stage_manifest, sha256_text, versions
 from dualsft.method import Job
 from dualsft.model import choose_device, empty_model
 from dualsft.pieces import Pieces
-from dualsft.preflight import FOLDERS, STAGE_NAMES, check_paths, check_stage
+from dualsft.preflight import FOLDERS, STAGE_NAMES, check_consent, check_paths, check_stage
 from dualsft.progress import Reporter, clock
 from dualsft.report import outdated, read_manifests, write_report
+from dualsft.run_paths import Place, RunPath
 from dualsft.rundir import Fingerprint, FollowedRunDir, RunDir, atomic_write_text
 from dualsft.scaling import ModelShape, scoring_memory, warmup_memory
 from dualsft.stage_settings import (
@@ -67,7 +68,7 @@ class Stage:
     """One step of the flow: what it runs, what it depends on, what it reads."""
 
     name: str
-    run: Callable[[RunContext, Path], dict[str, Any]]
+    run: Callable[[RunContext, RunPath], dict[str, Any]]
     settings: Callable[[RunContext], Settings]
     reads: tuple[str, ...]
     richer: Callable[[RunContext], Settings | None] = lambda _: None
@@ -129,11 +130,11 @@ assert [*(stage.name for stage in STAGES), "report"] == list(STAGE_NAMES)
 
 def run(
     config: Config,
-    out: str | Path = "run",
+    out: str | Place = "run",
     until: str | None = None,
     reporter: Reporter | None = None,
-    lenders: Sequence[Path] = (),
-    answers: Path | None = None,
+    lenders: Sequence[RunPath] = (),
+    answers: RunPath | None = None,
 ) -> Path:
     """Run Algorithm 1 into the folder `out`, up to and including the stage `until`.
 
@@ -143,6 +144,7 @@ def run(
     """
     settings.validate(config)
     check_paths(config)
+    check_consent(config, until)
     last = check_stage(until)
     reporter = reporter or Reporter()
     use_cuda = choose_device(config.model.device).type == "cuda"
@@ -150,13 +152,13 @@ def run(
         reporter.say(meeting)
     with joined(use_cuda, config.parallel.mode == "shard") as present:
         kind = RunDir if present.main else FollowedRunDir
-        rundir, voice = kind(Path(out)), reporter if present.main else Reporter(lambda _: None)
+        rundir, voice = kind(out), reporter if present.main else Reporter(lambda _: None)
         ctx = RunContext(config, rundir, voice, lenders=lenders, answers=answers)
         for warning in settings.warnings(config):
             ctx.reporter.warn(warning)
         if last == STAGE_NAMES[-1]:
             check_room(config.evaluation.tasks, ctx.max_positions)
-        with watched(present, log.error), explained(rundir.path), ExitStack() as held:
+        with watched(present, log.error), explained(rundir.path.location), ExitStack() as held:
             rundir.create()
             held.enter_context(rundir.lock())
             _check_same(rundir, config)
@@ -164,7 +166,7 @@ def run(
             held.enter_context(repeatable(config.model.deterministic))
             held.enter_context(_settled(ctx))
             _run_stages(ctx, last)
-    return rundir.path
+    return rundir.path.location
 
 
 def _check_same(rundir: RunDir, config: Config) -> None:
@@ -172,7 +174,8 @@ def _check_same(rundir: RunDir, config: Config) -> None:
     present = world()
     if present.size == 1:
         return
-    present.agreed(sha256_text(settings.to_yaml(config)), "the configuration (its hash)")
+    text = "\n".join([settings.to_yaml(config), *settings.consent_of(config)])
+    present.agreed(sha256_text(text), "the configuration (its hash)")
     present.agreed(json.dumps(versions(), sort_keys=True), "what is installed")
     word = rundir.path / f".{present.told(secrets.token_hex(8))}.tmp"
     if present.main:
@@ -254,7 +257,7 @@ def _is_sharded(ctx: RunContext) -> bool:
 MOST_OF_GPU = 0.7  # what a stage may hold of a GPU beside its activations when nothing is sharded
 
 
-def finished(config: Config, out: Path) -> bool:
+def finished(config: Config, out: RunPath) -> bool:
     """Whether a run folder's stages were all made with these settings, by their manifests alone.
 
     Large files may have been removed since (`dualsft compare` with keep: results).
@@ -307,7 +310,7 @@ def _described_by(rundir: RunDir, config: Config) -> Iterator[None]:
         yield
         return
     path = rundir.path / "config.yaml"
-    before = path.read_text(encoding="utf-8") if path.is_file() else None
+    before = path.read_text() if path.is_file() else None
     rundir.write_config(settings.to_yaml(config))
     try:
         yield
@@ -332,10 +335,10 @@ def check_budgets(ctx: RunContext, last: str = "report") -> None:
         selection.param_budget(ctx, params.eligible(job))
 
 
-def _lender(ctx: RunContext, folder: str, fingerprint: Fingerprint) -> Path | None:
+def _lender(ctx: RunContext, folder: str, fingerprint: Fingerprint) -> RunPath | None:
     """Another run that has this very stage, finished and whole."""
     for other in ctx.lenders:
-        same = other.absolute() == ctx.rundir.path.absolute()
+        same = other.location.absolute() == ctx.rundir.path.location.absolute()
         manifest, wrong = ({}, "itself") if same else read_stage_manifest(other / folder)
         stated = not wrong and not fingerprint.explain(manifest)
         if stated and RunDir(other).stage_state(folder, fingerprint).ready:

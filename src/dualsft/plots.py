@@ -10,13 +10,13 @@ Drawn from comparison.json alone, as SVG and PNG. Every method has its own marke
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
+
+from dualsft.run_paths import RunPath
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
 MARKERS = "osD^vP*Xh<>p"
@@ -27,11 +27,11 @@ FRONTIERS = (
 )
 
 
-def draw(out: Path) -> list[Path]:
+def draw(out: RunPath) -> list[RunPath]:
     """The figures of the comparison in `out`; returns their files."""
-    tables = json.loads((out / "comparison.json").read_text(encoding="utf-8"))["tables"]
+    tables = (out / "comparison.json").read_json()["tables"]
     resources = {t["where"]: _points(t) for t in tables if t["kind"] == "resources"}
-    made: list[Path] = []
+    made: list[RunPath] = []
     stems: set[str] = set()
     for table in (t for t in tables if t["kind"] == "results"):
         stem = _stem(table["title"], stems)
@@ -77,13 +77,13 @@ def _quality(table: Mapping[str, Any]) -> tuple[str, str, int]:
     return "", "", 0
 
 
-def _skills(path: Path, table: Mapping[str, Any]) -> list[Path]:
+def _skills(path: RunPath, table: Mapping[str, Any]) -> list[RunPath]:
     """Plasticity over stability, where benchmarks were asked."""
     points = _plane(table, ["summary.stability"], "summary.plasticity")
     return _scatter(path, points, "stability (higher is better)", "plasticity", 1)
 
 
-def _forgetting(path: Path, table: Mapping[str, Any]) -> list[Path]:
+def _forgetting(path: RunPath, table: Mapping[str, Any]) -> list[RunPath]:
     """The new skill's loss over the KL on the other files, where there are any."""
     keys = [c["key"] for c in table["columns"]]
     files = [key[5:] for key in keys if key.startswith("loss.") and key != "loss.validation"]
@@ -106,13 +106,13 @@ def _plane(
 
 
 def _scatter(
-    path: Path,
+    path: RunPath,
     points: Mapping[str, Sequence[float]],
     across: str,
     up: str,
     better: int,
     log: bool = False,
-) -> list[Path]:
+) -> list[RunPath]:
     """The figure's files; none, and none of before, of fewer than two points."""
     files = [path.with_suffix(ending) for ending in ENDINGS]
     if len(points) < 2:
@@ -141,7 +141,8 @@ def _scatter(
     for file in files:
         silent = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         stamp = silent if file.suffix == ".svg" else None
-        figure.savefig(file, dpi=150, metadata=stamp)
+        with file.open("wb") as target:
+            figure.savefig(target, format=file.suffix[1:], dpi=150, metadata=stamp)
     return files
 
 

@@ -14,9 +14,11 @@ from typing import Any
 from dualsft import config as settings
 from dualsft.benchmark_tasks import task_problems
 from dualsft.config import Config, DataConfig
+from dualsft.config_checks import missing_consent
 from dualsft.corpus import BUILTIN, builtin_names
 from dualsft.errors import ConfigError
 from dualsft.pretrained import check_model
+from dualsft.run_paths import Place, RunPath
 from dualsft.sources import find_files, split_paths
 
 FOLDERS = {
@@ -41,15 +43,25 @@ def check_stage(until: str | None) -> str:
     return last
 
 
-def load_checked(source: str | Path | None, overrides: Sequence[str]) -> Config:
+def load_checked(
+    source: str | Place | None, overrides: Sequence[str], until: str | None = None
+) -> Config:
     """`config.load`, and what the settings name is there: all problems of both in one attempt."""
     try:
         config = settings.load(source, overrides)
     except ConfigError as error:
         more = path_problems(error.usable)
         raise ConfigError([*error.problems, *more]) from None
+    check_consent(config, until)
     check_paths(config)
     return config
+
+
+def check_consent(config: Config, until: str | None) -> None:
+    """What a run up to this stage would let a model's programs do must have been allowed."""
+    evaluated = STAGE_NAMES.index(check_stage(until)) >= STAGE_NAMES.index("evaluation")
+    if evaluated and (problems := missing_consent(settings.to_flat(config))):
+        raise ConfigError(problems)
 
 
 def check_paths(config: Config) -> None:
@@ -98,7 +110,7 @@ def _is_file(path: str) -> bool:
         return False
 
 
-def check_run_folder(folder: Path) -> None:
+def check_run_folder(folder: RunPath) -> None:
     """A stage command without settings of its own needs a folder that a run has made."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(

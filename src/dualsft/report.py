@@ -7,7 +7,6 @@ run that stopped early: it tells of the stages that are there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from dualsft.model_card import write_card
 from dualsft.preflight import FOLDERS
 from dualsft.report_html import benchmark_rows, write_html
 from dualsft.report_parts import LOSS_NOTE, methods_of, peak_gib
+from dualsft.run_paths import RunPath
 from dualsft.rundir import atomic_write_text
 
 SUMMARIES = {
@@ -31,12 +31,16 @@ SUMMARIES = {
 }
 
 
-def read_manifests(run: Path) -> tuple[dict[str, Any], list[str]]:
+def read_manifests(run: RunPath) -> tuple[dict[str, Any], list[str]]:
     """(manifest of every stage that is there and whole, in the order of the flow; the damage)."""
     found: dict[str, Any] = {}
     problems: list[str] = []
     for stage, folder in FOLDERS.items():
-        if not (run / folder).is_dir():
+        try:
+            if not (run / folder).is_dir():
+                continue
+        except RunError as problem:
+            problems.append(str(problem))
             continue
         manifest, wrong = read_stage_manifest(run / folder)
         reported = Path(SUMMARIES.get(stage, MANIFEST)).name
@@ -59,11 +63,11 @@ def outdated(manifests: dict[str, Any]) -> list[str]:
     return old
 
 
-def read_settings(run: Path) -> tuple[str, Mapping[str, Any]]:
+def read_settings(run: RunPath) -> tuple[str, Mapping[str, Any]]:
     """config.yaml of a run, as text and as what it says; both empty when there is none."""
     path = run / "config.yaml"
     try:
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        text = path.read_text() if path.is_file() else ""
         config = yaml.safe_load(text) or {}
         if not isinstance(config, Mapping):
             raise ValueError("it is no mapping")
@@ -79,7 +83,7 @@ def read_settings(run: Path) -> tuple[str, Mapping[str, Any]]:
     return text, config
 
 
-def load_summaries(run: Path) -> dict[str, Any]:
+def load_summaries(run: RunPath) -> dict[str, Any]:
     """The settings, the summaries of the finished stages, and their manifests and warnings."""
     manifests, problems = read_manifests(run)
     if problems:
@@ -102,11 +106,11 @@ def load_summaries(run: Path) -> dict[str, Any]:
     }
     for stage, file in SUMMARIES.items():
         if stage in found["manifests"]:
-            found[stage] = json.loads((run / file).read_text(encoding="utf-8"))
+            found[stage] = (run / file).read_json()
     return found
 
 
-def write_report(run: Path, out: Path | None = None) -> Path:
+def write_report(run: RunPath, out: RunPath | None = None) -> RunPath:
     """Write report.md, report.html and model_card.md into `out`, the run folder unless told
     otherwise; returns the path of the first."""
     facts = load_summaries(run)

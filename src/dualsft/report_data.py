@@ -17,14 +17,15 @@ import string
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-from safetensors import safe_open
+import torch
 
 from dualsft.model import locate
+from dualsft.run_paths import RunPath
+from dualsft.tensor_files import TensorFile
 
 STATES = ("selected", "rejected", "validation", "anchor", "warmup", "pool")
 CHUNK_ROWS = 200
@@ -75,13 +76,13 @@ class Examples:
 
 
 def collect_examples(
-    run: Path, facts: Mapping[str, Any], tokenizer: Any, why: str = ""
+    run: RunPath, facts: Mapping[str, Any], tokenizer: Any, why: str = ""
 ) -> Examples:
     """All rows of 1_split with what the later stages know of them."""
-    tokens = pq.ParquetFile(run / "1_split/tokens.parquet")
+    tokens = (run / "1_split/tokens.parquet").parquet()
     head = tokens.read(["id", "role"])
     ids, roles = head["id"].to_pylist(), head["role"].to_pylist()
-    split = pq.read_table(run / "1_split/split.parquet", columns=["id", "index"])
+    split = (run / "1_split/split.parquet").read_table(["id", "index"])
     lines = dict(zip(split["id"].to_pylist(), split["index"].to_pylist(), strict=True))
     counts, answers = _lengths(tokens)
     score, bound, loss = _scores(run, facts, ids)
@@ -204,14 +205,14 @@ def _chunks(tokens: pq.ParquetFile, tokenizer: Any, cap: int) -> Iterator[list[l
 
 
 def _scores(
-    run: Path, facts: Mapping[str, Any], ids: list[str]
+    run: RunPath, facts: Mapping[str, Any], ids: list[str]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(best known score, how far it may be off, loss) of every row; nan where there is none."""
     place = {name: i for i, name in enumerate(ids)}
     score, bound, loss = (np.full(len(ids), np.nan) for _ in range(3))
     current = facts["manifests"]
     if "scores" in current:
-        table = pq.read_table(run / "4_scores/examples.parquet")
+        table = (run / "4_scores/examples.parquet").read_table()
         at = np.array([place[name] for name in table["id"].to_pylist()], dtype=np.int64)
         for target, name in ((score, "score"), (bound, "bound"), (loss, "loss")):
             target[at] = table[name].to_numpy().astype(np.float64)
@@ -219,14 +220,14 @@ def _scores(
         for name in ("rescored", "baseline_scores"):
             path = run / f"5_selection/{name}.parquet"
             if path.name in current["selection"]["files"]:
-                table = pq.read_table(path, columns=["id", "score"])
+                table = path.read_table(["id", "score"])
                 at = np.array([place[i] for i in table["id"].to_pylist()], dtype=np.int64)
                 score[at] = table["score"].to_numpy()
                 bound[at] = 0.0
     return score, bound, loss
 
 
-def _states(run: Path, facts: Mapping[str, Any], ids: list[str], roles: list[str]) -> list[str]:
+def _states(run: RunPath, facts: Mapping[str, Any], ids: list[str], roles: list[str]) -> list[str]:
     """What became of every row."""
     names = {"val": "validation", "anchor": "anchor", "warm": "warmup", "pool": "pool"}
     if "selection" not in facts["manifests"]:
@@ -235,7 +236,7 @@ def _states(run: Path, facts: Mapping[str, Any], ids: list[str], roles: list[str
         names |= {"pool": "selected", "warm": "selected"}
         return [names[role] for role in roles]
     final = run / "5_selection" / facts["selection"]["final"]
-    chosen = set(json.loads((final / "ids.json").read_text(encoding="utf-8")))
+    chosen = set((final / "ids.json").read_json())
     names["pool"] = "rejected"
     warm = (i for i, role in zip(ids, roles, strict=True) if role == "warm")
     if "warmup" not in facts["manifests"] or any(i in chosen for i in warm):
@@ -278,7 +279,7 @@ def cut_off(chosen: np.ndarray, rest: np.ndarray) -> float | None:
     return None
 
 
-def collect_mask(run: Path, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+def collect_mask(run: RunPath, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Per parameter of the mask: layer, module, shape, entries, and the density over a grid."""
     if "selection" not in facts["manifests"] or "k" not in facts["selection"]:
         return []
@@ -286,22 +287,23 @@ def collect_mask(run: Path, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     path = run / "5_selection" / final / "mask.safetensors"
     shapes = parameter_shapes(run, facts)
     cells = []
-    with safe_open(str(path), framework="np") as file:
-        modules = list(facts["selection"]["per_module"])  # in the model's own order
-        names = sorted(file.keys(), key=lambda name: _place(name, modules))
-        side = GRID if len(names) <= MANY_TENSORS else SMALL_GRID
-        for name in names:
-            index, shape = file.get_tensor(name), shapes.get(name)
-            layer, module = locate(name)
-            cell = {
-                "name": name,
-                "layer": "other" if layer is None else str(layer),
-                "module": module,
-                "count": int(index.size),
-                "shape": shape,
-                "grid": density(index, shape, side) if shape and index.size else None,
-            }
-            cells.append(cell)
+    file, cpu = TensorFile(path), torch.device("cpu")
+    modules = list(facts["selection"]["per_module"])  # in the model's own order
+    names = sorted(file.forms, key=lambda name: _place(name, modules))
+    side = GRID if len(names) <= MANY_TENSORS else SMALL_GRID
+    for name in names:
+        index = file.piece(name, 0, file.forms[name].num_entries, cpu).numpy()
+        shape = shapes.get(name)
+        layer, module = locate(name)
+        cell = {
+            "name": name,
+            "layer": "other" if layer is None else str(layer),
+            "module": module,
+            "count": int(index.size),
+            "shape": shape,
+            "grid": density(index, shape, side) if shape and index.size else None,
+        }
+        cells.append(cell)
     return cells
 
 
@@ -327,16 +329,14 @@ def density(index: np.ndarray, shape: list[int], side: int) -> list[list[float]]
     return [[round(float(v), 5) for v in row] for row in shares]
 
 
-def parameter_shapes(run: Path, facts: Mapping[str, Any]) -> dict[str, list[int]]:
+def parameter_shapes(run: RunPath, facts: Mapping[str, Any]) -> dict[str, list[int]]:
     """Shapes of the parameters, from the headers of the run's own files."""
-    files: list[Path] = []
+    files: list[RunPath] = []
     if "finetune" in facts["manifests"]:
-        files += sorted((run / "6_finetune/model").glob("*.safetensors"))
+        files += (run / "6_finetune/model").glob("*.safetensors")
     if "gradients" in facts["manifests"]:
         files.append(run / "3_gradients/grad_sum.safetensors")
     shapes: dict[str, list[int]] = {}
     for path in files:
-        with safe_open(str(path), framework="np") as file:
-            for name in file.keys():  # noqa: SIM118
-                shapes[name] = list(file.get_slice(name).get_shape())
+        shapes |= {name: list(form.shape) for name, form in TensorFile(path).forms.items()}
     return shapes

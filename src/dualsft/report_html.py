@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -23,7 +21,7 @@ from safetensors import SafetensorError
 
 from dualsft.diagnostics import registry
 from dualsft.errors import ConfigError, RunError
-from dualsft.manifest import atomic_write_text, broken_seal, damage
+from dualsft.manifest import atomic_write_text, damage
 from dualsft.model import load_tokenizer
 from dualsft.preflight import FOLDERS
 from dualsft.report_data import Examples, collect_examples, collect_mask, cut_off, pack
@@ -44,12 +42,14 @@ from dualsft.report_parts import (
     table,
 )
 from dualsft.report_warnings import concerns
+from dualsft.run_paths import RunPath
+from dualsft.rundir import model_in
 
 EXAMPLE_FILES = {"split": ("split.parquet", "tokens.parquet"), "scores": ("examples.parquet",)}
 SELECTION_FILES = ("rescored.parquet", "baseline_scores.parquet")
 
 
-def write_html(run: Path, facts: Mapping[str, Any], out: Path) -> Path:
+def write_html(run: RunPath, facts: Mapping[str, Any], out: RunPath) -> RunPath:
     """Write report.html into `out` and return its path."""
     _check_files(run, facts)
     try:
@@ -62,7 +62,7 @@ def write_html(run: Path, facts: Mapping[str, Any], out: Path) -> Path:
             f"{run}: its files do not fit together ({type(problem).__name__}: {problem}); "
             f"`dualsft run {run}/config.yaml --out {run}` makes what is damaged again"
         ) from problem
-    title = f"DualSFT run {run.resolve().name}"
+    title = f"DualSFT run {run.location.resolve().name}"
     body = "".join(
         [
             _summary(facts),
@@ -112,7 +112,7 @@ def _contents(body: str) -> str:
     return "".join(f"<a href='#{anchor}'>{title}</a>" for anchor, title in found)
 
 
-def _check_files(run: Path, facts: Mapping[str, Any]) -> None:
+def _check_files(run: RunPath, facts: Mapping[str, Any]) -> None:
     """What the page reads beyond the summaries must be what was written."""
     wanted = {stage: set(names) for stage, names in EXAMPLE_FILES.items()}
     if "selection" in facts:
@@ -130,14 +130,12 @@ def _check_files(run: Path, facts: Mapping[str, Any]) -> None:
         raise RunError("\n".join([*problems, cure]))
 
 
-def _tokenizer(run: Path, facts: Mapping[str, Any]) -> tuple[Any, str]:
-    """(the run's own tokenizer, why there is none)."""
-    sealed = not broken_seal(facts["config_text"])
-    trusted = sealed and facts["config"].get("model", {}).get("trust_remote_code") is True
+def _tokenizer(run: RunPath, facts: Mapping[str, Any]) -> tuple[Any, str]:
+    """(the run's own tokenizer, why there is none); its code, if it has any, never runs here."""
     for stage, folder in (("finetune", "6_finetune/model"), ("warmup", "2_warmup/theta_bar")):
         if stage in facts["manifests"] and (run / folder).is_dir():
             try:
-                return load_tokenizer(run / folder, trusted), ""
+                return load_tokenizer(model_in(run / folder, hashed=True)), ""
             except ConfigError as problem:
                 return None, str(problem)
     return (
@@ -396,16 +394,16 @@ def _unit(facts: Mapping[str, Any]) -> str:
     return "predicted decrease of the validation loss (nats)"
 
 
-def _diagnostics(run: Path, facts: Mapping[str, Any]) -> str:
+def _diagnostics(run: RunPath, facts: Mapping[str, Any]) -> str:
     folder = run / "diagnostics"
     known = registry()
     order = [*known]
-    files = sorted(folder.glob("*.json")) if folder.is_dir() else []
+    files = folder.glob("*.json") if folder.is_dir() else []
     files.sort(key=lambda path: order.index(path.stem) if path.stem in known else len(order))
     found: dict[str, dict[str, Any]] = {}
     for path in files:
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = path.read_json()
             found[path.stem] = {
                 "paper": content["paper"],
                 "result": content["result"],
@@ -432,17 +430,17 @@ def _diagnostics(run: Path, facts: Mapping[str, Any]) -> str:
     return section("diagnostics", "Diagnostics", "".join(parts))
 
 
-def _figures(folder: Path, name: str, names: Mapping[str, Any]) -> list[Path]:
+def _figures(folder: RunPath, name: str, names: Mapping[str, Any]) -> list[RunPath]:
     """The SVGs of a diagnostic: those whose name begins with its own and with no longer one."""
     longer = [other for other in names if other.startswith(name) and other != name]
     return [
         svg
-        for svg in sorted(folder.glob(f"{name}*.svg"))
+        for svg in folder.glob(f"{name}*.svg")
         if not any(svg.stem.startswith(other) for other in longer)
     ]
 
 
-def _figure(svg: Path) -> str:
+def _figure(svg: RunPath) -> str:
     """As an image, so that nothing in it can run."""
     data = base64.b64encode(svg.read_bytes()).decode("ascii")
     name = esc(svg.stem.replace("_", " "))

@@ -25,13 +25,15 @@ from dualsft.report_html import page
 from dualsft.report_parts import duration, esc, methods_of, number, peak_gib, percent, section
 from dualsft.report_parts import table as html_table
 from dualsft.report_warnings import concerns
+from dualsft.run_paths import RunPath
 from dualsft.stages.chosen import read_mask
 
 Rows = list[list[str]]
 
 
-def write_reports(runs: Sequence[Path], out: Path | None) -> list[Path]:
+def write_reports(folders: Sequence[Path], out: Path | None) -> list[RunPath]:
     """Every run's own reports and, for several, the page that sets them side by side."""
+    runs = [RunPath(folder) for folder in folders]
     facts = {run: load_summaries(run) for run in runs}
     empty = [
         f"{run}: no finished stage; make one with `dualsft run --out {run}`"
@@ -40,23 +42,26 @@ def write_reports(runs: Sequence[Path], out: Path | None) -> list[Path]:
     ]
     if empty:
         raise ConfigError(empty)
-    if len(runs) > 1 and len({run.resolve() for run in runs}) < len(runs):
+    if len(runs) > 1 and len({run.location.resolve() for run in runs}) < len(runs):
         raise ConfigError("report: the same run folder is given twice; name each once")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     if len(runs) == 1:
-        path = write_report(runs[0], out)
+        path = write_report(runs[0], None if out is None else RunPath(out))
         made = [path, path.with_name("report.html"), path.with_name("model_card.md")]
         return [file for file in made if file.is_file()]
     target = out or Path("side_by_side")
-    if target.resolve() in {run.resolve() for run in runs}:
+    if target.resolve() in {run.location.resolve() for run in runs}:
         raise ConfigError(f"--out: {target} is one of the runs; give a folder of its own")
     target.mkdir(parents=True, exist_ok=True)
     made = [write_report(run) for run in runs]
-    return [*(path.with_name("report.html") for path in made), *_side_by_side(facts, target)]
+    return [
+        *(path.with_name("report.html") for path in made),
+        *_side_by_side(facts, RunPath(target)),
+    ]
 
 
-def _side_by_side(facts: Mapping[Path, Mapping[str, Any]], out: Path) -> list[Path]:
+def _side_by_side(facts: Mapping[RunPath, Mapping[str, Any]], out: RunPath) -> list[RunPath]:
     names = _names(list(facts))
     found = list(facts.values())
     configs = [_flat(one["config"]) for one in found]
@@ -77,7 +82,7 @@ def _side_by_side(facts: Mapping[Path, Mapping[str, Any]], out: Path) -> list[Pa
             anchor = name.lower().replace(" ", "-")
             body.append(section(anchor, name, html_table(head, rows, len(head))))
     links = {
-        name: Path(os.path.relpath(run / "report.html", out)).as_posix()
+        name: Path(os.path.relpath(run.location / "report.html", out.location)).as_posix()
         for name, run in zip(names, facts, strict=True)
     }
     markdown.append("## Each run\n\n" + "\n".join(f"- {n}: {to}" for n, to in links.items()))
@@ -88,9 +93,9 @@ def _side_by_side(facts: Mapping[Path, Mapping[str, Any]], out: Path) -> list[Pa
     return [out / "report.md", out / "report.html"]
 
 
-def _names(runs: Sequence[Path]) -> list[str]:
+def _names(runs: Sequence[RunPath]) -> list[str]:
     """The last part of each path that tells the runs apart."""
-    parts = [run.resolve().parts for run in runs]
+    parts = [run.location.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-depth:]) for p in parts]
         if len(set(names)) == len(names):
@@ -160,7 +165,7 @@ def _sides(values: Mapping[str, Any], key: str) -> str:
 
 
 def _agreement(
-    runs: Sequence[Path], found: Sequence[Mapping[str, Any]], names: Sequence[str]
+    runs: Sequence[RunPath], found: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> Rows:
     """Jaccard of the selected examples and of the masks, run by run."""
     chosen = [_ids(run, one) for run, one in zip(runs, found, strict=True)]
@@ -177,7 +182,7 @@ def _agreement(
     return rows
 
 
-def _mask_agreement(runs: Sequence[Path], found: Sequence[Mapping[str, Any]]) -> Rows:
+def _mask_agreement(runs: Sequence[RunPath], found: Sequence[Mapping[str, Any]]) -> Rows:
     """Jaccard of every two masks, a dash where there is none or the parameters differ; two masks
     are in memory at a time."""
     cells = [["–" for _ in runs] for _ in runs]
@@ -198,11 +203,11 @@ def _mask_agreement(runs: Sequence[Path], found: Sequence[Mapping[str, Any]]) ->
     return cells
 
 
-def _ids(run: Path, facts: Mapping[str, Any]) -> set[str] | None:
+def _ids(run: RunPath, facts: Mapping[str, Any]) -> set[str] | None:
     if "b" not in facts.get("selection", {}):
         return None
     path = run / "5_selection" / facts["selection"]["final"] / "ids.json"
-    return set(json.loads(path.read_text(encoding="utf-8")))
+    return set(path.read_json())
 
 
 def _jaccard(a: set[str], b: set[str]) -> float:

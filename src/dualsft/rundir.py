@@ -17,7 +17,6 @@ import logging
 import os
 import platform
 import re
-import shutil
 import socket
 import tempfile
 import time
@@ -37,7 +36,6 @@ from dualsft.manifest import (
     atomic_write_bytes,
     atomic_write_text,
     damage,
-    fsync,
     is_whole,
     jsonable,
     read_manifest,
@@ -49,6 +47,7 @@ from dualsft.manifest import (
     versions,
 )
 from dualsft.peak_memory import PeakMemory
+from dualsft.run_paths import Place, RunPath, run_path
 
 try:
     import fcntl
@@ -88,10 +87,10 @@ class StageState:
         return self.status == "ready"
 
 
-class StageWriter(os.PathLike[str]):
+class StageWriter:
     """A stage while it is written: `path` is its folder, and `writer / "name"` a file in it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: RunPath) -> None:
         self.path = path
         self.facts: dict[str, Any] = {}
         self.memory = PeakMemory()
@@ -101,10 +100,7 @@ class StageWriter(os.PathLike[str]):
         self.kept = False
         """Whether the stage is whole and in its place."""
 
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-    def __truediv__(self, name: str) -> Path:
+    def __truediv__(self, name: str) -> RunPath:
         return self.path / name
 
     def note(self, facts: Mapping[str, Any]) -> None:
@@ -125,12 +121,8 @@ class StageWriter(os.PathLike[str]):
         return self.memory.cuda_bytes or self.memory.rss_bytes
 
 
-def _beside(path: Path, suffix: str) -> Path:
+def _beside(path: RunPath, suffix: str) -> RunPath:
     return path.with_name(path.name + suffix)
-
-
-def _exists(path: Path) -> bool:
-    return os.path.lexists(path)
 
 
 def _is_run(names: list[str]) -> bool:
@@ -140,18 +132,11 @@ def _is_run(names: list[str]) -> bool:
     return bool(stages or "config.yaml" in names) and set(names) - stages <= RUN_FILES
 
 
-def _remove(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
-
-
 class RunDir:
     """One run's folder; `path` need not exist before `create`."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Place | str) -> None:
+        self.path = run_path(path)
         self._lock_depth = 0
         self._lock_file = -1
 
@@ -164,9 +149,12 @@ class RunDir:
                 f"--out: {str(self.path)!r} is not UTF-8, as the files inside must be; give "
                 "another name"
             ) from None
-        if _exists(self.path) and not self.path.is_dir():
-            raise ConfigError(f"--out: {str(self.path)!r} is not a folder; give a new folder")
-        names = os.listdir(self.path) if self.path.is_dir() else []
+        try:
+            if os.path.lexists(self.path.location) and not self.path.is_dir():
+                raise ConfigError(f"--out: {str(self.path)!r} is not a folder; give a new folder")
+        except RunError as problem:
+            raise ConfigError(f"--out: {problem}") from None
+        names = self.path.names()
         visible = [name for name in names if not name.startswith(".")]
         own = MANIFEST in names and "stages" in read_manifest(self.path / MANIFEST)[0]
         if visible and not own and not _is_run(visible):
@@ -185,7 +173,7 @@ class RunDir:
     def _write_manifest(self) -> None:
         """Write the run's `manifest.json`: a summary of the stages that are there."""
         stages: dict[str, Any] = {}
-        for folder in sorted(filter(STAGE_FOLDER.fullmatch, os.listdir(self.path))):
+        for folder in sorted(filter(STAGE_FOLDER.fullmatch, self.path.names())):
             manifest, wrong = read_stage_manifest(self.path / folder)
             if not wrong:
                 names = ("stage", "seconds", "peak_memory", "finished")
@@ -205,7 +193,7 @@ class RunDir:
         record = {"time": round(time.time(), 3), "stage": stage, **values}
         line = json.dumps(jsonable(record), allow_nan=False) + "\n"
         try:
-            with open(self.path / "metrics.jsonl", "ab+") as file:
+            with (self.path / "metrics.jsonl").open("ab+") as file:
                 if file.seek(0, os.SEEK_END) > 0:  # a crash may have cut the last line
                     file.seek(-1, os.SEEK_END)
                     line = line if file.read(1) == b"\n" else "\n" + line
@@ -224,7 +212,7 @@ class RunDir:
                     records.append(json.loads(line))
         return records
 
-    def stage_path(self, folder: str) -> Path:
+    def stage_path(self, folder: str) -> RunPath:
         """Where a finished stage lies."""
         assert STAGE_FOLDER.fullmatch(folder), folder
         return self.path / folder
@@ -233,10 +221,11 @@ class RunDir:
         """Whether a stage can be reused and, if not, why; hashes every file before `ready`."""
         final = self.stage_path(folder)
         self._recover_if_free(folder)
-        if final.is_symlink():
-            return StageState("corrupt", (f"{folder} is a symlink",))
-        if not final.exists():
-            return StageState("missing")
+        try:
+            if not final.exists():
+                return StageState("missing")
+        except RunError as problem:
+            return StageState("corrupt", (f"{folder} is no folder: {problem}",))
         manifest, wrong = read_stage_manifest(final)
         if wrong:
             return StageState("corrupt", (wrong,))
@@ -261,8 +250,8 @@ class RunDir:
         part = _beside(final, ".part")
         with self.lock():
             self._recover(folder)
-            _remove(part)
-            check_room(self.path, need, f"the stage {folder}")
+            part.remove()
+            check_room(self.path.location, need, f"the stage {folder}")
             part.mkdir()
             writer = StageWriter(part)
             start = time.perf_counter()
@@ -275,8 +264,9 @@ class RunDir:
                     waiting.enter_context(interrupt.deferred())
                     seal(part, self._stage_body(folder, fingerprint, writer))
                 except BaseException as problem:
-                    failure = storage_failure(problem, part, folder_bytes(part))
-                    shutil.rmtree(part, ignore_errors=True)
+                    failure = storage_failure(problem, part.location, folder_bytes(part))
+                    with contextlib.suppress(OSError):
+                        part.remove()
                     if failure is not None:
                         raise failure from problem
                     raise
@@ -285,7 +275,7 @@ class RunDir:
                 self.discard_work(folder)
                 self._write_manifest()
 
-    def adopt(self, folder: str, lender: Path) -> bool:
+    def adopt(self, folder: str, lender: RunPath) -> bool:
         """Take over the finished stage of another run folder, by hard links where there are such.
 
         Its manifest comes with it: fingerprint, hashes, and what it took when it was made. False,
@@ -296,31 +286,31 @@ class RunDir:
         part = _beside(final, ".part")
         with self.lock():
             self._recover(folder)
-            _remove(part)
+            part.remove()
             try:
-                shutil.copytree(lender / folder, part, copy_function=_link_or_copy)
-            except (FileNotFoundError, shutil.Error):
-                if _has_all(lender / folder):  # then it was something else, such as a full disk
+                _copy_stage(lender / folder, part)
+            except FileNotFoundError:
+                if _has_all(lender / folder):  # then it was something else
                     raise
             if not _has_all(part):
-                _remove(part)
+                part.remove()
                 return False
             self._swap(part, final)
             return True
 
-    def work_path(self, folder: str) -> Path:
+    def work_path(self, folder: str) -> RunPath:
         """Where a stage keeps its progress while it runs."""
         return _beside(self.stage_path(folder), ".work")
 
     def discard_work(self, folder: str) -> None:
         """Remove what an unfinished attempt has left beside a stage that is whole."""
-        _remove(self.work_path(folder))
-        _remove(_beside(self.stage_path(folder), ".part"))
+        self.work_path(folder).remove()
+        _beside(self.stage_path(folder), ".part").remove()
 
     def sweep(self) -> None:
         """Remove the temporary files of processes that were killed; the caller holds the lock."""
         for file in self.path.glob(".*.tmp"):
-            file.unlink(missing_ok=True)
+            file.remove()
 
     @staticmethod
     def _stage_body(folder: str, fingerprint: Fingerprint, writer: StageWriter) -> dict[str, Any]:
@@ -335,37 +325,37 @@ class RunDir:
             "versions": versions(),
         }
 
-    def _swap(self, part: Path, final: Path) -> None:
+    def _swap(self, part: RunPath, final: RunPath) -> None:
         """Put a sealed folder in the place of the old one; a crash in between is recoverable."""
         old = _beside(final, ".old")
-        _remove(old)
-        if _exists(final):
-            os.rename(final, old)
-        os.rename(part, final)
-        fsync(self.path)
-        _remove(old)
+        old.remove()
+        if final.is_taken():
+            final.rename(old)
+        part.rename(final)
+        self.path.fsync()
+        old.remove()
 
     def _recover(self, folder: str) -> None:
         """Finish a swap that a crash cut short, or undo it; the caller holds the lock."""
         final = self.stage_path(folder)
         part, old = _beside(final, ".part"), _beside(final, ".old")
-        if not _exists(old) and _exists(final):
+        if not old.is_taken() and final.is_taken():
             return
         if not is_whole(final):
             for candidate in (part, old):
                 if is_whole(candidate):
                     log.warning("%s: taking up %s after a crash", final, candidate.name)
-                    _remove(final)
-                    os.rename(candidate, final)
-                    fsync(self.path)
+                    final.remove()
+                    candidate.rename(final)
+                    self.path.fsync()
                     break
-        _remove(old)
+        old.remove()
 
     def _recover_if_free(self, folder: str) -> None:
         """`_recover` for a reader: not while somebody writes, nor in a read-only copy."""
         final = self.stage_path(folder)
-        swapping = _exists(_beside(final, ".old"))
-        if not swapping and (_exists(final) or not _exists(_beside(final, ".part"))):
+        swapping = _beside(final, ".old").is_taken()
+        if not swapping and (final.is_taken() or not _beside(final, ".part").is_taken()):
             return
         try:
             if not self._try_lock():
@@ -393,7 +383,7 @@ class RunDir:
 
     def _try_lock(self) -> bool:
         if self._lock_depth == 0:
-            file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            file = (self.path / ".lock").descriptor(os.O_RDWR | os.O_CREAT)
             if not locked(file, self.path):
                 os.close(file)
                 return False
@@ -410,7 +400,7 @@ class RunDir:
             os.close(self._lock_file)
 
 
-def locked(file: int, path: Path) -> bool:
+def locked(file: int, path: Place) -> bool:
     """Lock an open file until it is closed; False when another process has it.
 
     Without locks, on Windows and on some file systems, everybody has it.
@@ -443,7 +433,7 @@ class FollowedRunDir(RunDir):
     ) -> Iterator[StageWriter]:
         """A folder to write a stage into that is thrown away."""
         with tempfile.TemporaryDirectory(prefix="dualsft-") as name:
-            writer = StageWriter(Path(name))
+            writer = StageWriter(RunPath(name))
             with writer.memory:
                 yield writer
 
@@ -453,17 +443,46 @@ class FollowedRunDir(RunDir):
         yield
 
 
-def _has_all(stage: Path) -> bool:
+READ_BY_LOADERS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".safetensors")
+"""Files that decide what a model folder is; others, such as a README, may lie beside them."""
+
+
+def model_in(folder: RunPath, hashed: bool = False) -> Path:
+    """A model folder inside a stage as a path, once everything in it is the run's own.
+
+    `hashed` compares the hashes of all but the weights too, where nothing has done so before.
+    """
+    stage, prefix = folder.parent, f"{folder.name}/"
+    manifest, wrong = read_stage_manifest(stage)
+    if wrong:
+        raise RunError(f"{stage}: {wrong}; run the same `dualsft run` again")
+    small = [name for name in manifest["files"] if not name.endswith(".safetensors")]
+    wanted = {name for name in small if name.startswith(prefix)} if hashed else set[str]()
+    reasons, extra = damage(stage, manifest, only=wanted)
+    reasons += [
+        f"{name} is not a file that the run wrote; remove it"
+        for name in extra
+        if name.startswith(prefix) and name.endswith(READ_BY_LOADERS)
+    ]
+    if reasons:
+        cure = "the same `dualsft run` makes again what was changed since it was written"
+        raise RunError("\n".join([*(f"{stage}: {reason}" for reason in reasons), cure]))
+    return folder.checked()
+
+
+def _has_all(stage: RunPath) -> bool:
     """Whether every file that the manifest names is there, in its size."""
     manifest, wrong = read_stage_manifest(stage)
     if wrong:
         return False
     places = [(stage / name, entry["size"]) for name, entry in manifest["files"].items()]
-    return all(file.is_file() and file.stat().st_size == size for file, size in places)
+    return all(file.is_file() and file.size == size for file, size in places)
 
 
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copy2(source, target)
+def _copy_stage(source: RunPath, target: RunPath) -> None:
+    """A stage's files under a second name, or copied; what is no plain file is left behind."""
+    target.mkdir()
+    for name, file in source.tree()[0].items():
+        copy = target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.link_to(file)

@@ -31,7 +31,7 @@ def save_model(model: PreTrainedModel, tokenizer: Any, base: Path, target: Path)
     main = world().main
     if is_sharded(model):
         if main:
-            target.mkdir(parents=True)
+            target.mkdir(parents=True, exist_ok=True)
             model.config.save_pretrained(target)
         save_tensors(target / "model.safetensors", _Weights(model), {})
     elif main:

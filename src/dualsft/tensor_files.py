@@ -10,16 +10,18 @@ writes in a random one. It belongs to no line of Algorithm 1.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dualsft.errors import RunError
+from dualsft.run_paths import Place
 
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 CHUNK = 1 << 22  # entries handled at a time where a temporary copy is needed
 
 _CODES = {
@@ -71,7 +73,7 @@ def file_order(forms: Mapping[str, Form]) -> list[str]:
 
 
 def write_tensors(
-    path: Path,
+    path: Place,
     forms: Mapping[str, Form],
     pieces: Callable[[str], Iterable[Tensor]],
     header: Mapping[str, str],
@@ -111,23 +113,36 @@ def write_tensors(
 class TensorFile:
     """A stored file's tensors, read flat piece by flat piece; no handle is kept open."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self.path = path
         self.forms: dict[str, Form] = {}
+        self.metadata: dict[str, str] = {}
         self._offsets: dict[str, int] = {}
         self._staging: Tensor | None = None
         try:
             with path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
+                if size > MAX_HEADER_BYTES:
+                    raise ValueError(f"its header claims {size:,} bytes")
                 stored = json.loads(file.read(size))
-            stored.pop("__metadata__", None)
+                room = file.seek(0, os.SEEK_END) - 8 - size
+            self.metadata = dict(stored.pop("__metadata__", {}))
             for name, entry in stored.items():
                 form = Form(_DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
                 begin, end = entry["data_offsets"]
                 if end - begin != form.num_bytes:
                     raise ValueError(f"{name} has {end - begin} bytes, not {form.num_bytes}")
+                if not 0 <= begin <= end <= room:
+                    raise ValueError(f"{name} lies outside the file")
                 self.forms[name], self._offsets[name] = form, 8 + size + begin
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as problem:
             raise RunError(f"{path}: cannot be read as safetensors: {problem}") from problem
 
     def piece(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
@@ -143,6 +158,14 @@ class TensorFile:
             self._read(name, begin, staging)
             entries[begin - start : end - start].copy_(staging)  # done before it is read into again
         return entries
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, whole, on the CPU."""
+        cpu = torch.device("cpu")
+        return {
+            name: self.piece(name, 0, form.num_entries, cpu).view(form.shape)
+            for name, form in self.forms.items()
+        }
 
     def _pinned(self, dtype: torch.dtype) -> Tensor:
         """Host memory that a GPU copies from at full speed, kept for the next piece."""

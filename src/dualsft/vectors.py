@@ -23,13 +23,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dualsft.distributed import world
 from dualsft.errors import RunError
+from dualsft.run_paths import Place
 from dualsft.tensor_files import CHUNK as CHUNK
 from dualsft.tensor_files import Form, TensorFile, file_order, write_tensors
 
@@ -180,7 +180,7 @@ class Vector(Mapping[str, Tensor]):
             for start, stop in world().own_chunks(self.forms[name].shape)
         )
 
-    def save(self, path: Path, **metadata: object) -> None:
+    def save(self, path: Place, **metadata: object) -> None:
         """Write safetensors under the parameters' names; metadata goes to the header."""
 
         def look(name: str, entries: Tensor) -> None:
@@ -192,7 +192,7 @@ class Vector(Mapping[str, Tensor]):
 
     def write(
         self,
-        path: Path,
+        path: Place,
         header: Mapping[str, str],
         look: Callable[[str, Tensor], None] = lambda name, entries: None,
     ) -> None:
@@ -277,7 +277,7 @@ class ParamVector(Vector):
         yield self.tensors[name]
 
     @classmethod
-    def load(cls, path: Path, names: list[str], device: torch.device | str = "cpu") -> ParamVector:
+    def load(cls, path: Place, names: list[str], device: torch.device | str = "cpu") -> ParamVector:
         """Read the vector over exactly `names`, in that order."""
         return LazyVector.open(path, names, device).held()
 
@@ -352,7 +352,7 @@ class LazyVector(Vector):
         return self._device
 
     @classmethod
-    def open(cls, path: Path, names: list[str], device: torch.device | str = "cpu") -> LazyVector:
+    def open(cls, path: Place, names: list[str], device: torch.device | str = "cpu") -> LazyVector:
         """The stored vector over exactly `names`, in that order."""
         file, where = TensorFile(path), torch.device(device)
         if file.forms.keys() != set(names):
@@ -431,7 +431,7 @@ def _doubles(vectors: Mapping[str, Vector], name: str, start: int, stop: int) ->
     return {label: made[id(vector)] for label, vector in vectors.items()}
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
+def save_tensors(path: Place, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
     """A safetensors file of tensors, whose bytes depend on its content alone.
 
     A lazy vector is written piece by piece and never whole in memory.

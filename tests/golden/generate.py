@@ -23,7 +23,7 @@ from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from golden.cases import TRL_ROWS, chat_template_of, settings_of
 from golden.setups import CHAT_TEMPLATES, make_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
+from trl import SFTConfig, SFTTrainer  # pyright: ignore
 
 HERE = Path(__file__).parent
 

@@ -8,16 +8,16 @@ accuracies.
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from dualsft.diagnostics.canvas import bars, legend_above, lines, panels, save
 from dualsft.plots import COLOURS
+from dualsft.run_paths import RunPath
 
 JACCARDS = {"jaccard_examples": "examples", "jaccard_params": "parameters"}
 
 
-def preservation(result: dict[str, Any], path: Path) -> list[Path]:
+def preservation(result: dict[str, Any], path: RunPath) -> list[RunPath]:
     """Overlap with the run's own selection, by kind, for either form of λ."""
     figure, axes = panels(1, 2, width=5.0)
     for one, relative in zip(axes, (False, True), strict=True):
@@ -34,7 +34,7 @@ def preservation(result: dict[str, Any], path: Path) -> list[Path]:
     return save(figure, path)
 
 
-def anchor_size(result: dict[str, Any], path: Path) -> list[Path]:
+def anchor_size(result: dict[str, Any], path: RunPath) -> list[RunPath]:
     """Cosine and both overlaps over the number of anchors."""
     if "note" in result:
         return []
@@ -54,7 +54,7 @@ def anchor_size(result: dict[str, Any], path: Path) -> list[Path]:
     return save(figure, path)
 
 
-def components(result: dict[str, Any], path: Path) -> list[Path]:
+def components(result: dict[str, Any], path: RunPath) -> list[RunPath]:
     """What is left of both selections without each component."""
     figure, axes = panels(1, 2, width=4.8)
     names = [f"without\n{r['without']}" for r in result["rows"]]
@@ -74,7 +74,7 @@ def components(result: dict[str, Any], path: Path) -> list[Path]:
     return save(figure, path)
 
 
-def sensitivity(result: dict[str, Any], path: Path) -> list[Path]:
+def sensitivity(result: dict[str, Any], path: RunPath) -> list[RunPath]:
     """Four panels: b, k, λ, τ."""
     figure, axes = panels(2, 2, width=4.4, height=3.1)
     for one, key, label in (
@@ -113,7 +113,7 @@ def sensitivity(result: dict[str, Any], path: Path) -> list[Path]:
     return save(figure, path)
 
 
-def boundary(result: dict[str, Any], path: Path) -> list[Path]:
+def boundary(result: dict[str, Any], path: RunPath) -> list[RunPath]:
     """The gap at either boundary beside what could move a score across it, log scale."""
     figure, axes = panels(1, 2, width=4.8)
     kinds = {

@@ -14,7 +14,6 @@ Hessian-vector products are exact (double backward, eager attention, fp32 or fp6
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -141,7 +140,7 @@ def _examples(
 
 def _rounding(job: DiagnosticJob) -> float:
     summary = job.ctx.folder("scores") / "summary.json"
-    return float(json.loads(summary.read_text())["rounding_slack"])
+    return float(summary.read_json()["rounding_slack"])
 
 
 def _verdict(
@@ -298,7 +297,7 @@ def _wide(ctx: RunContext, old: bool = False) -> PreTrainedModel:
     """θ̄ or θ_old with fp32 weights where the run's are half, differentiable over the candidates."""
     folder = ctx.model_folder if old else ctx.folder("warmup") / "theta_bar"
     dtype = torch.float32 if ctx.dtype in HALF_DTYPES else ctx.dtype
-    model = load_model(folder, dtype, ctx.device, "eager", ctx.trusted).eval()
+    model = load_model(ctx.local(folder), dtype, ctx.device, "eager", ctx.trusted).eval()
     model.requires_grad_(False)
     if not old:
         candidates: Candidates = ctx.candidates(model)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from dualsft.plots import COLOURS, MARKERS
+from dualsft.run_paths import RunPath
 
 HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "++")
 
@@ -33,12 +33,15 @@ def panels(
     return figure, axes
 
 
-def save(figure: Any, path: Path) -> list[Path]:
+def save(figure: Any, path: RunPath) -> list[RunPath]:
     """SVG and PNG beside each other; the same bytes for the same numbers."""
     files = [path.with_name(f"{path.name}.svg"), path.with_name(f"{path.name}.png")]
     for file in files:
         silent = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(file, dpi=150, metadata=silent if file.suffix == ".svg" else None)
+        kind = file.suffix[1:]
+        with file.open("wb") as out:
+            stamp = silent if kind == "svg" else None
+            figure.savefig(out, format=kind, dpi=150, metadata=stamp)
     return files
 
 

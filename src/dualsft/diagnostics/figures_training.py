@@ -9,17 +9,17 @@ colour-blind readers can tell apart, and a marker or hatch of its own beside eac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from dualsft.diagnostics.canvas import HATCHES, legend_above, panels, save, short_names
 from dualsft.plots import COLOURS, MARKERS
+from dualsft.run_paths import RunPath
 
 SIDES = {"data": "subsets of examples", "param": "masks of entries"}
 Result = Mapping[str, Any]
 
 
-def fidelity(result: Result, path: Path) -> list[Path]:
+def fidelity(result: Result, path: RunPath) -> list[RunPath]:
     """ρ and pairwise agreement against K with 95 % intervals; a scatter; every form of u."""
     objective = _objective(result)
     rows = [r for r in result["rows"] if r["objective"] == objective]
@@ -82,7 +82,7 @@ def _horizons(axes: Any, rows: Sequence[Mapping[str, Any]], key: str) -> None:
     axes.minorticks_off()
 
 
-def _forms(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Path]:
+def _forms(rows: Sequence[Mapping[str, Any]], path: RunPath) -> list[RunPath]:
     """ρ, averaged over K, of every form of u: what curvature, λ and step are worth."""
     means = [r for r in rows if r["K"] == "mean" and r["rho"] is not None]
     if not means:
@@ -112,7 +112,7 @@ def _form(row: Mapping[str, Any]) -> str:
     return f"{row['checkpoint']} · {row['order']} · λ {row['lam']} · {row['step']}"
 
 
-def _lds(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Path]:
+def _lds(rows: Sequence[Mapping[str, Any]], path: RunPath) -> list[RunPath]:
     """The linear datamodeling score against K."""
     known = [r for r in rows if r["lds"] is not None]
     if not known:
@@ -141,7 +141,7 @@ def _lds(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Path]:
     return save(figure, path)
 
 
-def hessian(result: Result, path: Path) -> list[Path]:
+def hessian(result: Result, path: RunPath) -> list[RunPath]:
     """Agreement of the scores, and of the second-order terms themselves, by region and module."""
     means = [m for m in result["means"] if m["region"] != "all" and m["reference"] == "slice"]
     short = short_names(list(dict.fromkeys(m["module"] for m in means)))
@@ -181,7 +181,7 @@ def hessian(result: Result, path: Path) -> list[Path]:
     return save(figure, path)
 
 
-def drift(result: Result, path: Path) -> list[Path]:
+def drift(result: Result, path: RunPath) -> list[RunPath]:
     """Measured drift and its bound along the trajectory; what becomes of the ranks."""
     figure, (left, right) = panels(1, 2, 4.6, 3.9)
     points = result["points"]
@@ -213,7 +213,7 @@ def drift(result: Result, path: Path) -> list[Path]:
     return save(figure, path)
 
 
-def reverse(result: Result, path: Path) -> list[Path]:
+def reverse(result: Result, path: RunPath) -> list[RunPath]:
     """Loss after training of every combination, one panel a file, and KL to θ_old."""
     arms = result["arms"]
     files = list(arms[0]["files"])

@@ -42,6 +42,7 @@ from dualsft.memory import Smaller, give_back, is_out_of_memory
 from dualsft.model import Candidates, load_model, locate
 from dualsft.passes import loss_objective, walk
 from dualsft.placement import blank
+from dualsft.run_paths import Place
 from dualsft.stages.projection import param_scores
 from dualsft.vectors import Vector, accumulation_dtype
 
@@ -72,14 +73,18 @@ def run(job: DiagnosticJob) -> dict[str, Any]:
     slices = choose_slices(job)
     piece = ctx.pieces.load(PIECE)
     rows: list[dict[str, Any]] = piece.facts["rows"] if piece else []
-    folders = {"init": ctx.model_folder, "warmup": ctx.folder("warmup") / "theta_bar"}
+    folders: dict[str, Place] = {
+        "init": ctx.model_folder,
+        "warmup": ctx.folder("warmup") / "theta_bar",
+    }
     if not ctx.warmed_up:
         job.reporter.say("no warmup, so θ̄ = θ_old and there is no ĉ: u is compared without one")
         del folders["init"]
     for name, folder in folders.items():
         if any(row["checkpoint"] == name for row in rows):
             continue
-        model = load_model(folder, accumulation_dtype(ctx.dtype), ctx.device, "eager", ctx.trusted)
+        dtype = accumulation_dtype(ctx.dtype)
+        model = load_model(ctx.local(folder), dtype, ctx.device, "eager", ctx.trusted)
         rows += _Checkpoint(job, name, model, slices).rows()
         del model
         with ctx.pieces.loop():

@@ -12,12 +12,11 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from dualsft.peak_memory import PeakMemory
 from dualsft.pieces import Pieces
 from dualsft.progress import Reporter
 from dualsft.report import outdated, read_manifests
+from dualsft.run_paths import Place, RunPath, run_path
 from dualsft.rundir import RunDir, atomic_write_text
 from dualsft.stages.chosen import at_hand
 from dualsft.stages.selection import Scoring
@@ -66,13 +66,13 @@ class DiagnosticJob:
     @cached_property
     def selected_ids(self) -> set[str]:
         """D_sel, as fine-tuning uses it."""
-        return set(json.loads((self.final / "ids.json").read_text()))
+        return set((self.final / "ids.json").read_json())
 
     @property
-    def final(self) -> Path:
+    def final(self) -> RunPath:
         """The folder of the selection that fine-tuning uses (the last round, or 5_selection)."""
         selection = self.ctx.folder("selection")
-        return selection / json.loads((selection / "summary.json").read_text())["final"]
+        return selection / (selection / "summary.json").read_json()["final"]
 
     def engine(self, model: PreTrainedModel) -> GhostEngine:
         return GhostEngine(model, self.ctx.candidates(model))
@@ -87,16 +87,19 @@ class DiagnosticJob:
         return Job(self.ctx, "data", self.ctx.rundir.path).losses(model, examples, label)
 
 
-def diagnose(run: Path, wanted: Wanted, reporter: Reporter) -> list[Path]:
+def diagnose(
+    folder: Place, wanted: Wanted, reporter: Reporter, consent: Sequence[str] = ()
+) -> list[RunPath]:
     """Compute what is missing, draw everything; returns the files. Other results are kept."""
-    config = settings.load_yaml(run / "config.yaml")
+    run = run_path(folder)
+    config = settings.load(run / "config.yaml", consent)
     ctx = RunContext(config, RunDir(run), reporter)
     manifests, problems = read_manifests(run)
     if problems:
         raise RunError("\n".join([*problems, "run the same `dualsft run` again"]))
     stale = outdated(manifests)
     out = run / FOLDER
-    files: list[Path] = []
+    files: list[RunPath] = []
     with ctx.rundir.lock():
         out.mkdir(exist_ok=True)
         for one in wanted.diagnostics:
@@ -128,12 +131,12 @@ def _before(one: Diagnostic, stages: Mapping[str, str]) -> set[str]:
 
 
 def _ensure(
-    ctx: RunContext, one: Diagnostic, options: Any, made_from: dict[str, Any], out: Path
-) -> Path:
+    ctx: RunContext, one: Diagnostic, options: Any, made_from: dict[str, Any], out: RunPath
+) -> RunPath:
     path = out / f"{one.name}.json"
     if path.is_file():
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
+            stored = path.read_json()
         except (ValueError, RecursionError):
             ctx.reporter.warn(f"{path}: cannot be read; it is computed again")
             stored = None
@@ -163,16 +166,17 @@ def _ensure(
         "result": result,
     }
     atomic_write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
-    shutil.rmtree(work, ignore_errors=True)
+    with suppress(OSError):
+        work.remove()
     ctx.reporter.say(f"[{one.name}] done")
     return path
 
 
-def draw(one: Diagnostic, path: Path) -> list[Path]:
+def draw(one: Diagnostic, path: RunPath) -> list[RunPath]:
     """The figures of a diagnostic, from its JSON alone."""
     if one.figure is None:
         return []
-    result = json.loads(path.read_text(encoding="utf-8"))["result"]
+    result = path.read_json()["result"]
     return load(one.figure)(result, path.with_suffix(""))
 
 

@@ -7,7 +7,6 @@ predicted decreases of the validation loss (nats a response token).
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,13 @@ from dualsft.diagnostics.canvas import (
     signed_axis,
 )
 from dualsft.plots import COLOURS
+from dualsft.run_paths import RunPath
 
 SIDES = {"examples": "examples", "params": "parameters"}
 SCORE = "predicted loss decrease (nats)"
 
 
-def data_statistics(result: dict[str, Any], path: Path) -> list[Path]:
+def data_statistics(result: dict[str, Any], path: RunPath) -> list[RunPath]:
     """Three panels of bars: alignment, loss, diversity."""
     if "note" in result:
         return []
@@ -45,7 +45,7 @@ def data_statistics(result: dict[str, Any], path: Path) -> list[Path]:
     return save(figure, path)
 
 
-def param_statistics(result: dict[str, Any], path: Path) -> list[Path]:
+def param_statistics(result: dict[str, Any], path: RunPath) -> list[RunPath]:
     """Selected and candidate shares of the paper's groups; enrichment by layer."""
     if "note" in result:
         return []
@@ -69,7 +69,7 @@ def param_statistics(result: dict[str, Any], path: Path) -> list[Path]:
     return save(figure, path)
 
 
-def heatmap(result: dict[str, Any], path: Path) -> list[Path]:
+def heatmap(result: dict[str, Any], path: RunPath) -> list[RunPath]:
     """Layer × module: mean |score| over its maximum, and the selected share where there is one."""
     tables = [("mean |score| over the largest", np.array(result["mean_abs_score"], float), True)]
     if result["selected_share"] is not None:
@@ -92,7 +92,7 @@ def heatmap(result: dict[str, Any], path: Path) -> list[Path]:
     return save(figure, path)
 
 
-def histograms(result: dict[str, Any], path: Path) -> list[Path]:
+def histograms(result: dict[str, Any], path: RunPath) -> list[RunPath]:
     """Both sides' scores, logarithmic both ways, with the cut-off."""
     figure, axes = panels(1, 2)
     for one, (side, title) in zip(axes, SIDES.items(), strict=True):
@@ -114,7 +114,7 @@ def histograms(result: dict[str, Any], path: Path) -> list[Path]:
     return save(figure, path)
 
 
-def local_regret(result: dict[str, Any], path: Path) -> list[Path]:
+def local_regret(result: dict[str, Any], path: RunPath) -> list[RunPath]:
     """Jaccard and utility ratio by side and checkpoint; the regret is printed on top."""
     figure, axes = panels(1, 2)
     rows = {(r["side"], r["checkpoint"]): r for r in result["rows"]}
@@ -131,7 +131,7 @@ def local_regret(result: dict[str, Any], path: Path) -> list[Path]:
     return save(figure, path)
 
 
-def coordination_gap(result: dict[str, Any], path: Path) -> list[Path]:
+def coordination_gap(result: dict[str, Any], path: RunPath) -> list[RunPath]:
     """The measures that lie between 0 and 1, both sides."""
     figure, axes = panels(1, 1, width=6.4)
     keys = {
@@ -147,7 +147,7 @@ def coordination_gap(result: dict[str, Any], path: Path) -> list[Path]:
     return save(figure, path)
 
 
-def reselection(result: dict[str, Any], path: Path) -> list[Path]:
+def reselection(result: dict[str, Any], path: RunPath) -> list[RunPath]:
     """Overlap, utility and cost over the rounds; in a second figure the scatter plots."""
     orders = {"data_to_param": "data → param first", "param_to_data": "param → data first"}
     figure, axes = panels(1, 3, width=3.9)
@@ -188,7 +188,7 @@ def reselection(result: dict[str, Any], path: Path) -> list[Path]:
     return files
 
 
-def _scatter(scatter: dict[str, Any], path: Path) -> list[Path]:
+def _scatter(scatter: dict[str, Any], path: RunPath) -> list[RunPath]:
     figure, axes = panels(1, len(scatter), height=3.8)
     for one, (side, facts) in zip(axes, scatter.items(), strict=True):
         x, y = np.array(facts["one_shot"]), np.array(facts["rescored"])

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -166,13 +165,13 @@ def budgets(job: DiagnosticJob) -> tuple[int, int]:
 
 def known_scores(job: DiagnosticJob) -> tuple[np.ndarray | None, np.ndarray]:
     """(best known s_D of the pool, how far each may be from the exact one); None: not scored."""
-    table = pq.read_table(job.ctx.folder("scores") / "examples.parquet")
+    table = (job.ctx.folder("scores") / "examples.parquet").read_table()
     if table["score"].null_count:
         return None, np.zeros(len(table))
     score, bound = table["score"].to_numpy().copy(), table["bound"].to_numpy().copy()
     rescored = job.ctx.folder("selection") / "rescored.parquet"
     if rescored.is_file():
-        again = pq.read_table(rescored)
+        again = rescored.read_table()
         place = {e.id: i for i, e in enumerate(job.scoring.pool)}
         for name, value in zip(again["id"].to_pylist(), again["score"].to_pylist(), strict=True):
             score[place[name]], bound[place[name]] = value, 0.0

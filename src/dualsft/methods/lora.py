@@ -7,7 +7,6 @@ the base) and merges them, so that the result is a plain model. DoRA is an optio
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
@@ -103,11 +102,12 @@ class Lora(ParamMethod):
 
     def detach(self, job: Job, model: PreTrainedModel) -> PreTrainedModel:
         folder = job.part / FOLDER
-        self._peft.save_pretrained(str(folder), save_embedding_layers=False)
+        folder.mkdir()
+        self._peft.save_pretrained(str(folder.checked()), save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)  # a form to fill in
-        stored = json.loads((folder / "adapter_config.json").read_text())
+        stored = (folder / "adapter_config.json").read_json()
         stored["target_modules"].sort()  # a set: in another order in every process
-        (folder / "adapter_config.json").write_text(json.dumps(stored, indent=2) + "\n")
+        (folder / "adapter_config.json").write_json(stored)
         merged = self._peft.merge_and_unload()
         self._peft = None
         merged.requires_grad_(True)

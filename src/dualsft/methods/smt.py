@@ -55,7 +55,9 @@ class SMT(ParamMethod):
         sums = self._warm_start(job, model, members)
         if not self.options.restart_from_base:
             ctx = job.ctx
-            save_model(model, ctx.tokenizer, ctx.model_folder, job.part / "start")
+            (job.part / "start").mkdir()
+            start = (job.part / "start").checked()
+            save_model(model, ctx.tokenizer, ctx.model_folder, start)
         grids = [grid(m.shape, size) for m in members]
         costs = np.concatenate([block_sizes(m.shape, size).ravel() for m in members])
         scores = np.concatenate(

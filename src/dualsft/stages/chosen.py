@@ -11,14 +11,11 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from dualsft.context import RunContext
@@ -26,8 +23,10 @@ from dualsft.data import Example, source_lines
 from dualsft.distributed import world
 from dualsft.memory import free_memory
 from dualsft.model import locate
+from dualsft.run_paths import Place, RunPath
 from dualsft.score_reading import ScoreSource
 from dualsft.stages.projection import param_scores
+from dualsft.tensor_files import TensorFile
 from dualsft.topk import TopK
 from dualsft.vectors import CHUNK, ParamVector, Vector, of_all
 
@@ -67,7 +66,7 @@ def product_source(left: Vector, right: Vector, eta_sc: float) -> ScoreSource:
 
 
 def write_mask(
-    ctx: RunContext, folder: Path, indices: Mapping[str, Tensor], denominator: int
+    ctx: RunContext, folder: RunPath, indices: Mapping[str, Tensor], denominator: int
 ) -> dict[str, Any]:
     """mask.safetensors, and the numbers that say how much was selected where."""
     every = of_all(own_part(indices, ctx.parameter_shapes))
@@ -108,13 +107,13 @@ def describe_entries(ctx: RunContext, mask: TopK) -> dict[str, Any]:
     }
 
 
-def write_baseline_scores(path: Path, pool: list[Example], scores: np.ndarray) -> None:
+def write_baseline_scores(path: RunPath, pool: list[Example], scores: np.ndarray) -> None:
     """id, score of every example that a data method ranked; larger is better."""
     columns = {"id": [e.id for e in pool], "score": np.asarray(scores, dtype=np.float64)}
-    pq.write_table(pa.table(columns), path)
+    path.write_table(pa.table(columns))
 
 
-def write_selected(ctx: RunContext, folder: Path, chosen: list[Example]) -> None:
+def write_selected(ctx: RunContext, folder: RunPath, chosen: list[Example]) -> None:
     """selected.jsonl: the chosen rows in source order, JSON lines byte for byte as they came, rows
     of another kind as compact JSON; ids.json."""
     rows = sorted(chosen, key=lambda e: e.index)
@@ -126,17 +125,17 @@ def write_selected(ctx: RunContext, folder: Path, chosen: list[Example]) -> None
     (folder / "ids.json").write_text(json.dumps([row.id for row in rows]) + "\n")
 
 
-def read_mask(folder: Path, shapes: Mapping[str, Sequence[int]] | None = None) -> dict[str, Tensor]:
+def read_mask(
+    folder: Place, shapes: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, Tensor]:
     """The selected flat indices by parameter name; parameters without any are left out.
 
     Given the parameters' shapes, a process of a sharded world keeps those in its own rows.
     """
     found: dict[str, Tensor] = {}
-    with safe_open(str(folder / "mask.safetensors"), framework="pt") as stored:
-        for name in stored.keys():  # noqa: SIM118
-            index = stored.get_tensor(name)
-            if index.numel():
-                found[name] = index if shapes is None else own_part({name: index}, shapes)[name]
+    for name, index in TensorFile(folder / "mask.safetensors").tensors().items():
+        if index.numel():
+            found[name] = index if shapes is None else own_part({name: index}, shapes)[name]
     return found
 
 

@@ -10,15 +10,12 @@ results.json, losses.parquet (every example's losses) and samples.jsonl (every b
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedModel
 
@@ -30,12 +27,14 @@ from dualsft.errors import RunError
 from dualsft.losses import Comparison, comparison
 from dualsft.memory import Smaller, give_back, is_out_of_memory
 from dualsft.passes import remaining_batches
+from dualsft.run_paths import RunPath
+from dualsft.rundir import model_in
 from dualsft.sharding import is_sharded, release
 from dualsft.stages.split import load_examples
 from dualsft.templates import Template
 
 
-def run(ctx: RunContext, part: Path) -> dict[str, Any]:
+def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     """Compare θ_old with θ* and write results.json into `part`."""
     sets = evaluation_sets(ctx)
     before, after = ctx.theta_old(), ctx.load(ctx.folder("finetune") / "model")
@@ -44,7 +43,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     for name, examples in sets.items():
         results["files"][name], rows = compare(ctx, before, after, examples, name)
         losses.append(loss_table(name, examples, rows))
-    pq.write_table(pa.concat_tables(losses), part / "losses.parquet")
+    (part / "losses.parquet").write_table(pa.concat_tables(losses))
     if ctx.config.evaluation.prompt:
         results["prompt"] = {
             "prompt": ctx.config.evaluation.prompt,
@@ -55,12 +54,12 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
         models = None if ctx.config.evaluation.backend == "vllm" else (before, after)
         del before, after
         results |= _benchmarks(ctx, models, part)
-    (part / "results.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    (part / "results.json").write_json(results, ensure_ascii=False)
     return {name: facts["after"]["loss"] for name, facts in results["files"].items()}
 
 
 def _benchmarks(
-    ctx: RunContext, pair: tuple[PreTrainedModel, PreTrainedModel] | None, part: Path
+    ctx: RunContext, pair: tuple[PreTrainedModel, PreTrainedModel] | None, part: RunPath
 ) -> dict[str, Any]:
     """Both models are asked by the first process, which needs them whole; by vLLM without them."""
     if not world().main:
@@ -71,7 +70,7 @@ def _benchmarks(
             give_back(ctx.device)  # vLLM takes the memory that they had
             makers = {
                 "before": lambda: vllm_model(ctx, ctx.model_folder),
-                "after": lambda: vllm_model(ctx, tuned),
+                "after": lambda: vllm_model(ctx, model_in(tuned)),
             }
             return run_benchmarks(ctx, makers, part)
         before, after = (ctx.theta_old(), ctx.load(tuned)) if is_sharded(pair[0]) else pair

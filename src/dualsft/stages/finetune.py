@@ -10,7 +10,6 @@ Hugging Face folder) and summary.json.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from dualsft.method import AfterMethod, Job, ParamMethod, WeightMethod
 from dualsft.model import text_parameters
 from dualsft.optim import SparseAdamW
 from dualsft.pretrained import weights_hash
+from dualsft.run_paths import RunPath
 from dualsft.rundir import sha256_file
 from dualsft.saving import save_model
 from dualsft.sharded_optim import make_optimizer
@@ -33,10 +33,10 @@ from dualsft.stages.chosen import read_mask
 from dualsft.training import FEW_STEPS, Hooks, TrainingPlan, train
 
 
-def run(ctx: RunContext, part: Path) -> dict[str, Any]:
+def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     """Fine-tune and write the delta and the merged model into `part`."""
     selection = ctx.folder("selection")
-    chosen = json.loads((selection / "summary.json").read_text())
+    chosen = (selection / "summary.json").read_json()
     final = selection / chosen["final"]
     params: ParamMethod = ctx.methods.load("params")
     shapes = ctx.parameter_shapes
@@ -98,7 +98,8 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
         )
     if delta is not None:
         delta.save(part / "delta.safetensors")
-    save_model(model, ctx.tokenizer, ctx.model_folder, part / "model")
+    (part / "model").mkdir()
+    save_model(model, ctx.tokenizer, ctx.model_folder, (part / "model").checked())
     summary = {
         "variant": ctx.config.select.variant,
         "methods": {axis: entry.name for axis, entry in ctx.methods.entries.items()},
@@ -113,7 +114,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
         "weights": {p.name: sha256_file(p) for p in sorted((part / "model").glob("*.safetensors"))},
         **facts,
     }
-    (part / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (part / "summary.json").write_json(summary)
     counts = {"steps": num_steps, "examples": len(examples), "trained_entries": trained}
     return counts | ({"accounts": accounts} if accounts else {})
 
@@ -175,13 +176,13 @@ def _delta(
 DENSE = 0.2  # of all parameters: more changed entries than this are better kept as a model
 
 
-def training_examples(ctx: RunContext, final: Path) -> list[Example]:
+def training_examples(ctx: RunContext, final: RunPath) -> list[Example]:
     """D_sel, or all of D_train where the data method chose everything."""
     roles = ctx.roles()
     everything = sorted(roles["pool"] + roles["warm"], key=lambda e: e.index)
     if not (final / "ids.json").is_file():
         return everything
-    wanted = set(json.loads((final / "ids.json").read_text()))
+    wanted = set((final / "ids.json").read_json())
     return [e for e in everything if e.id in wanted]
 
 

@@ -10,12 +10,10 @@ direction are all that is held of their size, and the teacher of v_prior is gone
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dualsft.context import RunContext, pass_settings
 from dualsft.data import Example
@@ -25,13 +23,14 @@ from dualsft.memory import give_back
 from dualsft.passes import PassResult, loss_objective, walk
 from dualsft.placement import blank
 from dualsft.precision import precise
+from dualsft.run_paths import RunPath
 from dualsft.self_checks import TOLERANCE, check_fused_loss
 from dualsft.stages.preservation import prior_gradient
 from dualsft.stages.projection import projection_terms
 from dualsft.vectors import LazyVector, Vector
 
 
-def run(ctx: RunContext, part: Path) -> dict[str, Any]:
+def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     """Write the three gradients, and in one-pass mode the pool's f, into `part`."""
     roles = ctx.roles()
     model = ctx.theta_bar()
@@ -86,7 +85,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     }
 
 
-def _stored(ctx: RunContext, vector: Vector, path: Path) -> Vector:
+def _stored(ctx: RunContext, vector: Vector, path: RunPath) -> Vector:
     """Write a vector, and give it back as what is read from there when it is asked for."""
     vector.save(path)
     path = world().told(path)  # the first process's own: it has written it
@@ -101,7 +100,7 @@ def one_pass_wanted(ctx: RunContext) -> bool:
 
 
 def write_pool(
-    path: Path, pool: list[Example], result: PassResult, columns: list[str], one_pass: bool
+    path: RunPath, pool: list[Example], result: PassResult, columns: list[str], one_pass: bool
 ) -> None:
     """id, loss, response_tokens; in one-pass mode f and the inner sums (names in the schema)."""
     table: dict[str, Any] = {
@@ -115,12 +114,12 @@ def write_pool(
         table["inner_sums"] = pa.FixedSizeListArray.from_arrays(flat, len(columns))
     built = pa.table(table)
     metadata = {"parameters": "\n".join(columns)} if one_pass else {}
-    pq.write_table(built.replace_schema_metadata(metadata), path)
+    path.write_table(built.replace_schema_metadata(metadata))
 
 
-def read_pool(path: Path) -> dict[str, np.ndarray]:
+def read_pool(path: RunPath) -> dict[str, np.ndarray]:
     """The columns of pool.parquet as arrays; `inner_sums` is [N, L]."""
-    table = pq.read_table(path)
+    table = path.read_table()
     columns = {
         name: np.asarray(table[name].to_pylist() if name == "id" else table[name].to_numpy())
         for name in table.column_names

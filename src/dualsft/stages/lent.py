@@ -14,7 +14,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,11 @@ import pyarrow.parquet as pq
 from dualsft.context import RunContext
 from dualsft.data import Example
 from dualsft.distributed import world
+from dualsft.errors import RunError
 from dualsft.manifest import Fingerprint, read_stage_manifest
 from dualsft.method import Accounts, DataChoice
 from dualsft.preflight import FOLDERS
+from dualsft.run_paths import RunPath
 from dualsft.stage_settings import data_choice_settings
 
 IDS, SCORES = "ids.json", "baseline_scores.parquet"
@@ -39,7 +40,7 @@ class Lent:
     choice: DataChoice
     accounts: Accounts
     warnings: Sequence[str]
-    folder: Path
+    folder: RunPath
 
 
 def identity(ctx: RunContext) -> str | None:
@@ -77,7 +78,7 @@ def find(ctx: RunContext, asked: str | None, pool: Sequence[Example], b: int) ->
     for run in (ctx.rundir.path, *ctx.lenders) if asked is not None else ():
         folder = run / FOLDERS["selection"]
         manifest, wrong = read_stage_manifest(folder)
-        if wrong or folder.is_symlink():
+        if wrong:
             continue
         try:
             facts = manifest["facts"]
@@ -86,14 +87,14 @@ def find(ctx: RunContext, asked: str | None, pool: Sequence[Example], b: int) ->
                 choice = _read(folder, manifest["files"], pool, b, noted)
                 accounts = Accounts(**facts["accounts"]["data"])
                 return Lent(choice, accounts, list(noted["warnings"]), folder)
-        except (OSError, KeyError, TypeError, ValueError, AttributeError) as problem:
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, RunError) as problem:
             why = f"{type(problem).__name__}: {problem}"  # another version's, or damaged
             ctx.reporter.say(f"{folder}: its choice of examples cannot be taken over ({why})")
     return None
 
 
 def _read(
-    folder: Path,
+    folder: RunPath,
     files: Mapping[str, Any],
     pool: Sequence[Example],
     b: int,
@@ -112,9 +113,9 @@ def _read(
     return DataChoice(positions, noted["facts"], scores)
 
 
-def _verified(folder: Path, files: Mapping[str, Any], name: str) -> bytes:
+def _verified(folder: RunPath, files: Mapping[str, Any], name: str) -> bytes:
     """The very bytes that the manifest's hash is of."""
-    content = (folder / name).read_bytes()
+    content = (folder / name).read_bytes(limit=files[name]["size"])
     if hashlib.sha256(content).hexdigest() != files[name]["sha256"]:
         raise ValueError(f"{name} has another SHA-256 than when it was written")
     return content

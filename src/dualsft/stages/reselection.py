@@ -9,8 +9,6 @@ summary.json's `final` names the round that fine-tuning uses.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from dualsft.distributed import world
 from dualsft.ghost import GhostEngine
 from dualsft.passes import loss_objective, walk
 from dualsft.placement import blank
+from dualsft.run_paths import RunPath
 from dualsft.stages.chosen import (
     describe_entries,
     product_source,
@@ -34,7 +33,7 @@ from dualsft.topk import TopK, top_b, topk_signed
 
 def reselect(
     ctx: RunContext,
-    part: Path,
+    part: RunPath,
     engine: GhostEngine,
     pool: list[Example],
     scored: Scored,
@@ -62,7 +61,7 @@ def reselect(
         facts |= write_mask(ctx, folder, mask.indices, mask.num_total)
         facts |= describe_entries(ctx, mask)
         write_selected(ctx, folder, [pool[i] for i in positions])
-        (folder / "summary.json").write_text(json.dumps(facts, indent=2) + "\n")
+        (folder / "summary.json").write_json(facts)
         history.append({"round": number, "moved": side, "jaccard": overlap})
     return {"rounds": history, "final": f"round_{len(history)}"}
 

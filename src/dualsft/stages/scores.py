@@ -10,15 +10,12 @@ on request, params.safetensors and projection.safetensors.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from dualsft.certificate import bounds
@@ -31,6 +28,7 @@ from dualsft.model import Candidates
 from dualsft.passes import loss_objective, walk
 from dualsft.precision import precise
 from dualsft.progress import Reporter
+from dualsft.run_paths import RunPath
 from dualsft.self_checks import TOLERANCE, dot_alone
 from dualsft.stages.chosen import at_hand
 from dualsft.stages.gradients import one_pass_wanted, read_pool
@@ -70,7 +68,7 @@ def load_scored(
     return Scored(terms, grad_sum, prior_grad, terms.projection(grad_sum))
 
 
-def run(ctx: RunContext, part: Path) -> dict[str, Any]:
+def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     """Write the scores, their bounds, and the summary with its self-checks into `part`."""
     pool_examples = ctx.roles()["pool"]
     pool = read_pool(ctx.folder("gradients") / "pool.parquet")
@@ -106,7 +104,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
     summary |= {"checks": checks, **rounding}
     _keep(ctx, part, scored)
     _warn(ctx, summary)
-    (part / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (part / "summary.json").write_json(summary)
     return {"curvature_share": summary["curvature_share"], "checks": summary.get("checks")}
 
 
@@ -298,7 +296,7 @@ def _warn(ctx: RunContext, summary: dict[str, Any]) -> None:
 
 
 def _write_examples(
-    part: Path,
+    part: RunPath,
     examples: list[Example],
     pool: dict[str, np.ndarray],
     eta_sc: float,
@@ -316,7 +314,7 @@ def _write_examples(
         "loss": pool["loss"],
         "response_tokens": pa.array(pool["response_tokens"], pa.int32()),
     }
-    pq.write_table(pa.table(table), part / "examples.parquet")
+    (part / "examples.parquet").write_table(pa.table(table))
 
 
 def kept_vectors(ctx: RunContext) -> set[str]:
@@ -326,7 +324,7 @@ def kept_vectors(ctx: RunContext) -> set[str]:
     return vectors if "all" in asked else asked & vectors
 
 
-def _keep(ctx: RunContext, part: Path, scored: Scored) -> None:
+def _keep(ctx: RunContext, part: RunPath, scored: Scored) -> None:
     kept = kept_vectors(ctx)
     eta_sc = scored.terms.eta_sc
     if "param_scores" in kept:

@@ -11,15 +11,12 @@ round_<t>/ for each round of fixed-side re-selection (`stages/reselection.py`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from dualsft.certificate import judge, settle
@@ -29,6 +26,7 @@ from dualsft.errors import ConfigError, RunError
 from dualsft.fused import HALF_DTYPES
 from dualsft.ghost import GhostEngine, widened
 from dualsft.method import DataMethod, Job, ParamChoice, ParamMethod
+from dualsft.run_paths import RunPath
 from dualsft.stages import lent
 from dualsft.stages.chosen import (
     describe_entries,
@@ -62,7 +60,7 @@ class Chosen:
     outside: int
 
 
-def run(ctx: RunContext, part: Path) -> dict[str, Any]:
+def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     """Ask the run's methods for examples and entries, for this budget; write both into `part`."""
     common: dict[str, Any] = {}
     accounts: dict[str, Any] = {}
@@ -79,7 +77,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
         summary |= reselect(
             ctx, part, scoring.engine, scoring.pool, scoring.scored, scoring.mask, positions
         )
-    (part / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (part / "summary.json").write_json(summary)
     facts = {key: summary[key] for key in ("k", "b", "rescored") if key in summary}
     facts |= {"accounts": accounts}  # seconds differ from run to run: not for a result's file
     return facts | noted
@@ -87,7 +85,7 @@ def run(ctx: RunContext, part: Path) -> dict[str, Any]:
 
 def _choose_data(
     ctx: RunContext,
-    part: Path,
+    part: RunPath,
     common: dict[str, Any],
     summary: dict[str, Any],
     accounts: dict[str, Any],
@@ -141,7 +139,7 @@ def _choose_data(
 
 def _choose_params(
     ctx: RunContext,
-    part: Path,
+    part: RunPath,
     common: dict[str, Any],
     summary: dict[str, Any],
     accounts: dict[str, Any],
@@ -242,7 +240,7 @@ class Scoring:
     def describe_entries(self, mask: TopK) -> dict[str, Any]:
         return describe_entries(self.ctx, mask)
 
-    def describe(self, part: Path, data: Chosen, b: int) -> dict[str, Any]:
+    def describe(self, part: RunPath, data: Chosen, b: int) -> dict[str, Any]:
         return _describe_data(self.ctx, part, self.pool, data, b, self.num_full)
 
 
@@ -260,7 +258,7 @@ def choose_examples(
     boundary is scored again with fp32 weights. `reverse` takes the bottom b: every score negated.
     """
     sign = -1.0 if reverse else 1.0
-    table = pq.read_table(ctx.folder("scores") / "examples.parquet")
+    table = (ctx.folder("scores") / "examples.parquet").read_table()
     score, bound = sign * table["score"].to_numpy(), table["bound"].to_numpy().copy()
     bound += half_rounding(ctx, len(pool))
     verdict = judge(score, bound, b)
@@ -298,23 +296,19 @@ def half_rounding(ctx: RunContext, count: int) -> np.ndarray:
 
 
 def _summary_of_scores(ctx: RunContext) -> dict[str, Any]:
-    return json.loads((ctx.folder("scores") / "summary.json").read_text())
+    return (ctx.folder("scores") / "summary.json").read_json()
 
 
 def _describe_data(
-    ctx: RunContext, folder: Path, pool: list[Example], data: Chosen, b: int, num_full: int
+    ctx: RunContext, folder: RunPath, pool: list[Example], data: Chosen, b: int, num_full: int
 ) -> dict[str, Any]:
     """rescored.parquet and the data side of the summary."""
     slack = _summary_of_scores(ctx)["rounding_slack"]
-    pq.write_table(
-        pa.table(
-            {
-                "id": pa.array([pool[i].id for i in data.rescored], pa.string()),
-                "score": pa.array(data.scores[data.rescored], pa.float64()),
-            }
-        ),
-        folder / "rescored.parquet",
-    )
+    columns = {
+        "id": pa.array([pool[i].id for i in data.rescored], pa.string()),
+        "score": pa.array(data.scores[data.rescored], pa.float64()),
+    }
+    (folder / "rescored.parquet").write_table(pa.table(columns))
     chosen = np.zeros(len(pool), bool)
     chosen[data.positions] = True
     lowest = float(data.scores[chosen].min())

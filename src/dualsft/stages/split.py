@@ -12,19 +12,17 @@ Writes `split.parquet` (id, role, index), `tokens.parquet` (id, role, input_ids,
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dualsft.data import DataReport, Example, digest, read_rows, tokenize
 from dualsft.errors import ConfigError, RunError
+from dualsft.run_paths import RunPath
 
 if TYPE_CHECKING:
     from dualsft.config import SplitConfig
@@ -51,7 +49,7 @@ class Split:
     notes: list[str]
 
 
-def run(ctx: RunContext, part: Path) -> dict[str, Any]:
+def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     """Read and tokenise the corpus, give every row its role, write both into `part`."""
     config = ctx.config
     examples, report = load_examples(ctx, config.data.path)
@@ -240,7 +238,7 @@ def _place(example: Example) -> tuple[bool, int]:
 
 
 def write_split(
-    folder: Path, examples: Sequence[Example], split: Split, report: DataReport | None = None
+    folder: RunPath, examples: Sequence[Example], split: Split, report: DataReport | None = None
 ) -> None:
     """Write the split and its tokens in source order, and the summary."""
     assert len(examples) == len(split.roles)
@@ -255,11 +253,8 @@ def write_split(
         ("split.parquet", {**shared, "index": index}),
         ("tokens.parquet", {**shared, "input_ids": input_ids, "labels": labels}),
     ):
-        pq.write_table(pa.table(columns), folder / name, compression="zstd")
-    (folder / "summary.json").write_text(
-        json.dumps(_summary(rows, split, report), indent=2, ensure_ascii=False) + "\n",
-        encoding="utf-8",
-    )
+        (folder / name).write_table(pa.table(columns), compression="zstd")
+    (folder / "summary.json").write_json(_summary(rows, split, report), ensure_ascii=False)
 
 
 def _summary(rows: list[Example], split: Split, report: DataReport | None) -> dict[str, Any]:
@@ -276,10 +271,10 @@ def _summary(rows: list[Example], split: Split, report: DataReport | None) -> di
     }
 
 
-def read_split(folder: Path) -> dict[str, list[Example]]:
+def read_split(folder: RunPath) -> dict[str, list[Example]]:
     """The examples of every role, in source order."""
-    index = pq.read_table(folder / "split.parquet", columns=["id", "role", "index"])
-    tokens = pq.read_table(folder / "tokens.parquet")
+    index = (folder / "split.parquet").read_table(["id", "role", "index"])
+    tokens = (folder / "tokens.parquet").read_table()
     if not index.select(["id", "role"]).equals(tokens.select(["id", "role"])):
         raise RunError(f"{folder}: split.parquet and tokens.parquet are not of one split; redo it")
     by_role: dict[str, list[Example]] = {role: [] for role in ROLES}

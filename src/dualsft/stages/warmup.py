@@ -11,7 +11,6 @@ beside the warmup's own movement is measured, and told when it is much.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from dualsft.ghost import GhostEngine
 from dualsft.memory import give_back, is_out_of_memory
 from dualsft.model import Candidates, text_parameters
 from dualsft.optim import SparseAdamW
+from dualsft.run_paths import RunPath
 from dualsft.saving import save_model
 from dualsft.self_checks import TOLERANCE, check_fused_loss
 from dualsft.sharded_optim import make_optimizer
@@ -39,7 +39,7 @@ half of an fp32 run's examples (docs/results.md)."""
 PART = 1 << 24
 
 
-def run(ctx: RunContext, part: Path) -> dict[str, Any]:
+def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     """Write θ̄ and ĉ into `part`."""
     examples = ctx.roles()["warm"]
     plan = warmup_plan(ctx)
@@ -125,8 +125,9 @@ def _warn_of_rounding(ctx: RunContext, movement: float, rounding: float) -> None
     )
 
 
-def _save(ctx: RunContext, model: PreTrainedModel, part: Path) -> None:
-    save_model(model, ctx.tokenizer, ctx.model_folder, part / "theta_bar")
+def _save(ctx: RunContext, model: PreTrainedModel, part: RunPath) -> None:
+    (part / "theta_bar").mkdir()
+    save_model(model, ctx.tokenizer, ctx.model_folder, (part / "theta_bar").checked())
 
 
 def adam_rms(optimizer: SparseAdamW, candidates: Candidates) -> LazyVector:

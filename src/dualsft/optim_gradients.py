@@ -44,7 +44,8 @@ class Gradients:
 
         The hooks do not keep this object alive, nor the optimizer that has it.
         """
-        hooks, owner = [], weakref.ref(self)
+        hooks: list[RemovableHandle] = []
+        owner: weakref.ref[Gradients] = weakref.ref(self)
         for name, p in self.params.items():
             if p.is_floating_point():
                 p.requires_grad_(True)  # a hook needs it; the optimizer sets it by the mask

@@ -320,6 +320,30 @@ def test_freed_gradients_never_pile_up() -> None:
         optimizer.step()
 
 
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    """It reduces masked gradients; freed ones it would reduce to zeros, which is refused."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for free in (False, True):
+            layer = nn.Linear(4, 4)
+            index = {"weight": torch.tensor([1, 5])}
+            optimizer = SparseAdamW(layer.named_parameters(), index, lr=0.1, free_gradients=free)
+            before = layer.weight.detach().clone()
+            wrapped = nn.parallel.DistributedDataParallel(layer)
+            wrapped(torch.ones(2, 4)).sum().backward()
+            if free:
+                with pytest.raises(RuntimeError, match="DistributedDataParallel also needs that"):
+                    optimizer.step()
+                continue
+            optimizer.step()
+            assert (layer.weight != before).view(-1).nonzero().view(-1).tolist() == [1, 5]
+    finally:
+        dist.destroy_process_group()
+
+
 def test_parameters_of_other_libraries_are_refused() -> None:
     """What FSDP and DeepSpeed do: gradients past the hooks, parameters replaced or cut."""
     p = nn.Parameter(torch.ones(4))

@@ -149,7 +149,11 @@ def _sparse(
 ) -> Prepared:
     """Restricted fine-tuning as a run does it: the library's own loop."""
     optimizer = SparseAdamW(
-        text_parameters(model), random_indices(model, BUDGET), lr=1e-5, moments=moments
+        text_parameters(model),
+        random_indices(model, BUDGET),
+        lr=1e-5,
+        moments=moments,
+        free_gradients=True,
     )
     plan = TrainingPlan(
         lr=1e-5,

@@ -112,7 +112,7 @@ def compare_curves(
         for moments in MOMENTS:
             model = copy_as(theta_old, dtype)
             with SparseAdamW(
-                text_parameters(model), entries, lr=steps.lr, moments=moments
+                text_parameters(model), entries, lr=steps.lr, moments=moments, free_gradients=True
             ) as optimizer:
                 curves[f"{name}, {moments} moments"] = losses_of(
                     model, rows[:most], optimizer, steps
@@ -148,7 +148,9 @@ def warm_up(
     candidates = find_candidates(model, "block_linear")
     indices = dict.fromkeys(candidates) if candidates_only else None
     steps = plan(options, roles, LR["warmup"], clip=0.0, seed=seed)
-    with SparseAdamW(text_parameters(model), indices, lr=steps.lr, moments=moments) as optimizer:
+    with SparseAdamW(
+        text_parameters(model), indices, lr=steps.lr, moments=moments, free_gradients=True
+    ) as optimizer:
         losses_of(model, roles.warm, optimizer, steps)
         return adam_rms(optimizer, candidates).held()
 

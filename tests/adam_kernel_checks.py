@@ -125,7 +125,9 @@ def check_offload(device: str, moments: Moments) -> None:
             name: None if name == "p1" else torch.arange(i, 9000)
             for i, (name, _) in enumerate(named)
         }
-        optimizer = SparseAdamW(named, indices, lr=1e-2, moments=moments, offload=offload)
+        optimizer = SparseAdamW(
+            named, indices, lr=1e-2, moments=moments, offload=offload, free_gradients=True
+        )
         for _ in range(3):
             for _, p in named:
                 (p * torch.randn(p.shape, generator=draw).to(device)).sum().backward()

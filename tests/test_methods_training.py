@@ -388,7 +388,7 @@ def test_talr_goes_on_to_the_same_bits(make_job: Maker, tmp_path: Path, window: 
         model = tiny_model("gpt2", torch.float32, dropout=0.2)
         options = ("method.weights=talr", f"method.talr.window={window}")
         hooks = hooks_of(make_job("weights", rows, *options), model)
-        with SparseAdamW(model.named_parameters(), None, lr=1e-2) as optimizer:
+        with SparseAdamW(model.named_parameters(), None, lr=1e-2, free_gradients=True) as optimizer:
             train(
                 model, rows, optimizer, plan(), Reporter(lambda _: None), "t", pieces=pieces,
                 hooks=hooks,
@@ -421,7 +421,7 @@ def test_memory_that_runs_out_before_a_step_is_handled(make_job: Maker) -> None:
             before(model, pieces)
 
         hooks = replace(hooks, before_step=failing)
-        with SparseAdamW(model.named_parameters(), None, lr=1e-2) as optimizer:
+        with SparseAdamW(model.named_parameters(), None, lr=1e-2, free_gradients=True) as optimizer:
             train(model, rows, optimizer, plan(), Reporter(said.append), "t", hooks=hooks)
         return {n: p.detach().clone() for n, p in model.named_parameters()}
 
@@ -575,7 +575,7 @@ def lora_trained(job: Job, rows: list[Example], pieces: Pieces, dtype: torch.dty
     model = tiny_model("llama", dtype)
     method: Lora = job.ctx.methods.load("params")
     found = method.attach(job, model)
-    with SparseAdamW([*found.items()], None, lr=1e-2) as optimizer:
+    with SparseAdamW([*found.items()], None, lr=1e-2, free_gradients=True) as optimizer:
         train(model, rows, optimizer, plan(), Reporter(lambda _: None), "t", pieces=pieces)
     adapters = {n: p.detach().clone() for n, p in found.items()}
     return adapters, method.detach(job, model)

@@ -140,12 +140,17 @@ def everything_as_indices(model: nn.Module) -> dict[str, Tensor | None]:
     ids=["none", "none_each", "all_indices"],
 )
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("free", [False, True])
 def test_mask_of_ones_is_adamw_bit_for_bit(
-    select: Callable[[nn.Module], Any], max_norm: float | None, micro_batches: int, tied: bool
+    select: Callable[[nn.Module], Any],
+    max_norm: float | None,
+    micro_batches: int,
+    tied: bool,
+    free: bool,
 ) -> None:
     ours, theirs = tiny_llama(tied=tied), tiny_llama(tied=tied)
     settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-7, "weight_decay": 0.1}
-    sparse = SparseAdamW(ours.named_parameters(), select(ours), **settings)
+    sparse = SparseAdamW(ours.named_parameters(), select(ours), free_gradients=free, **settings)
     dense = torch.optim.AdamW(theirs.parameters(), **settings)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(o, lambda s: min(1.0, (s + 1) / 5) * 0.95**s)
@@ -207,10 +212,17 @@ def test_mask_of_zeros_changes_nothing(empty: bool) -> None:
 # --- Any mask ----------------------------------------------------------------------------------
 
 
-def test_partial_mask_equals_the_dense_reference() -> None:
+@pytest.mark.parametrize("free", [False, True])
+def test_partial_mask_equals_the_dense_reference(free: bool) -> None:
     ours, theirs = tiny_llama(torch.float64), tiny_llama(torch.float64)
     masks = random_masks(ours, 0.3)
-    sparse = SparseAdamW(ours.named_parameters(), indices_of(masks), lr=1e-2, weight_decay=0.1)
+    sparse = SparseAdamW(
+        ours.named_parameters(),
+        indices_of(masks),
+        lr=1e-2,
+        weight_decay=0.1,
+        free_gradients=free,
+    )
     dense = DenseMaskedAdamW(theirs, masks, lr=1e-2, decay=0.1)
     assert sparse.num_selected == sum(int(mask.sum()) for mask in masks.values())
     for step in range(20):
@@ -268,7 +280,8 @@ def test_flat_index_is_row_major_also_for_conv1d() -> None:
 
 def test_dense_gradients_are_freed_inside_backward() -> None:
     model = tiny_llama()
-    optimizer = SparseAdamW(model.named_parameters(), indices_of(random_masks(model, 0.1)), 1e-3)
+    indices = indices_of(random_masks(model, 0.1))
+    optimizer = SparseAdamW(model.named_parameters(), indices, lr=1e-3, free_gradients=True)
     seen: list[tuple[int, int]] = []
 
     def at_first_layer(_: Tensor) -> None:  # backward reaches layer 1 before the input of layer 0
@@ -302,7 +315,8 @@ def test_micro_batches_add_up_in_fp32_for_a_bf16_model() -> None:
             assert grad is not None
             expected[name] += grad[masks[name]].float()
     model.zero_grad()
-    optimizer = SparseAdamW(model.named_parameters(), indices_of(masks), lr=1e-3)
+    indices = indices_of(masks)
+    optimizer = SparseAdamW(model.named_parameters(), indices, lr=1e-3, free_gradients=True)
     for step in range(3):
         backward(model, step)
     grads = optimizer.gradients
@@ -312,20 +326,25 @@ def test_micro_batches_add_up_in_fp32_for_a_bf16_model() -> None:
     assert not optimizer.gradients
 
 
-def test_a_gradient_that_is_already_there_counts() -> None:
+@pytest.mark.parametrize("free", [False, True])
+def test_a_gradient_that_is_already_there_counts(free: bool) -> None:
     ours, theirs = tiny_llama(), tiny_llama()
     backward(ours, 0)
     backward(theirs, 0)
-    sparse = SparseAdamW(ours.named_parameters(), None, lr=1e-2)
+    sparse = SparseAdamW(ours.named_parameters(), None, lr=1e-2, free_gradients=free)
     dense = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.0)
-    assert all(p.grad is None for p in ours.parameters())
+    assert all((p.grad is None) == free for p in ours.parameters())
     sparse.step()
     dense.step()
     assert_equal(snapshot(ours), snapshot(theirs))
     sparse.close()
     backward(ours, 0)
-    SparseAdamW(ours.named_parameters(), {"lm_head.weight": torch.tensor([5])}, lr=1e-2)
-    assert all(p.grad is None for p in ours.parameters()), "nothing would ever free these"
+    some = {"lm_head.weight": torch.tensor([5])}
+    sparse = SparseAdamW(ours.named_parameters(), some, lr=1e-2, free_gradients=free)
+    left = [p.grad for p in ours.parameters() if p.grad is not None]
+    assert len(left) == (0 if free else 1), "nothing would ever free the others"
+    assert all(int(grad.count_nonzero()) == 1 for grad in left)
+    assert sparse.gradients["lm_head.weight"].numel() == 1
 
 
 def test_only_parameters_with_selected_entries_ask_for_gradients() -> None:
@@ -637,10 +656,11 @@ def test_state_dict_before_the_first_step(dtype: torch.dtype) -> None:
         assert all(optimizer.num_updates(name) == 0 for name in before)
 
 
-def test_a_forgotten_optimizer_is_not_kept_alive_by_its_hooks() -> None:
+@pytest.mark.parametrize("free", [False, True])
+def test_a_forgotten_optimizer_is_not_kept_alive_by_its_hooks(free: bool) -> None:
     """Nor is the model; and its parameters are free for another."""
     model = tiny_llama()
-    optimizer = SparseAdamW(model.named_parameters(), None, lr=1e-3)
+    optimizer = SparseAdamW(model.named_parameters(), None, lr=1e-3, free_gradients=free)
     gone, weights = weakref.ref(optimizer), weakref.ref(model.lm_head.weight)
     del optimizer
     gc.collect()
@@ -651,9 +671,10 @@ def test_a_forgotten_optimizer_is_not_kept_alive_by_its_hooks() -> None:
     assert weights() is None
 
 
-def test_what_would_silently_go_wrong_is_refused() -> None:
+@pytest.mark.parametrize("free", [False, True])
+def test_what_would_silently_go_wrong_is_refused(free: bool) -> None:
     model = tiny_llama()
-    optimizer = SparseAdamW(model.named_parameters(), None, lr=1e-3)
+    optimizer = SparseAdamW(model.named_parameters(), None, lr=1e-3, free_gradients=free)
     with pytest.raises(ValueError, match="one parameter group"):
         optimizer.add_param_group({"params": [torch.ones(2)]})
     with pytest.raises(TypeError, match="state_dict"):
@@ -663,7 +684,7 @@ def test_what_would_silently_go_wrong_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"storage of 'lm_head\.weight' was replaced"):
         optimizer.step()
     embedding = nn.Embedding(5, 3, sparse=True)
-    attached = SparseAdamW(embedding.named_parameters(), None, lr=1e-3)
+    attached = SparseAdamW(embedding.named_parameters(), None, lr=1e-3, free_gradients=free)
     with pytest.raises(RuntimeError, match="'weight' is in layout torch.sparse_coo"):
         embedding(torch.tensor([1])).sum().backward()
     attached.close()

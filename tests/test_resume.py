@@ -205,7 +205,9 @@ def trained(pieces: Pieces, dtype: torch.dtype = torch.float32, sparse: bool = F
         padding_side="right",
     )
     logged: list[int] = []
-    with SparseAdamW(model.named_parameters(), indices, lr=1e-2, weight_decay=0.1) as optimizer:
+    with SparseAdamW(
+        model.named_parameters(), indices, lr=1e-2, weight_decay=0.1, free_gradients=True
+    ) as optimizer:
         train(
             model,
             examples(10),

@@ -50,7 +50,7 @@ def plan(**changes: Any) -> TrainingPlan:
 def weights_after(dropout: float = 0.0, dtype: torch.dtype = torch.float64, **changes: Any) -> dict:
     model = tiny_model("gpt2", dtype=dtype, dropout=dropout)
     rows = examples(10)
-    with SparseAdamW(model.named_parameters(), None, lr=1e-3) as optimizer:
+    with SparseAdamW(model.named_parameters(), None, lr=1e-3, free_gradients=True) as optimizer:
         train(model, rows, optimizer, plan(**changes), QUIET, "test")
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -115,7 +115,7 @@ def test_nonfinite_loss_stops_before_the_update() -> None:
         model.model.layers[0].mlp.up_proj.weight[0, 0] = float("inf")
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     with (
-        SparseAdamW(model.named_parameters(), None, lr=1e-3) as optimizer,
+        SparseAdamW(model.named_parameters(), None, lr=1e-3, free_gradients=True) as optimizer,
         pytest.raises(RunError, match="step 1: the loss of .* is not finite; nothing was updated"),
     ):
         train(model, rows, optimizer, plan(), QUIET, "test")
@@ -128,7 +128,7 @@ def test_nonfinite_gradient_stops_before_the_update(monkeypatch: pytest.MonkeyPa
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     monkeypatch.setattr(SparseAdamW, "clip_grad_norm", lambda self, limit: torch.tensor(math.nan))
     with (
-        SparseAdamW(model.named_parameters(), None, lr=1e-3) as optimizer,
+        SparseAdamW(model.named_parameters(), None, lr=1e-3, free_gradients=True) as optimizer,
         pytest.raises(RunError, match="step 1: the gradient over row .* is not finite"),
     ):
         train(model, examples(8), optimizer, plan(), QUIET, "test")
@@ -155,7 +155,9 @@ def test_a_killed_training_goes_on_to_the_same_bits(
         named = list(model.named_parameters())
         some = {name: torch.arange(0, p.numel(), 3) for name, p in named}
         indices = None if whole else some
-        with SparseAdamW(named, indices, lr=1e-2, moments=moments, seed=3) as optimizer:
+        with SparseAdamW(
+            named, indices, lr=1e-2, moments=moments, seed=3, free_gradients=True
+        ) as optimizer:
             changed = plan(max_grad_norm=1.0, lr=1e-2)
             train(model, examples(10), optimizer, changed, QUIET, "warmup", log, pieces)
             held = [t for state in optimizer.state.values() for t in state.values()]
@@ -190,7 +192,7 @@ def test_memory_short_of_activations_turns_checkpointing_on_first(
     def trained(checkpointing: bool | None) -> dict[str, torch.Tensor]:
         model = tiny_model("llama", dtype=torch.float32)
         changed = plan(checkpointing=checkpointing, micro_batch_size=4)
-        with SparseAdamW(model.named_parameters(), None, lr=1e-3) as optimizer:
+        with SparseAdamW(model.named_parameters(), None, lr=1e-3, free_gradients=True) as optimizer:
             train(model, examples(8), optimizer, changed, Reporter(said.append), "test")
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -218,7 +220,7 @@ def test_lack_of_memory_for_the_moments_names_the_cure(monkeypatch: pytest.Monke
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     monkeypatch.setattr(adam_step, "new_state", full)
     with (
-        SparseAdamW(model.named_parameters(), None, lr=1e-3) as optimizer,
+        SparseAdamW(model.named_parameters(), None, lr=1e-3, free_gradients=True) as optimizer,
         pytest.raises(RunError, match=r"moments of [\d,]+ trained entries .*finetune\.moments"),
     ):
         train(model, examples(4), optimizer, plan(), QUIET, "test")
@@ -248,7 +250,7 @@ def test_a_resume_keeps_the_checkpointing_that_is_set() -> None:
     """What lack of memory decided is taken over from a piece, what the user sets is not undone."""
     for asked, then, expected in ((True, None, True), (False, True, False), (None, True, True)):
         model = tiny_model("llama", torch.float32)
-        with SparseAdamW(model.named_parameters(), None, lr=1e-3) as optimizer:
+        with SparseAdamW(model.named_parameters(), None, lr=1e-3, free_gradients=True) as optimizer:
             held = {f"master.{n}": optimizer.master(n).clone() for n in optimizer.names}
             cut = {"batch_tokens": 64, "micro_batch_size": None, "checkpointing": then}
             piece = Piece(held, {"steps": 1, "cut": cut})

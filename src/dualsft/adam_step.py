@@ -261,6 +261,9 @@ def check_trainable(name: str, p: nn.Parameter, requires_grad: bool) -> None:
     if p.dtype not in MASTER_DTYPES:
         allowed = ", ".join(str(dtype) for dtype in MASTER_DTYPES)
         raise ValueError(f"parameter {name!r} is {p.dtype}; only {allowed} can be trained")
+    if type(p.detach()) is not Tensor:
+        kind = type(p.detach()).__name__
+        raise ValueError(f"parameter {name!r} is a {kind}; only plain tensors can be trained")
     if not p.is_contiguous():
         raise ValueError(f"parameter {name!r} is not contiguous: its flat indices are undefined")
     if not requires_grad:

@@ -6,6 +6,7 @@ lines 3 to 11 for callers who bring their own checkpoint, batches and training l
     scores = dualsft.score(theta_bar, pool, val, eta_ft=2e-5, anchors=anchors, theta_old=base)
     chosen = dualsft.select(scores, data_budget=0.1, param_budget=0.05)
     optimizer = dualsft.SparseAdamW(model.named_parameters(), chosen.param_mask, lr=2e-5)
+    Trainer(model, args, train_dataset=data, optimizers=(optimizer, None)).train()
 """
 
 from __future__ import annotations

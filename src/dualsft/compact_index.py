@@ -73,6 +73,14 @@ class CompactIndex:
             chosen[first:last] = dense[self.decode(first, last)]
         return chosen
 
+    def masked(self, dense: Tensor) -> Tensor:
+        """A copy of a flat tensor with zeros in place of the entries that are not selected."""
+        kept = torch.zeros_like(dense)
+        for first in range(0, len(self), CHUNK):
+            where = self.decode(first, min(first + CHUNK, len(self)))
+            kept[where] = dense[where]
+        return kept
+
 
 def num_buckets_of(num_positions: int) -> int:
     return -(-num_positions // BUCKET)

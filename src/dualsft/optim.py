@@ -5,10 +5,14 @@ Algorithm 1, line 12 (MaskedFT), and with everything selected line 1 (Warmup); A
 
 Per selected entry of a bf16 model there are 2 bytes of index (`compact_index.py`), the 2 low bytes
 of the fp32 master whose high half is the weight (`adam_step.py`), and 8, 4 or 2 bytes of moments
-(`adam_moments.py`); and between backward and step 2 bytes of gradient. A hook inside backward
-gathers the selected entries of a gradient and frees the dense one at once; a second micro-batch is
-added to the first in fp32. A step is one pass over these vectors, in a fused kernel on CUDA
+(`adam_moments.py`). A step is one pass over these vectors, in a fused kernel on CUDA
 (`adam_kernels.py`). Entries that are not selected are never written.
+
+Gradients stay in `p.grad`, as with any optimizer: a hook zeroes the unselected entries before they
+are accumulated, so that gradient accumulation, clipping, loss scaling and `zero_grad()` by anybody
+work as usual. With `free_gradients=True`, which is how this package trains, a hook inside backward
+takes the selected entries of a gradient, in 2 bytes each, and frees the dense one at once; a second
+micro-batch is added to the first in fp32.
 
 With fp32 or fp64 weights, which are their own masters, the update is that of `torch.optim.AdamW`
 bit for bit on a CPU.
@@ -16,7 +20,6 @@ bit for bit on a CPU.
 
 from __future__ import annotations
 
-import difflib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -29,28 +32,37 @@ from dualsft import adam_moments, adam_step
 from dualsft.adam_moments import Moments
 from dualsft.adam_offload import PART, Part, run_parts
 from dualsft.adam_step import MASTER_DTYPES, SCALARS, Held, Numbers
-from dualsft.compact_index import CompactIndex, checked_index, positions_kept, same_entries
-from dualsft.distributed import world
-from dualsft.optim_checks import MARK, check_numbers, check_saved, unique_parameters
-
-Indices = Mapping[str, Tensor | None]
-"""Parameter name -> sorted, unique, flat int64 indices (row-major); None means every entry."""
+from dualsft.compact_index import CompactIndex, positions_kept, same_entries
+from dualsft.optim_checks import (
+    MARK,
+    Indices,
+    check_numbers,
+    check_saved,
+    checked_indices,
+    unique_parameters,
+)
+from dualsft.optim_gradients import FreedGradients, Gradients
 
 _BESIDE_WEIGHT = ("low", "master")  # what a state dict holds as part of the masters
-_BUCKET = 1 << 25  # entries that are added up over the processes at a time
 
 
 class SparseAdamW(torch.optim.Optimizer):
     """AdamW on selected entries of a model's parameters.
 
-    While the optimizer is attached, a parameter with nothing selected has `requires_grad` off, and
-    the selected weights belong to it: to load other weights, `close()` it and make a new one.
-    Gradients are taken out of the parameters inside backward and are in `gradients`, so clear them
-    with `zero_grad()` of the optimizer, not the model. `state` is keyed by the model's parameters.
-    There is one parameter group. `close()`, or leaving the `with` block, takes the hooks off.
+    While the optimizer is attached, a parameter with nothing selected has `requires_grad` off, the
+    gradients of the parameters are zero outside the selection, and the selected weights belong to
+    the optimizer: to load other weights, `close()` it and make a new one. `state` is keyed by the
+    model's parameters. There is one parameter group. `close()`, or leaving the `with` block,
+    removes the hooks.
+
+    It can be given to a Hugging Face `Trainer`: `Trainer(..., optimizers=(optimizer, None))`. Move
+    and convert the model before making the optimizer.
 
     `moments` is the type they are kept in; bfloat16 and int8 are rounded at random, by `seed`.
-    `offload` keeps moments and low halves in the host's memory between steps.
+    `offload` keeps moments and low halves in the host's memory between steps. `free_gradients`
+    frees each dense gradient inside backward and holds only its selected entries, in `gradients`;
+    `p.grad` stays None. This saves memory in a training loop that clears gradients with this
+    optimizer's `zero_grad()` and clips them with its `clip_grad_norm()`. A `Trainer` does neither.
     """
 
     def __init__(
@@ -64,30 +76,32 @@ class SparseAdamW(torch.optim.Optimizer):
         moments: Moments = "float32",
         offload: bool = False,
         seed: int = 0,
+        free_gradients: bool = False,
     ) -> None:
         """Attach to the parameters; `indices=None` selects every entry of every parameter."""
         check_numbers(lr, betas, eps, weight_decay, moments)
         self.moments: Moments = moments
         self.offload = offload
         self.seed = seed
+        self.free_gradients = free_gradients
         self._params = unique_parameters(named_parameters)
         self._numbers = {name: number for number, name in enumerate(self._params)}
         self._requires_grad = {name: p.requires_grad for name, p in self._params.items()}
         self._indices: dict[str, CompactIndex | None] = {}
-        self._grads: dict[str, Tensor] = {}
-        self._scale: Tensor | None = None
+        self._grads = (FreedGradients if free_gradients else Gradients)(self._params)
+        self._shapes = {name: p.shape for name, p in self._params.items()}
         self._storages: dict[str, int] = {}
-        self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
         self._closed = False
-        selected = self._checked(indices)
+        selected = checked_indices(self._params, self._requires_grad, indices)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__([{"params": []}], defaults)
         for p in self._params.values():
             setattr(p, MARK, weakref.ref(self))
+        self._hooks = self._grads.attach()
         self._select(selected)
         for name in self._indices:  # a gradient already there counts, as for any optimizer
             if self._params[name].grad is not None:
-                self._take_gradient(name, self._params[name])
+                self._grads.take(name, self._params[name])
 
     # --- what it holds ---------------------------------------------------------------------------
 
@@ -158,14 +172,14 @@ class SparseAdamW(torch.optim.Optimizer):
     @property
     def gradients(self) -> dict[str, Tensor]:
         """Pending gradients over the selected entries, as backward left them; in model order."""
-        return {name: self._grads[name] for name in self._indices if name in self._grads}
+        return {name: self._gradient(name) for name in self._grads.names()}
 
     @property
     def nbytes(self) -> int:
         """Bytes of everything this optimizer holds: indices, gradients, masters and moments."""
         held = (t for state in self.state.values() for t in state.values())
         indices = sum(index.nbytes for index in self._indices.values() if index is not None)
-        return indices + sum(t.nbytes for t in (*self._grads.values(), *held))
+        return indices + self._grads.nbytes + sum(t.nbytes for t in held)
 
     # --- an optimizer ----------------------------------------------------------------------------
 
@@ -177,41 +191,39 @@ class SparseAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_params()
         self._check_storages()
-        for name in self.gradients:  # all memory is taken before anything is updated
+        self._grads.check()
+        pending = self._grads.names()
+        for name in pending:  # all memory is taken before anything is updated
             if self._params[name] not in self.state:
                 self.state[self._params[name]] = self._new_state(name)
         parts = self._parts()
-        devices = {self._params[name].device for name in self._grads}
+        devices = {self._params[name].device for name in pending}
         if self.offload and len(devices) == 1:
             run_parts(parts, devices.pop())
         else:
             for part in parts:
                 part.run(part.host())
+        self._grads.end_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the pending gradients; they are always removed, never set to zero."""
+        """Clear the pending gradients; with `free_gradients` they are removed in any case."""
         self._grads.clear()
-        self._scale = None
-        super().zero_grad(set_to_none=True)
+        super().zero_grad(set_to_none=set_to_none or self.free_gradients)
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the gradient over the selected entries; return its norm before clipping.
 
-        The factor is kept and applied by the step, so nothing is written here and nothing waits.
+        With `free_gradients` the factor is kept and applied by the step; else `p.grad` is scaled.
         """
-        total = self.total_norm()
-        if self._scale is not None:
-            total = total * self._scale
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        self._scale = factor if self._scale is None else self._scale * factor
-        return total
+        return self._grads.clip(self.total_norm(), max_norm)
 
     def total_norm(self) -> Tensor:
         """The norm of the pending gradients, not clipped."""
-        norms = [adam_step.norm(grad) for grad in self.gradients.values()]
+        norms = [adam_step.norm(self._gradient(name)) for name in self._grads.names()]
         if not norms:
             return torch.tensor(0.0)
         return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
@@ -222,33 +234,8 @@ class SparseAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Add up the pending gradients of all processes, each of which has all parameters.
-
-        Only selected entries meet, in the masters' dtype, a few large vectors at a time.
-        """
-        present = world()
-        if present.size == 1:
-            return
-        waiting: list[str] = []
-        for name in self.names:
-            waiting.append(name)
-            if sum(map(self.count, waiting)) >= _BUCKET:
-                self._exchange(waiting)
-                waiting = []
-        if waiting:
-            self._exchange(waiting)
-
-    def _exchange(self, names: list[str]) -> None:
-        counts = [self.count(name) for name in names]
-        first = self._params[names[0]]
-        dtype = MASTER_DTYPES[first.dtype]
-        every = torch.zeros(sum(counts), dtype=dtype, device=first.device)
-        for name, part in zip(names, every.split(counts), strict=True):
-            if name in self._grads:
-                part.copy_(self._grads[name])
-        world().sum_(every)
-        for name, part in zip(names, every.split(counts), strict=True):
-            self._grads[name] = part
+        """Add up the pending gradients of all processes; needs `free_gradients`."""
+        self._grads.exchange()
 
     def set_indices(self, indices: Indices | None, carry: bool = True) -> None:
         """Move the mask; call it between a step and the next backward.
@@ -261,11 +248,12 @@ class SparseAdamW(torch.optim.Optimizer):
         lr), and a parameter that had none starts anew. Pending gradients are dropped.
         """
         self._refuse_closed()
-        self._select(self._checked(indices), carry)
+        self._select(checked_indices(self._params, self._requires_grad, indices), carry)
         self.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and step counts by number, and `indices` and `masters` by parameter name."""
+        self._check_params()
         saved = super().state_dict()
         saved["state"] = {
             i: {key: t for key, t in held.items() if key not in _BESIDE_WEIGHT}
@@ -280,7 +268,14 @@ class SparseAdamW(torch.optim.Optimizer):
             raise ValueError(
                 f"state_dict has no {sorted(missing)}: it is not the state of a SparseAdamW"
             )
-        selected, masters = self._checked(state_dict["indices"]), state_dict["masters"]
+        if self.free_gradients and self._indices and not state_dict["state"]:
+            raise RuntimeError(
+                "this state has no updates to restore. Accelerate and Trainer load such a state "
+                "before training, but they clear and clip p.grad, which is never set with "
+                "free_gradients=True: make the SparseAdamW without it"
+            )
+        selected = checked_indices(self._params, self._requires_grad, state_dict["indices"])
+        masters = state_dict["masters"]
         names = list(selected)
         held = {names[i]: entry for i, entry in state_dict["state"].items() if i < len(names)}
         check_saved(self._params, self.moments, selected, masters, held)
@@ -319,7 +314,7 @@ class SparseAdamW(torch.optim.Optimizer):
             return
         self._closed = True
         self.zero_grad()
-        for handle in self._hooks.values():
+        for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
         for name, p in self._params.items():
@@ -347,39 +342,23 @@ class SparseAdamW(torch.optim.Optimizer):
         pin = away and weight.device.type == "cuda"
         return adam_step.new_state(weight, self._indices[name], self.moments, device, pin)
 
-    def _take_gradient(self, name: str, p: Tensor) -> None:
-        """Keep the selected entries of a fresh gradient, free it; runs inside backward."""
-        if p.grad is None or p.grad.layout != torch.strided:
-            what = "taken by another hook" if p.grad is None else f"in layout {p.grad.layout}"
-            raise RuntimeError(f"gradient of {name!r} is {what}; SparseAdamW needs it dense")
-        if self._scale is not None:  # clipped, and yet more is added: make the clipping real
-            factor, self._scale = self._scale, None
-            for key, grad in self._grads.items():
-                self._grads[key] = grad.to(MASTER_DTYPES[grad.dtype]) * factor
-        dense, sums = p.grad.detach().reshape(-1), self._grads.get(name)
-        p.grad = None
-        index = self._indices[name]
-        kernels = adam_step.kernels_for(dense.device.type, dense.dtype)
-        if index is not None and kernels is not None:
-            self._grads[name] = kernels.gather(dense, index, sums)
-            return
-        self.add_gradient(name, dense if index is None else index.gather(dense))
-
-    def add_gradient(self, name: str, grad: Tensor) -> None:
-        """Add a gradient over the selected entries of one parameter to what is pending."""
-        sums = self._grads.get(name)
-        self._grads[name] = grad if sums is None else sums.to(MASTER_DTYPES[grad.dtype]).add_(grad)
+    def _gradient(self, name: str) -> Tensor:
+        """The pending gradient over the selected entries of a parameter that has one."""
+        grad = self._grads.get(name)
+        assert grad is not None
+        return grad
 
     def _parts(self) -> Iterator[Part]:
         """The step in parts; a parameter's count and scale are set when its first part comes."""
         group = self.param_groups[0]
-        for name, grad in self.gradients.items():
+        for name in self._grads.names():
+            grad = self._gradient(name)
             held = self.state[self._params[name]]
             before = dict(held)
             held["step"] += 1
             if "top" in held:
                 largest = torch.linalg.vector_norm(grad, torch.inf)
-                scaled = largest if self._scale is None else largest * self._scale
+                scaled = largest if self._grads.scale is None else largest * self._grads.scale
                 held["top"] = adam_moments.raised_top(held["top"], scaled)
             step = int(held["step"])
             key = (0, 0)
@@ -387,19 +366,37 @@ class SparseAdamW(torch.optim.Optimizer):
                 key = adam_moments.noise_key(self.seed, step, self._numbers[name])
             lr, betas = float(group["lr"]), group["betas"]
             numbers = Numbers(step, lr, betas, group["eps"], group["weight_decay"], key)
-            run = partial(self._update, name, numbers, held.get("top"))
+            run = partial(self._update, name, grad, numbers, held.get("top"))
             size = PART if self.offload else max(1, grad.numel())
             for first in range(0, grad.numel(), size):
                 yield Part(before, first, min(first + size, grad.numel()), run)
 
     def _update(
-        self, name: str, numbers: Numbers, top: Tensor | None, held: Held, first: int, last: int
+        self,
+        name: str,
+        grad: Tensor,
+        numbers: Numbers,
+        top: Tensor | None,
+        held: Held,
+        first: int,
+        last: int,
     ) -> None:
         """Step the entries from `first` to `last` of one parameter."""
-        weight, grad = self._flat(name), self._grads[name][first:last]
+        weight, some = self._flat(name), grad[first:last]
         kernels = adam_step.kernels_for(weight.device.type, weight.dtype)
         update = adam_step.update if kernels is None else kernels.update
-        update(weight, self._indices[name], grad, held, first, numbers, self._scale, top)
+        update(weight, self._indices[name], some, held, first, numbers, self._grads.scale, top)
+
+    def _check_params(self) -> None:
+        """Refuse parameters that were cut or exchanged for others, which would never be trained."""
+        listed = [id(p) for group in self.param_groups for p in group["params"]]
+        whole = all(self._params[name].shape == self._shapes[name] for name in self._indices)
+        if not whole or listed != [id(self._params[name]) for name in self._indices]:
+            raise RuntimeError(
+                "parameters were replaced while SparseAdamW was attached, as FSDP and DeepSpeed "
+                "do; it does not work with them: train on one device or with "
+                "DistributedDataParallel"
+            )
 
     def _check_storages(self) -> None:
         """Refuse to step when the masters no longer belong to the model's weights."""
@@ -416,34 +413,11 @@ class SparseAdamW(torch.optim.Optimizer):
 
     # --- the mask --------------------------------------------------------------------------------
 
-    def _checked(self, indices: Indices | None) -> dict[str, CompactIndex | None]:
-        """Validate; keep the parameters that have selected entries, in the model's order."""
-        if indices is None:
-            indices = dict.fromkeys(self._params)
-        if unknown := [name for name in indices if name not in self._params]:
-            near = difflib.get_close_matches(unknown[0], self._params, n=3)
-            raise ValueError(
-                f"indices name {len(unknown)} unknown parameters, the first is {unknown[0]!r}; "
-                f"the {len(self._params)} known ones include {near or list(self._params)[:3]}"
-            )
-        selected: dict[str, CompactIndex | None] = {}
-        for name, p in self._params.items():
-            if name not in indices:
-                continue
-            index, chosen = None, indices[name]
-            if chosen is not None:
-                chosen = checked_index(name, p, chosen)
-                if 0 < chosen.numel() < p.numel():
-                    index = CompactIndex.encode(chosen, p.numel())
-            if (p if chosen is None else chosen).numel() > 0:
-                adam_step.check_trainable(name, p, self._requires_grad[name])
-                selected[name] = index
-        return selected
-
     @torch.no_grad()
     def _select(self, selected: dict[str, CompactIndex | None], carry: bool = True) -> None:
-        """Make `selected` the mask: state, hooks and `requires_grad`."""
+        """Make `selected` the mask: state and `requires_grad`."""
         before, self._indices = self._indices, selected
+        self._grads.indices = selected
         for name, p in self._params.items():
             if name not in selected:
                 self.state.pop(p, None)
@@ -456,11 +430,6 @@ class SparseAdamW(torch.optim.Optimizer):
             p.requires_grad_(name in selected)
             if name not in selected:
                 p.grad = None
-                if name in self._hooks:
-                    self._hooks.pop(name).remove()
-            elif name not in self._hooks:
-                hook = partial(_hand_over, weakref.ref(self), name)
-                self._hooks[name] = p.register_post_accumulate_grad_hook(hook)
 
     def _move_state(self, name: str, before: CompactIndex | None, carry: bool) -> None:
         """State under the new index; what is kept of the entries that stay, `set_indices` says."""
@@ -475,10 +444,3 @@ class SparseAdamW(torch.optim.Optimizer):
             else:
                 new[key][target.to(value.device)] = value[source.to(value.device)]
         self.state[p] = new
-
-
-def _hand_over(owner: weakref.ref[SparseAdamW], name: str, p: Tensor) -> None:
-    """The hook on a parameter: it does not keep an optimizer alive that nobody else holds."""
-    optimizer = owner()
-    if optimizer is not None:
-        optimizer._take_gradient(name, p)

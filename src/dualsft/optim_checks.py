@@ -5,6 +5,7 @@ Algorithm 1, line 12 (MaskedFT): a mask or a state of another model would train 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from dualsft import adam_step
 from dualsft.adam_moments import MOMENTS, Moments
 from dualsft.adam_step import MASTER_DTYPES
-from dualsft.compact_index import CompactIndex
+from dualsft.compact_index import CompactIndex, checked_index
 
+Indices = Mapping[str, Tensor | None]
+"""Parameter name -> sorted, unique, flat int64 indices (row-major); None means every entry."""
 MARK = "_dualsft_optimizer_attached"
 """Attribute of a parameter that an optimizer is attached to."""
 
@@ -80,3 +83,32 @@ def unique_parameters(
             raise ValueError(f"parameter {name!r} has a SparseAdamW attached; close() that first")
         params[name], names[id(p)] = p, name
     return params
+
+
+def checked_indices(
+    params: Mapping[str, nn.Parameter],
+    requires_grad: Mapping[str, bool],
+    indices: Indices | None,
+) -> dict[str, CompactIndex | None]:
+    """Validate; keep the parameters that have selected entries, in the model's order."""
+    if indices is None:
+        indices = dict.fromkeys(params)
+    if unknown := [name for name in indices if name not in params]:
+        near = difflib.get_close_matches(unknown[0], params, n=3)
+        raise ValueError(
+            f"indices name {len(unknown)} unknown parameters, the first is {unknown[0]!r}; "
+            f"the {len(params)} known ones include {near or list(params)[:3]}"
+        )
+    selected: dict[str, CompactIndex | None] = {}
+    for name, p in params.items():
+        if name not in indices:
+            continue
+        index, chosen = None, indices[name]
+        if chosen is not None:
+            chosen = checked_index(name, p, chosen)
+            if 0 < chosen.numel() < p.numel():
+                index = CompactIndex.encode(chosen, p.numel())
+        if (p if chosen is None else chosen).numel() > 0:
+            adam_step.check_trainable(name, p, requires_grad[name])
+            selected[name] = index
+    return selected

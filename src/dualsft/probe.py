@@ -437,7 +437,7 @@ def _wait(device: torch.device) -> None:
 def _update_seconds(model: PreTrainedModel, trial: Trial, device: torch.device) -> float:
     """Seconds an entry of one update of every parameter."""
     batch = trial.batches(trial.typical, device)(1)
-    with SparseAdamW(text_parameters(model), None, lr=0.0) as optimizer:
+    with SparseAdamW(text_parameters(model), None, lr=0.0, free_gradients=True) as optimizer:
         found = []
         for _ in range(ROUNDS):  # the first makes the moments
             example_objective(model, batch)[0].backward()

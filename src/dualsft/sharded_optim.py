@@ -21,6 +21,7 @@ from dualsft.adam_step import MASTER_DTYPES
 from dualsft.compact_index import CompactIndex, num_buckets_of
 from dualsft.distributed import gather, scatter_sum, world
 from dualsft.optim import Indices, SparseAdamW
+from dualsft.optim_gradients import FreedGradients
 from dualsft.sharding import gathered_parameters, is_sharded, local_rows, set_requires_grad
 
 
@@ -47,7 +48,9 @@ class ShardedAdamW(SparseAdamW):
                 chosen[name] = None
             elif name in indices:
                 chosen[name] = self._own_part(name, indices[name], rows.numel())
-        super().__init__(local, chosen, **settings)
+        super().__init__(local, chosen, free_gradients=True, **settings)
+        assert isinstance(self._grads, FreedGradients)
+        self._freed = self._grads
         self._shares = self._count_shares(chosen)
         gathered = gathered_parameters(model)
         self._taking = [
@@ -89,8 +92,9 @@ class ShardedAdamW(SparseAdamW):
     def _take(self, name: str, p: Tensor) -> None:
         """Exchange the selected entries of a fresh gradient, free it; runs inside backward."""
         if world().size == 1 and p.device == self.weight(name).device:  # nothing to exchange
-            self._take_gradient(name, p)
+            self._grads.take(name, p)
             return
+        self._freed.check_cleared()
         assert p.grad is not None
         dense, p.grad = p.grad.detach().reshape(-1), None
         shares, rank = self._shares[name], world().rank
@@ -98,7 +102,7 @@ class ShardedAdamW(SparseAdamW):
         own = values.new_empty(max(shares))
         scatter_sum(own, values)
         if shares[rank]:
-            self.add_gradient(name, own[: shares[rank]].to(self.weight(name).device))
+            self._freed.add(name, own[: shares[rank]].to(self.weight(name).device))
 
     def _wanted(self, name: str, shape: torch.Size, dense: Tensor) -> Tensor:
         """The gradient at the entries of every process, each padded to as many as the most have.
@@ -167,7 +171,7 @@ def make_optimizer(
     indices: Mapping[str, Tensor] | Indices | None,
     **settings: Any,
 ) -> SparseAdamW:
-    """The optimizer of a model's parameters, however the model is held."""
+    """The optimizer of a model's parameters for `training.py`, however the model is held."""
     if is_sharded(model):
         return ShardedAdamW(model, [name for name, _ in named], indices, **settings)
-    return SparseAdamW(named, indices, **settings)
+    return SparseAdamW(named, indices, free_gradients=True, **settings)

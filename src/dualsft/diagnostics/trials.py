@@ -113,6 +113,7 @@ class Trials:
             weight_decay=ctx.config.finetune.weight_decay,
             moments=ctx.config.finetune.moments,
             seed=ctx.config.seed,
+            free_gradients=True,
         ) as optimizer:
             self._keep(optimizer.names)
             train(

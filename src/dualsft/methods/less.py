@@ -103,7 +103,8 @@ class Less(DataMethod):
         rates = [learning_rate(s, num_steps, plan.lr, plan.warmup_ratio) for s in range(num_steps)]
         parameters = {name: module.get_parameter("weight") for name, module in maps.items()}
         found: list[Checkpoint] = []
-        with SparseAdamW([*parameters.items()], None, lr=plan.lr, seed=plan.seed) as optimizer:
+        named = [*parameters.items()]
+        with SparseAdamW(named, None, lr=plan.lr, seed=plan.seed, free_gradients=True) as optimizer:
 
             def after_step(done: int) -> None:
                 if done % per_epoch == 0:

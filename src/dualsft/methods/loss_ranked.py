@@ -97,6 +97,7 @@ def _reference(job: Job, examples: list[Example], label: str) -> PreTrainedModel
         weight_decay=ctx.config.finetune.weight_decay,
         moments=ctx.config.finetune.moments,
         seed=ctx.config.seed,
+        free_gradients=True,
     ) as optimizer:
         train(model, examples, optimizer, plan, ctx.reporter, label, pieces=ctx.pieces)
     job.accounts.backward_examples += plan.epochs * len(examples)

@@ -138,6 +138,7 @@ class SMT(ParamMethod):
             moments=ctx.config.finetune.moments,
             offload=ctx.config.warmup.offload,
             seed=ctx.config.seed,
+            free_gradients=True,
         ) as optimizer:
             # no saved progress: the sums are not in it, and the warm start is short
             hooks = Hooks(before_update=add)

@@ -54,7 +54,7 @@ LIMIT = 60.0
 SECRET = "CANARY-of-somebody-else-4f1d09b3"
 """32 letters: eight float32 numbers, should somebody take them for weights."""
 CURE = re.compile(
-    r"\b(remove|delete|copy|put|give|replace|move|restore|allow|leave|fetch|make|makes|again)\b"
+    r"\b(remove|delete|copy|put|give|replace|move|restore|allow|add|leave|fetch|make|makes|again)\b"
 )
 STAGES = {
     "split": "1_split",
@@ -615,7 +615,7 @@ def test_a_selection_that_says_it_is_elsewhere(command: str, final: str, scene: 
         words = ["diagnose", str(scene.run), "param_statistics"]
     said = scene.attempt(
         *words,
-        names=["summary.json", "5_selection", summary["final"]],
+        names=["summary.json", "5_selection", "outside"],
     )
     assert said.code != 0, "a selection outside of the folder was taken"
 
@@ -714,12 +714,17 @@ def diagnostic_lure(scene: Scene, entry: str) -> bytes | None:
     return None
 
 
-@pytest.mark.parametrize("command", ["report", "diagnose"])
-@pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "socket", "hard link"])
-@pytest.mark.parametrize("name", ["heatmap.json", "heatmap.svg", "heatmap.png"])
+NUMBERS = [
+    (name, kind, command)
+    for name in ("heatmap.json", "heatmap.svg", "heatmap.png")
+    for kind in ("link", "dangling", "pipe", "socket")
+    for command in ("report", "diagnose")
+]
+NUMBERS += [(f"heatmap.{end}", "hard link", "diagnose") for end in ("json", "svg", "png")]
+
+
+@pytest.mark.parametrize(("name", "kind", "command"), NUMBERS)
 def test_files_of_diagnostics(name: str, kind: str, command: str, scene: Scene) -> None:
-    if kind == "hard link" and command == "report":
-        pytest.skip("a file of the folder by its own name is shown")
     entry = f"diagnostics/{name}"
     scene.plant(kind, entry, diagnostic_lure(scene, entry))
     scene.attempt(*words_for(command, scene.run), names=[entry])
@@ -853,18 +858,22 @@ def test_a_run_of_ones_own_with_consent(
         said = scene.attempt(*words_for(command, scene.run), names=CONSENT_WORDS)
         assert said.code == 2 and not count.exists(), said.text
         works(*words_for(command, scene.run), CONSENT)
-    count.unlink()
+        count.unlink(missing_ok=True)
     works("run", *out, *words, CONSENT)
     works("diagnose", run, "coordination_gap", CONSENT)
-    count.unlink()
+    count.unlink(missing_ok=True)
     works("report", run)
     assert not count.exists(), "the report ran the model's code"
     assert stored_consent(scene.run) == []
 
 
 def stored_consent(folder: Path) -> list[str]:
-    """Files that say yes to code in any of the ways that settings are written."""
-    yes = re.compile(rb"(trust_remote_code|allow_code_execution)\W{1,9}true", re.IGNORECASE)
+    """Files that say yes to code in any of the ways that settings are written.
+
+    That the setting exists, "… =true only when you trust its authors", is no consent.
+    """
+    keys = rb"(trust_remote_code|allow_code_execution)"
+    yes = re.compile(keys + rb"\W{1,9}true(?! only when)", re.IGNORECASE)
     return [
         str(path.relative_to(folder))
         for path in folder.rglob("*")
@@ -944,9 +953,13 @@ def test_folders_of_a_comparison(place: str, kind: str, more: str, comparing: Sc
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "hard link"])
 @pytest.mark.parametrize("name", ["cells.json", "comparison.md", "comparison.html", "figure"])
 def test_files_of_a_comparison(name: str, kind: str, comparing: Scene) -> None:
-    place = next(comparing.out.glob("*.svg")) if name == "figure" else comparing.out / name
+    methods = ["random", "sft"] if name == "figure" else ["random"]
+    place = comparing.out / name
+    if name == "figure":  # one that several methods are drawn in
+        assert comparing.dualsft(*compare(comparing, methods=methods)).code == 0
+        place = min(comparing.out.glob("*.svg"))
     comparing.plant_at(kind, place)
-    comparing.attempt(*compare(comparing), names=[place.name])
+    comparing.attempt(*compare(comparing, methods=methods), names=[place.name])
 
 
 @pytest.mark.parametrize("stage", ["6_finetune", "2_warmup", "5_selection/start"])
@@ -1087,7 +1100,7 @@ def test_extracting_from_the_model_of_a_folder(name: str, scene: Scene) -> None:
     else:
         scene.plant("link", entry, (scene.run / entry).read_bytes())
     words = ("export", "extract", str(scene.model), str(model), str(scene.root / "delta"))
-    said = scene.attempt(*words, names=[entry])
+    said = scene.attempt(*words, names=[entry, Path(entry).name])
     assert said.code != 0, said.text
 
 

@@ -42,7 +42,7 @@ def prepared(row: dict[str, Any], tokenizer: Any, model: Any, marks: bool) -> di
         trainer = SFTTrainer(
             model, args=settings, train_dataset=Dataset.from_list([row]), processing_class=tokenizer
         )
-        made = trainer.train_dataset[0]
+        made = trainer.train_dataset[0]  # pyright: ignore
         batch = trainer.data_collator([made])
     return {
         "input_ids": batch["input_ids"][0].tolist(),

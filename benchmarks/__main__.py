@@ -27,7 +27,7 @@ from benchmarks.measuring import machine, versions, write  # noqa: E402
 from benchmarks.options import Options  # noqa: E402
 from benchmarks.workload import SHAPES  # noqa: E402
 from dualsft.errors import DualsftError  # noqa: E402
-from dualsft.model import choose_device  # noqa: E402
+from dualsft.model.load import choose_device  # noqa: E402
 
 SECTIONS = (
     "scoring",

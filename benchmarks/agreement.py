@@ -16,19 +16,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.roles import Roles
-from dualsft.certificate import judge
-from dualsft.data import Example
-from dualsft.fused import HALF_DTYPES, fused_blocks
-from dualsft.ghost import GhostEngine, widened
-from dualsft.model import find_candidates
-from dualsft.passes import PassResult, cwsd_objective, loss_objective, walk
-from dualsft.progress import Reporter
-from dualsft.self_checks import dot_alone
-from dualsft.stages.chosen import product_source
-from dualsft.stages.projection import effective_lambda
-from dualsft.stages.scores import NUM_ALONE_HALF, rounding_ratio
-from dualsft.topk import top_b, topk_signed
-from dualsft.vectors import ParamVector, Vector
+from dualsft.algorithm.certificate import judge
+from dualsft.algorithm.projection import effective_lambda
+from dualsft.algorithm.self_checks import dot_alone
+from dualsft.algorithm.topk import top_b, topk_signed
+from dualsft.data.examples import Example
+from dualsft.engine.fused import HALF_DTYPES, fused_blocks
+from dualsft.engine.ghost import GhostEngine, widened
+from dualsft.engine.walk import PassResult, cwsd_objective, loss_objective, walk
+from dualsft.model.load import find_candidates
+from dualsft.runs.stages.chosen import product_source
+from dualsft.runs.stages.scores import NUM_ALONE_HALF, rounding_ratio
+from dualsft.storage.vectors import ParamVector, Vector
+from dualsft.system.progress import Reporter
 
 DATA_BUDGET, PARAM_BUDGET, LAM, TAU = 0.1, 0.05, 0.8, 1.0
 

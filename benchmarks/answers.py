@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from benchmarks.measuring import Contender, Meter, Section, measure
 from benchmarks.options import Options
 from benchmarks.workload import build_model
-from dualsft.benchmarking import DEFAULT_BATCH, GENERATED
+from dualsft.lab.evaluation.benchmarks import DEFAULT_BATCH, GENERATED
 
 PROMPT, NEW = 900, 48
 """Tokens of a prompt and of an answer on a GPU."""

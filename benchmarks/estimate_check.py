@@ -22,11 +22,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.workload import LENGTHS, SHAPES, SOURCES, build_model
-from dualsft import config as settings
-from dualsft.estimation import Estimate, estimate
-from dualsft.model import choose_device
-from dualsft.preflight import FOLDERS
-from dualsft.progress import Reporter
+from dualsft.config import settings
+from dualsft.lab.estimate.estimate import Estimate, estimate
+from dualsft.model.load import choose_device
+from dualsft.runs.preflight import FOLDERS
+from dualsft.system.progress import Reporter
 
 GIB = 2**30
 

@@ -26,14 +26,14 @@ from transformers import PreTrainedModel
 from benchmarks.measuring import Contender, Meter, Section, measure
 from benchmarks.options import Options
 from benchmarks.workload import build_model, fixed_examples
-from dualsft.adam_moments import Moments
-from dualsft.checkpointing import checkpointed
-from dualsft.data import Batch, Example, collate
-from dualsft.losses import example_objective
-from dualsft.model import find_candidates, text_parameters
-from dualsft.optim import SparseAdamW
-from dualsft.progress import Reporter
-from dualsft.training import TrainingPlan, train
+from dualsft.data.examples import Batch, Example, collate
+from dualsft.engine.checkpointing import checkpointed
+from dualsft.engine.losses import example_objective
+from dualsft.model.load import find_candidates, text_parameters
+from dualsft.system.progress import Reporter
+from dualsft.train.loop import TrainingPlan, train
+from dualsft.train.moments import Moments
+from dualsft.train.optimizer import SparseAdamW
 
 BUDGET = 0.05
 RANK = 64

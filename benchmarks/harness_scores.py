@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from dualsft import config as settings
-from dualsft import pipeline
-from dualsft.benchmark_tasks import BENCHMARKS, quiet
-from dualsft.pretrained import resolve_model
-from dualsft.progress import Reporter
+from dualsft.config import settings
+from dualsft.lab.evaluation.tasks import BENCHMARKS, quiet
+from dualsft.model.resolve import resolve_model
+from dualsft.runs import pipeline
+from dualsft.system.progress import Reporter
 
 Row = dict[str, Any]
 NAMES = ("piqa", "arc_challenge", "gsm8k", "mmlu")

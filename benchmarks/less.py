@@ -25,12 +25,12 @@ from transformers import PreTrainedModel
 from benchmarks.measuring import Contender, Meter, Section, measure
 from benchmarks.options import Options
 from benchmarks.workload import build_model, make_pool
-from dualsft.data import Example, collate, make_batches
+from dualsft.data.examples import Example, collate, make_batches
+from dualsft.engine.losses import example_objective, plain_example_loss
+from dualsft.engine.sketch import Sketch, Sketcher
 from dualsft.errors import RunError
-from dualsft.losses import example_objective, plain_example_loss
-from dualsft.methods.data_table import LessOptions
-from dualsft.methods.less import Checkpoint, attach, target_maps
-from dualsft.sketch import Sketch, Sketcher
+from dualsft.lab.methods.data_table import LessOptions
+from dualsft.lab.methods.less import Checkpoint, attach, target_maps
 
 MODELS = {"cpu": "small", "cuda": "llama-3.2-1b-shape"}
 ROWS = {"cpu": 24, "cuda": 64}

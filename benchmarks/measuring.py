@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from dualsft.memory import give_back, is_out_of_memory
-from dualsft.peak_memory import PeakMemory
+from dualsft.system.peak_memory import PeakMemory
+from dualsft.system.usage import give_back, is_out_of_memory
 
 Contender = Callable[[], AbstractContextManager[Callable[[], object]]]
 """Sets up what is needed and yields the call to be timed."""

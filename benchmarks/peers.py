@@ -22,13 +22,13 @@ from benchmarks.measuring import Contender, Meter, Section, measure
 from benchmarks.options import Options
 from benchmarks.scoring import plain, random_direction
 from benchmarks.workload import build_model, make_pool
-from dualsft.data import Example, collate, make_batches
+from dualsft.data.examples import Example, collate, make_batches
+from dualsft.engine.ghost import GhostEngine, alone
+from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.errors import RunError
-from dualsft.ghost import GhostEngine, alone
-from dualsft.model import find_candidates
-from dualsft.passes import PassSettings, loss_objective, walk
-from dualsft.progress import Reporter
-from dualsft.vectors import ParamVector
+from dualsft.model.load import find_candidates
+from dualsft.storage.vectors import ParamVector
+from dualsft.system.progress import Reporter
 
 MODELS = {"cpu": "small", "cuda": "llama-3.2-1b-shape"}
 ROWS = {"cpu": 24, "cuda": 64}

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from benchmarks.options import Options
 from benchmarks.workload import SHAPES, make_pool
-from dualsft.config_fields import DataConfig
-from dualsft.corpus import builtin_file, builtin_names
-from dualsft.data import Example, read_rows, tokenize
-from dualsft.model import load_tokenizer, read_model_config
-from dualsft.passes import PassSettings
-from dualsft.pretrained import cache_root, resolve_model
+from dualsft.config.fields import DataConfig
+from dualsft.data.corpus import builtin_file, builtin_names
+from dualsft.data.examples import Example, read_rows, tokenize
+from dualsft.engine.walk import PassSettings
+from dualsft.model.load import load_tokenizer, read_model_config
+from dualsft.model.resolve import cache_root, resolve_model
 
 ROWS = {"cpu": 40, "cuda": 4000}
 SHARES = {"val": 0.1, "anchor": 0.1, "warm": 0.2}  # the rest is the pool

@@ -37,16 +37,16 @@ from benchmarks.measuring import (
 )
 from benchmarks.options import Options
 from benchmarks.workload import Size, build_model, make_pool
-from dualsft.data import Batch, Example, collate, make_batches
-from dualsft.fused import fused_blocks
-from dualsft.ghost import GhostEngine
-from dualsft.losses import HeadObserver
-from dualsft.model import find_candidates
-from dualsft.passes import PassSettings, cwsd_objective, loss_objective, walk
-from dualsft.placement import blank
-from dualsft.plans import GIB, Wishes
-from dualsft.progress import Reporter
-from dualsft.vectors import CHUNK, LazyVector, ParamVector
+from dualsft.data.examples import Batch, Example, collate, make_batches
+from dualsft.engine.fused import fused_blocks
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.losses import HeadObserver
+from dualsft.engine.walk import PassSettings, cwsd_objective, loss_objective, walk
+from dualsft.memory.placement import blank
+from dualsft.memory.plans import GIB, Wishes
+from dualsft.model.load import find_candidates
+from dualsft.storage.vectors import CHUNK, LazyVector, ParamVector
+from dualsft.system.progress import Reporter
 
 PLAIN_TOKENS = {"cpu": (256, 512, 1024), "cuda": (4096, 8192, 16384, 32768)}
 PLAIN = "plain epoch"

@@ -24,17 +24,17 @@ from benchmarks.measuring import Contender, Meter, Section, measure
 from benchmarks.options import Options
 from benchmarks.scoring import random_direction
 from benchmarks.workload import build_model, fixed_examples, make_pool
-from dualsft.data import Example
-from dualsft.distributed import joined, settled
-from dualsft.ghost import GhostEngine
-from dualsft.model import find_candidates, load_model, text_parameters
-from dualsft.passes import PassSettings, loss_objective, walk
-from dualsft.placement import blank
-from dualsft.plans import Wishes
-from dualsft.progress import Reporter
-from dualsft.sharded_optim import make_optimizer
-from dualsft.sharding import load_sharded
-from dualsft.training import TrainingPlan, train
+from dualsft.data.examples import Example
+from dualsft.distributed.world import joined, settled
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.walk import PassSettings, loss_objective, walk
+from dualsft.memory.placement import blank
+from dualsft.memory.plans import Wishes
+from dualsft.model.load import find_candidates, load_model, text_parameters
+from dualsft.model.sharded import load_sharded
+from dualsft.system.progress import Reporter
+from dualsft.train.loop import TrainingPlan, train
+from dualsft.train.sharded import make_optimizer
 
 PLAIN, SHARDED = "as it is", "sharded over one process"
 WALK, TUNING = "one-pass walk", "restricted fine-tuning"

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from benchmarks.measuring import Contender, Meter, Section, measure
 from benchmarks.options import Options
+from dualsft.algorithm.topk import topk_signed
 from dualsft.errors import RunError
-from dualsft.memory import free_memory
-from dualsft.stages.chosen import product_source
-from dualsft.topk import topk_signed
-from dualsft.vectors import ParamVector
+from dualsft.runs.stages.chosen import product_source
+from dualsft.storage.vectors import ParamVector
+from dualsft.system.usage import free_memory
 
 SHARE = 0.05
 BLOCK = 3072 * 8192  # entries of a large matrix of a 3B model

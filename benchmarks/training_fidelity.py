@@ -25,14 +25,14 @@ from benchmarks.measuring import Section
 from benchmarks.options import Options
 from benchmarks.roles import Roles, conditions, read_roles, round_to_bf16
 from benchmarks.workload import build_model, copy_as
-from dualsft.adam_moments import MOMENTS, Moments
-from dualsft.data import Example
-from dualsft.model import find_candidates, text_parameters
-from dualsft.optim import SparseAdamW
-from dualsft.progress import Reporter
-from dualsft.stages.warmup import adam_rms
-from dualsft.training import TrainingPlan, train
-from dualsft.vectors import ParamVector, Products
+from dualsft.data.examples import Example
+from dualsft.model.load import find_candidates, text_parameters
+from dualsft.runs.stages.warmup import adam_rms
+from dualsft.storage.vectors import ParamVector, Products
+from dualsft.system.progress import Reporter
+from dualsft.train.loop import TrainingPlan, train
+from dualsft.train.moments import MOMENTS, Moments
+from dualsft.train.optimizer import SparseAdamW
 
 WARMUP_POOL = {"cpu": 40, "cuda": 800}  # examples scored for each option of the warmup
 STEPS = {"cpu": 4, "cuda": 60}

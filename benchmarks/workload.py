@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel
 
-from dualsft.data import Example, collate
-from dualsft.losses import Positions
-from dualsft.model import find_candidates, load_model, output_head
-from dualsft.pretrained import resolve_model
+from dualsft.data.examples import Example, collate
+from dualsft.engine.losses import Positions
+from dualsft.model.load import find_candidates, load_model, output_head
+from dualsft.model.resolve import resolve_model
 
 LENGTHS = Path(__file__).parent / "lengths.json"
 SOURCES = ("gsm8k_train", "code_sft")

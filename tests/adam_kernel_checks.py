@@ -12,11 +12,14 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from dualsft import adam_kernels, adam_moments, adam_step, optim
-from dualsft.adam_moments import Moments
-from dualsft.adam_step import SCALARS, Held, Numbers
-from dualsft.compact_index import BUCKET, CompactIndex
-from dualsft.optim import SparseAdamW
+from dualsft.train import kernels as adam_kernels
+from dualsft.train import moments as adam_moments
+from dualsft.train import optimizer as optim
+from dualsft.train import step as adam_step
+from dualsft.train.compact_index import BUCKET, CompactIndex
+from dualsft.train.moments import Moments
+from dualsft.train.optimizer import SparseAdamW
+from dualsft.train.step import SCALARS, Held, Numbers
 
 NUM_POSITIONS = 3 * BUCKET + 1234
 NUM_WHOLE = 3000  # of a parameter selected whole

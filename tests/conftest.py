@@ -13,9 +13,9 @@ import pytest
 import torch
 from models import save_tiny_folder
 
-from dualsft import config as settings
-from dualsft import pipeline
-from dualsft.progress import Reporter
+from dualsft.config import settings
+from dualsft.runs import pipeline
+from dualsft.system.progress import Reporter
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it for all

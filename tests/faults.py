@@ -271,7 +271,7 @@ WARM = (
     "transformers.models.llama.modeling_llama",
     "typer._adapters",
     "dualsft.cli",
-    "dualsft.pipeline",
+    "dualsft.runs.pipeline",
 )
 """What a run imports, half of its time if every child did it again."""
 LEAVES_AS_IT_IS = {"fsync", "chmod"}
@@ -294,8 +294,8 @@ def _child(message: dict[str, Any]) -> None:
         fault = message["fault"]
         breaker = _Breaker(Fault(**{**fault, "folder": Path(fault["folder"])}))
         breaker.install()
-    from dualsft import rundir
     from dualsft.cli import main
+    from dualsft.runs import folder as rundir
 
     if message["unforeseen"]:
         rundir.check_room = lambda path, need, what: None

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dualsft import kernels
-from dualsft.fused import Gated, RmsNorm, _rotated
+from dualsft.engine import kernels
+from dualsft.engine.fused import Gated, RmsNorm, _rotated
 
 
 def near(ours: Tensor, expected: Tensor, dtype: torch.dtype, factor: float = 8.0) -> None:

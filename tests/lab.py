@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from conftest import small_run
 
-from dualsft import cli, model_safety
+from dualsft import cli
+from dualsft.model import safety as model_safety
 
 
 class Touch:

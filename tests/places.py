@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dualsft.run_paths import RunPath
+from dualsft.system.paths import RunPath
 
 
 def place(path: Path) -> RunPath:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_tokenizers import SPECIALS
 
-from dualsft.data import IGNORE, Example
+from dualsft.data.examples import IGNORE, Example
 
 Check = Callable[..., None]
 

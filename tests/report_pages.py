@@ -14,13 +14,13 @@ import pyarrow.parquet as pq
 from conftest import corpus_rows, small_run, write_jsonl
 from places import place
 
-from dualsft import config as settings
-from dualsft import pipeline
-from dualsft.manifest import render_manifest, sha256_file
-from dualsft.model import load_tokenizer
-from dualsft.preflight import FOLDERS
-from dualsft.progress import Reporter
-from dualsft.report import load_summaries, write_report
+from dualsft.config import settings
+from dualsft.lab.report.markdown import load_summaries, write_report
+from dualsft.model.load import load_tokenizer
+from dualsft.runs import pipeline
+from dualsft.runs.preflight import FOLDERS
+from dualsft.storage.manifest import render_manifest, sha256_file
+from dualsft.system.progress import Reporter
 
 HOSTILE = "<script>document.title='broken'</script></script><!--<img src=x onerror=alert(1)>"
 ARABIC, EMOJI = "مرحبا بالعالم", "👩‍👩‍👧 👋🏽"

@@ -9,9 +9,9 @@ import torch
 from models import tiny_examples, tiny_model
 
 import dualsft
-from dualsft.data import Example
-from dualsft.progress import Reporter
-from dualsft.vectors import ParamVector
+from dualsft.data.examples import Example
+from dualsft.storage.vectors import ParamVector
+from dualsft.system.progress import Reporter
 
 QUIET = Reporter(lambda _: None)
 

@@ -18,13 +18,14 @@ from conftest import corpus_rows, small_run
 from models import float64, tiny_examples, tiny_tokenizer
 from safetensors.torch import load_file
 
-from dualsft import config as settings
-from dualsft import pipeline
-from dualsft.data import Example
+from dualsft.algorithm.self_checks import check_fused_loss
+from dualsft.config import settings
+from dualsft.data.examples import Example
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.losses import LogitMap
+from dualsft.engine.walk import PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.errors import ConfigError
-from dualsft.ghost import GhostEngine
-from dualsft.losses import LogitMap
-from dualsft.model import (
+from dualsft.model.load import (
     choose_device,
     choose_dtype,
     decoder_blocks,
@@ -33,10 +34,9 @@ from dualsft.model import (
     load_model,
     text_parameters,
 )
-from dualsft.passes import PassSettings, cwsd_objective, loss_objective, walk
-from dualsft.progress import Reporter
-from dualsft.self_checks import check_fused_loss
-from dualsft.vectors import ParamVector
+from dualsft.runs import pipeline
+from dualsft.storage.vectors import ParamVector
+from dualsft.system.progress import Reporter
 
 QUIET = Reporter(lambda _: None)
 TOLERANCE = 1e-11  # float64; the largest error measured over the whole table is 5e-15

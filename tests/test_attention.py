@@ -11,9 +11,9 @@ from models import ARCHITECTURES, tiny_examples, tiny_model
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dualsft import attention
-from dualsft.data import collate
-from dualsft.losses import example_objective
+from dualsft.data.examples import collate
+from dualsft.engine.losses import example_objective
+from dualsft.model import attention
 
 GROUPED = ("llama", "qwen3", "qwen2", "llama_tied_bias")
 

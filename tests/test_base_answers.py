@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 from places import place
 
-from dualsft import base_answers, benchmarking
-from dualsft.base_answers import Turn
-from dualsft.run_paths import RunPath
+from dualsft.lab.evaluation import base_answers
+from dualsft.lab.evaluation import benchmarks as benchmarking
+from dualsft.lab.evaluation.base_answers import Turn
+from dualsft.system.paths import RunPath
 
 HOLD = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from dualsft.base_answers import Turn
-from dualsft.run_paths import RunPath
+from dualsft.lab.evaluation.base_answers import Turn
+from dualsft.system.paths import RunPath
 ctx = SimpleNamespace(answers=RunPath(sys.argv[1]), model_folder=Path(sys.argv[2]))
 with Turn(ctx):
     print("has it", flush=True)

@@ -21,7 +21,7 @@ from benchmarks import agreement, finetuning, peers, scoring
 from benchmarks.__main__ import SECTIONS, parse
 from benchmarks.measuring import Measured, Meter, Section, Untimed, measure
 from benchmarks.workload import LENGTHS, SOURCES, Size, build_model, make_pool
-from dualsft.model import find_candidates
+from dualsft.model.load import find_candidates
 
 ROOT = Path(__file__).parents[1]
 

@@ -19,17 +19,19 @@ from conftest import Runner, small_run, write_jsonl
 from models import save_tiny_folder
 
 from benchmarks.harness_scores import NAMES, compared, harness_scores, harness_tasks
-from dualsft import benchmark_tasks, benchmarking, pipeline
-from dualsft import config as settings
-from dualsft.benchmark_tasks import BENCHMARKS, build_tasks, definitions, quiet, task_problems
-from dualsft.code_sandbox import run_candidate, run_candidates
-from dualsft.comparing import run_matrix
-from dualsft.comparison_matrix import load_matrix
-from dualsft.comparison_tables import write_tables
+from dualsft.config import settings
 from dualsft.errors import ConfigError, DataError
-from dualsft.pieces import Pieces
-from dualsft.preflight import check_paths
-from dualsft.progress import Reporter
+from dualsft.lab.compare.cells import run_matrix
+from dualsft.lab.compare.matrix import load_matrix
+from dualsft.lab.compare.pages import write_tables
+from dualsft.lab.evaluation import benchmarks as benchmarking
+from dualsft.lab.evaluation import tasks as benchmark_tasks
+from dualsft.lab.evaluation.sandbox import run_candidate, run_candidates
+from dualsft.lab.evaluation.tasks import BENCHMARKS, build_tasks, definitions, quiet, task_problems
+from dualsft.runs import pipeline
+from dualsft.runs.preflight import check_paths
+from dualsft.storage.resume import Pieces
+from dualsft.system.progress import Reporter
 
 ALL = "humaneval,piqa,arc_challenge,mmlu,gsm8k"
 WORDS = ("red", "old", "sun", "cat", "map", "ice", "oak")
@@ -288,7 +290,7 @@ def test_the_model_and_the_tokenizer_are_left_as_they_were(long_model: Path) -> 
 
     from transformers import AutoModelForCausalLM
 
-    from dualsft.model import load_tokenizer
+    from dualsft.model.load import load_tokenizer
 
     model = AutoModelForCausalLM.from_pretrained(long_model).train()
     tokenizer = load_tokenizer(long_model)
@@ -453,7 +455,7 @@ def test_the_right_answers_score_one(finished: Callable, data_dir: Path) -> None
     """Canonical solutions pass, wrong ones fail, and what is no program is a format error."""
     from types import SimpleNamespace
 
-    from dualsft.pieces import Pieces
+    from dualsft.storage.resume import Pieces
 
     evaluation = SimpleNamespace(data_dir=str(data_dir), limit_tasks=3)
     ctx: Any = SimpleNamespace(
@@ -476,7 +478,7 @@ def test_the_right_answers_score_one(finished: Callable, data_dir: Path) -> None
 
 def test_the_flag_is_the_setting() -> None:
     from dualsft.cli import parse_words, with_consent
-    from dualsft.preflight import check_consent
+    from dualsft.runs.preflight import check_consent
 
     words = ["model.path=m", "data.path=d", "evaluation.tasks=humaneval"]
     allowed = settings.load(*parse_words(with_consent(words, True)))

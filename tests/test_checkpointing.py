@@ -10,12 +10,12 @@ import torch
 from models import ARCHITECTURES, tiny_examples, tiny_model
 from torch import Tensor
 
-from dualsft.checkpointing import checkpointed
-from dualsft.data import Example, collate
-from dualsft.ghost import GhostEngine
-from dualsft.losses import example_objective
-from dualsft.model import decoder_blocks, find_candidates
-from dualsft.vectors import ParamVector
+from dualsft.data.examples import Example, collate
+from dualsft.engine.checkpointing import checkpointed
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.losses import example_objective
+from dualsft.model.load import decoder_blocks, find_candidates
+from dualsft.storage.vectors import ParamVector
 
 
 def a_batch():  # noqa: ANN201

@@ -12,8 +12,14 @@ from socket import create_server
 
 import pytest
 
-from dualsft import code_sandbox
-from dualsft.code_sandbox import Limits, Verdict, describe_protection, run_candidate, run_candidates
+from dualsft.lab.evaluation import sandbox as code_sandbox
+from dualsft.lab.evaluation.sandbox import (
+    Limits,
+    Verdict,
+    describe_protection,
+    run_candidate,
+    run_candidates,
+)
 
 TEST = "def check(add):\n    assert add(2, 3) == 5\n    assert add(-1, 1) == 0\ncheck(add)"
 GOOD = "def add(a, b):\n    return a + b\n"

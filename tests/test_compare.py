@@ -19,16 +19,20 @@ from places import place
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from dualsft import comparison, comparison_matrix, comparison_tables, config, pipeline
-from dualsft.benchmarking import Item, paired_rows
 from dualsft.cli import app
-from dualsft.comparing import run_matrix
-from dualsft.comparison_matrix import Matrix, load_matrix
+from dualsft.config import settings as config
 from dualsft.errors import ConfigError
-from dualsft.manifest import render_manifest
-from dualsft.methods import AXES, names_of, registry, row_name
-from dualsft.progress import Reporter
-from dualsft.run_paths import RunPath
+from dualsft.lab.compare import matrix as comparison_matrix
+from dualsft.lab.compare import pages as comparison_tables
+from dualsft.lab.compare import tables as comparison
+from dualsft.lab.compare.cells import run_matrix
+from dualsft.lab.compare.matrix import Matrix, load_matrix
+from dualsft.lab.evaluation.benchmarks import Item, paired_rows
+from dualsft.lab.methods import AXES, names_of, registry, row_name
+from dualsft.runs import pipeline
+from dualsft.storage.manifest import render_manifest
+from dualsft.system.paths import RunPath
+from dualsft.system.progress import Reporter
 
 HYBRIDS = ("less+s2ft", "less+nanoadam", "spice+s2ft", "spice+nanoadam")
 

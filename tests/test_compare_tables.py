@@ -12,11 +12,16 @@ from conftest import corpus_rows, write_jsonl
 from places import place
 from typer.testing import CliRunner
 
-from dualsft import comparison, comparison_matrix, comparison_tables, config, methods, pipeline
 from dualsft.cli import app
-from dualsft.comparison import Record, Result, make_table
-from dualsft.comparison_matrix import Cell, Matrix, load_matrix
-from dualsft.progress import Reporter
+from dualsft.config import settings as config
+from dualsft.lab import methods
+from dualsft.lab.compare import matrix as comparison_matrix
+from dualsft.lab.compare import pages as comparison_tables
+from dualsft.lab.compare import tables as comparison
+from dualsft.lab.compare.matrix import Cell, Matrix, load_matrix
+from dualsft.lab.compare.tables import Record, Result, make_table
+from dualsft.runs import pipeline
+from dualsft.system.progress import Reporter
 
 CONSENT = ["evaluation.allow_code_execution=true"]
 TABLES = [name for name in comparison_matrix.recipe_names() if name.startswith("table_")]

@@ -16,11 +16,12 @@ import torch
 import yaml
 from conftest import corpus_rows, small_run, write_jsonl
 
-from dualsft import comparing_workers, comparison_tables
-from dualsft import config as settings
-from dualsft.comparing import run_matrix
-from dualsft.comparison_matrix import Matrix, load_matrix
-from dualsft.progress import Reporter
+from dualsft.config import settings
+from dualsft.lab.compare import pages as comparison_tables
+from dualsft.lab.compare import workers as comparing_workers
+from dualsft.lab.compare.cells import run_matrix
+from dualsft.lab.compare.matrix import Matrix, load_matrix
+from dualsft.system.progress import Reporter
 
 METHODS = ["dualsft", "dualsft-param", "less", "less+s2ft", "random"]
 

@@ -15,8 +15,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualsft import config as config_module
-from dualsft.config import (
+from dualsft.config import settings as config_module
+from dualsft.config.settings import (
     Config,
     DataConfig,
     EvaluationConfig,
@@ -158,8 +158,11 @@ def test_described_defaults_can_be_typed_as_flags() -> None:
 
 
 def test_config_imports_nothing_heavy() -> None:
-    source = Path(config_module.__file__).parents[1]
-    code = "import sys, dualsft.config; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    source = Path(config_module.__file__).parents[2]
+    code = (
+        "import sys, dualsft.config.settings; "
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(source)},

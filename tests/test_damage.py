@@ -14,16 +14,16 @@ from faults import content
 from places import place
 from safetensors.torch import load_file
 
-from dualsft import config as settings
-from dualsft import pipeline
-from dualsft.delta import Delta
+from dualsft.config import settings
 from dualsft.errors import ConfigError, RunError
-from dualsft.manifest import read_manifest
-from dualsft.pieces import Pieces
-from dualsft.preflight import FOLDERS
-from dualsft.progress import Reporter
-from dualsft.report import write_report
-from dualsft.rundir import Fingerprint, RunDir
+from dualsft.lab.report.markdown import write_report
+from dualsft.model.delta import Delta
+from dualsft.runs import pipeline
+from dualsft.runs.folder import Fingerprint, RunDir
+from dualsft.runs.preflight import FOLDERS
+from dualsft.storage.manifest import read_manifest
+from dualsft.storage.resume import Pieces
+from dualsft.system.progress import Reporter
 
 NEVER_READ = {"metrics.jsonl", "report.md", "report.html", "model_card.md", ".lock"}
 """Written for people; no stage reads them, and the report is made anew at every run."""

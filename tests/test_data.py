@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import BOS, CHAT, EOS, byte_tokenizer, text_ids
 
-from dualsft.config import DataConfig
-from dualsft.data import (
+from dualsft.config.settings import DataConfig
+from dualsft.data.examples import (
     IGNORE,
     DataReport,
     Example,

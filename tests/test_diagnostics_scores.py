@@ -24,19 +24,26 @@ from models import exact_norms
 from oracle_run import Run, candidate_names, load_run
 from transformers import AutoModelForCausalLM
 
-from dualsft import config as settings
-from dualsft import pipeline
-from dualsft.context import RunContext
-from dualsft.diagnostics import Wanted, ranking, registry
-from dualsft.diagnostics.ablations import anchor_sizes
-from dualsft.diagnostics.boundary import add_hessian_product
-from dualsft.diagnostics.job import DiagnosticJob, diagnose
-from dualsft.diagnostics.ranking import counts, jaccard, mask_jaccard, numbers, sampled, spearman
+from dualsft.config import settings
 from dualsft.errors import ConfigError
-from dualsft.model import locate
-from dualsft.progress import Reporter
-from dualsft.rundir import RunDir
-from dualsft.vectors import ParamVector
+from dualsft.lab.diagnostics import Wanted, ranking, registry
+from dualsft.lab.diagnostics.ablations import anchor_sizes
+from dualsft.lab.diagnostics.boundary import add_hessian_product
+from dualsft.lab.diagnostics.job import DiagnosticJob, diagnose
+from dualsft.lab.diagnostics.ranking import (
+    counts,
+    jaccard,
+    mask_jaccard,
+    numbers,
+    sampled,
+    spearman,
+)
+from dualsft.model.load import locate
+from dualsft.runs import pipeline
+from dualsft.runs.context import RunContext
+from dualsft.runs.folder import RunDir
+from dualsft.storage.vectors import ParamVector
+from dualsft.system.progress import Reporter
 
 NEAR = 2e-5
 MODULES = ("coordination", "chosen_statistics", "ablations", "boundary")

@@ -23,22 +23,22 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from dualsft import config as settings
-from dualsft import pipeline
-from dualsft.context import RunContext
-from dualsft.data import Example, training_order
-from dualsft.diagnostics import Wanted, registry
-from dualsft.diagnostics import fidelity as fidelity_module
-from dualsft.diagnostics import hessian as hessian_module
-from dualsft.diagnostics import trials as trials_module
-from dualsft.diagnostics.agreement import Bootstrap, pair_agreement, top_overlap
-from dualsft.diagnostics.canvas import panels, short_names, signed_axis
-from dualsft.diagnostics.job import DiagnosticJob, diagnose, draw
-from dualsft.diagnostics.ranking import spearman
+from dualsft.config import settings
+from dualsft.data.examples import Example, training_order
 from dualsft.errors import ConfigError, RunError
-from dualsft.interrupt import Interrupted
-from dualsft.progress import Reporter
-from dualsft.rundir import RunDir
+from dualsft.lab.diagnostics import Wanted, registry
+from dualsft.lab.diagnostics import fidelity as fidelity_module
+from dualsft.lab.diagnostics import hessian as hessian_module
+from dualsft.lab.diagnostics import trials as trials_module
+from dualsft.lab.diagnostics.agreement import Bootstrap, pair_agreement, top_overlap
+from dualsft.lab.diagnostics.canvas import panels, short_names, signed_axis
+from dualsft.lab.diagnostics.job import DiagnosticJob, diagnose, draw
+from dualsft.lab.diagnostics.ranking import spearman
+from dualsft.runs import pipeline
+from dualsft.runs.context import RunContext
+from dualsft.runs.folder import RunDir
+from dualsft.system.progress import Reporter
+from dualsft.system.signals import Interrupted
 
 NAMES = ("fidelity", "hessian", "drift", "reverse")
 CLOSE = 1e-5  # transformers' norms compute in float32: two correct ways differ by 1e-7 or so
@@ -487,7 +487,7 @@ def test_hessian_products_in_smaller_batches(run: Path, monkeypatch: pytest.Monk
 
 
 def trials_vector(values: oracle.Vector) -> Any:
-    from dualsft.vectors import ParamVector
+    from dualsft.storage.vectors import ParamVector
 
     return ParamVector(values)
 
@@ -640,7 +640,7 @@ def test_drift_follows_the_runs_own_fine_tuning_and_stays_under_its_bound(
 
 
 def _probes(job: DiagnosticJob) -> list[Any]:
-    from dualsft.diagnostics.drift import _probes as chosen
+    from dualsft.lab.diagnostics.drift import _probes as chosen
 
     probes = chosen(job, job.options.probes)
     assert sum(e.id in job.selected_ids for e in probes) == 3 and len(probes) == 6
@@ -659,7 +659,7 @@ def test_drift_from_the_warmup_starts_at_zero(run: Path) -> None:
 
 
 def test_reverse_takes_the_bottom_and_dual_is_the_run_itself(run: Path, truth: Truth) -> None:
-    from dualsft.diagnostics.reverse import _Sides
+    from dualsft.lab.diagnostics.reverse import _Sides
 
     job = job_of(run, "reverse")
     sides, at = _Sides(job), truth.at["warmup"]

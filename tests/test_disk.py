@@ -18,10 +18,11 @@ from models import save_tiny_folder
 from places import place
 from safetensors import SafetensorError
 
-from dualsft import disk, pipeline
-from dualsft.disk import check_room, human, storage_errno
 from dualsft.errors import RunError
-from dualsft.pieces import Pieces
+from dualsft.runs import pipeline
+from dualsft.storage.resume import Pieces
+from dualsft.system import disk
+from dualsft.system.disk import check_room, human, storage_errno
 
 CODES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
@@ -78,7 +79,7 @@ def test_a_full_disk_while_progress_is_saved_ends_no_work(
     def full(*_: object) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("dualsft.pieces.save_tensors", full)
+    monkeypatch.setattr("dualsft.storage.resume.save_tensors", full)
     assert not pieces.save("walk", {}, {"done": 2}) and not pieces.save("walk", {}, {"done": 3})
     assert len(said) == 1 and "the disk is full" in said[0] and "bytes" in said[0]
     piece = pieces.load("walk")

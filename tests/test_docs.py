@@ -16,9 +16,9 @@ import pytest
 from conftest import corpus_rows, write_jsonl
 
 import dualsft
-from dualsft.comparison_matrix import load_matrix
-from dualsft.config import recipe_names
-from dualsft.preflight import STAGE_NAMES
+from dualsft.config.settings import recipe_names
+from dualsft.lab.compare.matrix import load_matrix
+from dualsft.runs.preflight import STAGE_NAMES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

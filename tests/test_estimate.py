@@ -20,17 +20,19 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import dualsft
-from dualsft import cli, estimation, pipeline
-from dualsft import config as settings
-from dualsft.config import Config
-from dualsft.data import Example, collate, make_batches
-from dualsft.model import shallow_model
-from dualsft.plans import GIB, HEADROOM, Activations, Line
-from dualsft.preflight import FOLDERS
-from dualsft.probe import Memory, deeper, saved_bytes
-from dualsft.training import TrainingPlan
-from dualsft.training_costs import Room, Training, finetune_cures, warmup_cures
-from dualsft.workload import Lengths, Workload, cut, survey
+from dualsft import cli
+from dualsft.config import settings
+from dualsft.config.settings import Config
+from dualsft.data.examples import Example, collate, make_batches
+from dualsft.lab.estimate import estimate as estimation
+from dualsft.lab.estimate.probe import Memory, deeper, saved_bytes
+from dualsft.lab.estimate.training_costs import Room, Training, finetune_cures, warmup_cures
+from dualsft.lab.estimate.workload import Lengths, Workload, cut, survey
+from dualsft.memory.plans import GIB, HEADROOM, Activations, Line
+from dualsft.model.load import shallow_model
+from dualsft.runs import pipeline
+from dualsft.runs.preflight import FOLDERS
+from dualsft.train.loop import TrainingPlan
 
 Folders = Callable[[str], Path]
 
@@ -244,8 +246,8 @@ def test_a_sample_of_the_rows_has_the_longest_and_the_mean(
 ) -> None:
     ctx = estimation.RunContext(config, estimation.RunDir(tmp_path), estimation.Reporter(print))
     whole = survey(ctx)
-    monkeypatch.setattr("dualsft.workload.SAMPLE", 30)
-    monkeypatch.setattr("dualsft.workload.LONGEST", 5)
+    monkeypatch.setattr("dualsft.lab.estimate.workload.SAMPLE", 30)
+    monkeypatch.setattr("dualsft.lab.estimate.workload.LONGEST", 5)
     some = survey(ctx)
     assert len(some.lengths.sample) == 30 < len(whole.lengths.sample)
     assert some.of("warm") is some.lengths

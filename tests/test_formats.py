@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dualsft.config import DataConfig
+from dualsft.config.settings import DataConfig
+from dualsft.data.rows import DataReport, Row, read_rows
 from dualsft.errors import DataError
-from dualsft.rows import DataReport, Row, read_rows
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}

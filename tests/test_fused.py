@@ -17,13 +17,13 @@ from architectures import ARCHITECTURES as FAMILIES
 from models import ARCHITECTURES, tiny_model
 from test_ghost import QUIET, examples_for
 
-from dualsft.data import Batch, collate
-from dualsft.fused import HALF_DTYPES, _rotation, fused_blocks, fused_forward
-from dualsft.ghost import GhostEngine
-from dualsft.losses import example_objective, last_hidden
-from dualsft.model import find_candidates
-from dualsft.passes import PassSettings, loss_objective, walk
-from dualsft.vectors import ParamVector
+from dualsft.data.examples import Batch, collate
+from dualsft.engine.fused import HALF_DTYPES, _rotation, fused_blocks, fused_forward
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.losses import example_objective, last_hidden
+from dualsft.engine.walk import PassSettings, loss_objective, walk
+from dualsft.model.load import find_candidates
+from dualsft.storage.vectors import ParamVector
 
 TESTS = Path(__file__).parent
 

@@ -13,16 +13,18 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dualsft import ghost, ghost_rules, losses, vectors
-from dualsft.data import Example, collate
+from dualsft.algorithm.self_checks import dot_alone
+from dualsft.data.examples import Example, collate
+from dualsft.engine import ghost, losses
+from dualsft.engine import rules as ghost_rules
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.losses import comparison, example_objective
+from dualsft.engine.walk import PassResult, PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.errors import ConfigError, RunError
-from dualsft.ghost import GhostEngine
-from dualsft.losses import comparison, example_objective
-from dualsft.model import decoder_blocks, find_candidates
-from dualsft.passes import PassResult, PassSettings, cwsd_objective, loss_objective, walk
-from dualsft.progress import Reporter
-from dualsft.self_checks import dot_alone
-from dualsft.vectors import ParamVector
+from dualsft.model.load import decoder_blocks, find_candidates
+from dualsft.storage import vectors
+from dualsft.storage.vectors import ParamVector
+from dualsft.system.progress import Reporter
 
 QUIET = Reporter(lambda _: None)
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from golden.setups import CHAT_TEMPLATES, make_tokenizer
 
-from dualsft.config import DataConfig
-from dualsft.data import IGNORE, Example, read_rows, tokenize
+from dualsft.config.settings import DataConfig
+from dualsft.data.examples import IGNORE, Example, read_rows, tokenize
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -53,8 +53,8 @@ def test_ids_and_labels_are_those_of_trl(fixture: dict[str, Any], tmp_path: Path
 
 @pytest.mark.slow
 def test_ids_and_labels_are_those_of_trl_with_smollm2(tmp_path: Path) -> None:
-    from dualsft.model import load_tokenizer
-    from dualsft.pretrained import resolve_model
+    from dualsft.model.load import load_tokenizer
+    from dualsft.model.resolve import resolve_model
 
     tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
     found = fixtures("trl_smollm2.json")

@@ -16,17 +16,17 @@ from conftest import Runner
 from models import tiny_model
 from places import place
 
-from dualsft.ghost import GhostEngine, widened
-from dualsft.model import find_candidates, load_model
-from dualsft.optim import SparseAdamW
-from dualsft.passes import PassSettings, cwsd_objective, loss_objective, walk
-from dualsft.progress import Reporter
-from dualsft.self_checks import dot_alone
-from dualsft.stages.gradients import read_pool
-from dualsft.stages.scores import rounding_scales
-from dualsft.stages.split import read_split
-from dualsft.stages.warmup import rounding_norm
-from dualsft.vectors import ParamVector
+from dualsft.algorithm.self_checks import dot_alone
+from dualsft.engine.ghost import GhostEngine, widened
+from dualsft.engine.walk import PassSettings, cwsd_objective, loss_objective, walk
+from dualsft.model.load import find_candidates, load_model
+from dualsft.runs.stages.gradients import read_pool
+from dualsft.runs.stages.scores import rounding_scales
+from dualsft.runs.stages.split import read_split
+from dualsft.runs.stages.warmup import rounding_norm
+from dualsft.storage.vectors import ParamVector
+from dualsft.system.progress import Reporter
+from dualsft.train.optimizer import SparseAdamW
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_full_precision_scores_the_pool_with_fp32_weights(make_run: Runner) -> N
 def test_no_room_for_fp32_weights_is_said(
     make_run: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dualsft.precision.free_memory", lambda _: 1000)
+    monkeypatch.setattr("dualsft.engine.precision.free_memory", lambda _: 1000)
     run = make_run("model.dtype=bfloat16", "warmup.min_steps=4", until="gradients")
     manifest = json.loads((run / "3_gradients/manifest.json").read_text())
     told = [w for w in manifest["facts"]["warnings"] if "stays in half precision" in w]
@@ -221,7 +221,7 @@ def test_without_room_for_both_models_the_warmup_is_kept(
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("dualsft.stages.warmup.weights_vector", full)
+    monkeypatch.setattr("dualsft.runs.stages.warmup.weights_vector", full)
     said: list[str] = []
     run = make_run("model.dtype=bfloat16", "warmup.min_steps=4", until="warmup", said=said)
     facts = json.loads((run / "2_warmup/manifest.json").read_text())["facts"]

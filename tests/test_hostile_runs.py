@@ -45,7 +45,7 @@ from faults import Launcher
 from safetensors.torch import load_file, save_file
 
 import dualsft
-from dualsft.manifest import render_manifest
+from dualsft.storage.manifest import render_manifest
 
 Folders = Callable[[str], Path]
 

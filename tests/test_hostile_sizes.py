@@ -99,8 +99,8 @@ def test_random_damage_to_tables_does_not_crash(count: int, tmp_path: Path) -> N
 WORKER = """
 import json, os, signal, sys
 from pathlib import Path
-from dualsft import config
-from dualsft.data import read_rows
+from dualsft.config import settings as config
+from dualsft.data.examples import read_rows
 from dualsft.errors import ConfigError, DataError
 
 def memory(name):

@@ -19,10 +19,10 @@ from conftest import small_run
 from test_cli import cli
 
 import dualsft
-from dualsft.config import load
+from dualsft.config.settings import load
 from dualsft.errors import ConfigError
-from dualsft.preflight import check_paths
-from dualsft.pretrained import is_hub_id, weights_hash
+from dualsft.model.resolve import is_hub_id, weights_hash
+from dualsft.runs.preflight import check_paths
 
 Folders = Callable[[str], Path]
 NAME = "acme/tiny-llama"
@@ -122,7 +122,7 @@ def hub(model_folder: Folders) -> Iterator[Hub]:
 RESOLVE = """
 import sys
 from dualsft.errors import DualsftError
-from dualsft.pretrained import resolve_model
+from dualsft.model.resolve import resolve_model
 try:
     print(resolve_model(sys.argv[1], sys.argv[2] or None))
 except DualsftError as problem:

@@ -16,8 +16,8 @@ from conftest import corpus_rows, small_run, write_jsonl
 from faults import DIED, Fault, Launcher, changes, content, turning_points
 from models import save_tiny_folder
 
-from dualsft.preflight import FOLDERS
-from dualsft.rundir import Fingerprint, RunDir
+from dualsft.runs.folder import Fingerprint, RunDir
+from dualsft.runs.preflight import FOLDERS
 
 EVERY_STEP = "resume.every=0"
 LONG = ("finetune.epochs=12", "warmup.min_steps=8", "score.batch_tokens=48")

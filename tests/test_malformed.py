@@ -22,8 +22,8 @@ import pytest
 from malformed_files import FILES, GOOD, LINES, PARQUET, RESYNC, STREAM, Accepted, Bad
 from small_tokenizers import byte_tokenizer
 
-from dualsft import config as settings
-from dualsft.data import read_rows, tokenize
+from dualsft.config import settings
+from dualsft.data.examples import read_rows, tokenize
 from dualsft.errors import ConfigError, DataError
 
 TRANSPARENT = (

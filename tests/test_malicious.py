@@ -28,9 +28,11 @@ from lab import Lab, Touch
 from safetensors.torch import load_file, save_file
 
 import dualsft
-from dualsft import chat, model_safety, pretrained
+from dualsft.data import chat
 from dualsft.errors import ConfigError, RunError
-from dualsft.model import load_model, load_tokenizer
+from dualsft.model import resolve as pretrained
+from dualsft.model import safety as model_safety
+from dualsft.model.load import load_model, load_tokenizer
 
 Folders = Callable[[str], Path]
 Poison = Callable[[Lab], None]

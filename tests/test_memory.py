@@ -10,19 +10,19 @@ import pytest
 import torch
 from models import tiny_examples, tiny_model
 
-from dualsft import training
-from dualsft.data import Batch, Example
+from dualsft.data.examples import Batch, Example
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.rules import LinearRule
+from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.errors import RunError
-from dualsft.ghost import GhostEngine
-from dualsft.ghost_rules import LinearRule
-from dualsft.memory import is_out_of_memory
-from dualsft.model import find_candidates
-from dualsft.optim import SparseAdamW
-from dualsft.passes import PassSettings, loss_objective, walk
-from dualsft.pieces import Pieces
-from dualsft.progress import Reporter
-from dualsft.training import TrainingPlan, train
-from dualsft.vectors import ParamVector
+from dualsft.model.load import find_candidates
+from dualsft.storage.resume import Pieces
+from dualsft.storage.vectors import ParamVector
+from dualsft.system.progress import Reporter
+from dualsft.system.usage import is_out_of_memory
+from dualsft.train import loop as training
+from dualsft.train.loop import TrainingPlan, train
+from dualsft.train.optimizer import SparseAdamW
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

@@ -19,10 +19,10 @@ import torch
 from conftest import Runner, corpus_rows, write_jsonl
 from safetensors.torch import load_file
 
-from dualsft.config import ConfigError
-from dualsft.interrupt import Interrupted
-from dualsft.methods import AXES, ROWS, Axis, Entry, registry, row, row_name
-from dualsft.pieces import Pieces
+from dualsft.config.settings import ConfigError
+from dualsft.lab.methods import AXES, ROWS, Axis, Entry, registry, row, row_name
+from dualsft.storage.resume import Pieces
+from dualsft.system.signals import Interrupted
 
 ENTRIES = [entry for axis in AXES for entry in registry()[axis].values()]
 SELECTING = [e for e in ENTRIES if e.axis in ("data", "params")]

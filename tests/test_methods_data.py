@@ -22,20 +22,20 @@ from torch import Tensor
 
 from benchmarks import less as benchmark
 from benchmarks.__main__ import parse
-from dualsft import config as settings
-from dualsft.context import RunContext
-from dualsft.data import Example, collate
+from dualsft.config import settings
+from dualsft.data.examples import Example, collate
+from dualsft.engine.losses import plain_example_loss
+from dualsft.engine.sketch import Sketch
 from dualsft.errors import ConfigError, RunError
-from dualsft.losses import plain_example_loss
-from dualsft.method import Job
-from dualsft.methods import find, fishersft, spice
-from dualsft.methods.data_table import DavIROptions, LessOptions
-from dualsft.methods.fishersft import Information, factor, features, lazy_greedy, pooled
-from dualsft.methods.less import Less, attach, target_maps
-from dualsft.methods.loss_ranked import DavIR, learnability, top
-from dualsft.progress import Reporter
-from dualsft.rundir import RunDir
-from dualsft.sketch import Sketch
+from dualsft.lab.methods import find, fishersft, spice
+from dualsft.lab.methods.data_table import DavIROptions, LessOptions
+from dualsft.lab.methods.fishersft import Information, factor, features, lazy_greedy, pooled
+from dualsft.lab.methods.less import Less, attach, target_maps
+from dualsft.lab.methods.loss_ranked import DavIR, learnability, top
+from dualsft.runs.context import RunContext
+from dualsft.runs.folder import RunDir
+from dualsft.runs.method import Job
+from dualsft.system.progress import Reporter
 
 DATA_ONLY = ("method.params=all", "select.data_budget=10", "warmup.min_steps=4")
 PROJECTIONS: tuple[Literal["sides", "dense"], ...] = ("sides", "dense")

@@ -18,26 +18,26 @@ from places import place
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dualsft import config as settings
-from dualsft.context import RunContext
-from dualsft.data import Example, collate, training_order
+from dualsft.algorithm.topk import topk_signed
+from dualsft.config import settings
+from dualsft.data.examples import Example, collate, training_order
+from dualsft.engine.losses import last_hidden, plain_example_loss
 from dualsft.errors import ConfigError
-from dualsft.losses import last_hidden, plain_example_loss
-from dualsft.method import Job, ParamChoice
-from dualsft.methods import registry
-from dualsft.methods.lift import reconstruction
-from dualsft.methods.matrices import Matrix, matrices, shares, whole_units
-from dualsft.methods.nanoadam import smallest
-from dualsft.methods.smt import block_entries, block_sizes, block_sums
-from dualsft.model import text_parameters
-from dualsft.optim import SparseAdamW
-from dualsft.pieces import Pieces
-from dualsft.progress import Reporter
-from dualsft.rundir import RunDir
-from dualsft.stages.chosen import read_mask
-from dualsft.stages.finetune import finetune_plan
-from dualsft.topk import topk_signed
-from dualsft.training import learning_rate
+from dualsft.lab.methods import registry
+from dualsft.lab.methods.lift import reconstruction
+from dualsft.lab.methods.matrices import Matrix, matrices, shares, whole_units
+from dualsft.lab.methods.nanoadam import smallest
+from dualsft.lab.methods.smt import block_entries, block_sizes, block_sums
+from dualsft.model.load import text_parameters
+from dualsft.runs.context import RunContext
+from dualsft.runs.folder import RunDir
+from dualsft.runs.method import Job, ParamChoice
+from dualsft.runs.stages.chosen import read_mask
+from dualsft.runs.stages.finetune import finetune_plan
+from dualsft.storage.resume import Pieces
+from dualsft.system.progress import Reporter
+from dualsft.train.loop import learning_rate
+from dualsft.train.optimizer import SparseAdamW
 
 OPTIONS = {
     "s2ft": [],
@@ -522,7 +522,7 @@ def test_lift_tiles_and_quotas(make_job: JobMaker, monkeypatch: pytest.MonkeyPat
     assert choice.literal and all("self_attn" in n for n in choice.indices)
     for m in (m for m in matrices(job) if m.role in "qkvo"):
         assert len(choice.indices[m.name]) == 3 * sum(m.shape)
-    monkeypatch.setattr("dualsft.methods.lift.TILE", 70)
+    monkeypatch.setattr("dualsft.lab.methods.lift.TILE", 70)
     tiled = chosen(method, job, 1).indices
     assert all(torch.equal(tiled[n], choice.indices[n]) for n in tiled)
 
@@ -568,7 +568,7 @@ def test_the_mask_moves_at_every_interval(
     make_run: Runner, monkeypatch: pytest.MonkeyPatch, interval: int
 ) -> None:
     """Six steps: at 0, m, 2m, and never when there are fewer steps; never after the last."""
-    from dualsft.methods.nanoadam import NanoAdam
+    from dualsft.lab.methods.nanoadam import NanoAdam
 
     asked: list[int] = []
     plain = NanoAdam.refresh

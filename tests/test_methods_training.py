@@ -28,22 +28,22 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from dualsft import config as settings
-from dualsft.context import RunContext
-from dualsft.data import Example, collate
+from dualsft.config import settings
+from dualsft.data.examples import Example, collate
 from dualsft.errors import ConfigError, RunError
-from dualsft.method import Job
-from dualsft.methods import compose
-from dualsft.methods.fapm import prune
-from dualsft.methods.flow import flow_weights
-from dualsft.methods.lora import Lora, linear_names
-from dualsft.methods.stm import control_tokens
-from dualsft.methods.training_table import FlowOptions
-from dualsft.optim import SparseAdamW
-from dualsft.pieces import Pieces
-from dualsft.progress import Reporter
-from dualsft.rundir import RunDir
-from dualsft.training import Hooks, TrainingPlan, train
+from dualsft.lab.methods import compose
+from dualsft.lab.methods.fapm import prune
+from dualsft.lab.methods.flow import flow_weights
+from dualsft.lab.methods.lora import Lora, linear_names
+from dualsft.lab.methods.stm import control_tokens
+from dualsft.lab.methods.training_table import FlowOptions
+from dualsft.runs.context import RunContext
+from dualsft.runs.folder import RunDir
+from dualsft.runs.method import Job
+from dualsft.storage.resume import Pieces
+from dualsft.system.progress import Reporter
+from dualsft.train.loop import Hooks, TrainingPlan, train
+from dualsft.train.optimizer import SparseAdamW
 
 Maker = Callable[..., Job]
 
@@ -307,7 +307,8 @@ def test_the_kernel_weighs_as_the_plain_expression_does() -> None:
     """`weigh` in the Triton kernel's path, on the CPU under its interpreter."""
     code = """
 import torch
-from dualsft import kernels, losses
+from dualsft.engine import kernels
+from dualsft.engine import losses
 torch.manual_seed(0)
 logits, target, weight = 4 * torch.randn(9, 131), torch.randint(0, 131, (9,)), torch.rand(9)
 loss = losses.CrossEntropy(target, weight, lambda v: torch.exp(v / -2.0).clamp_(min=0.01))

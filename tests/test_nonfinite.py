@@ -13,16 +13,18 @@ from conftest import Runner
 from models import tiny_examples, tiny_model
 from safetensors.torch import load_file, save_file
 
-from dualsft import losses, passes, training
-from dualsft.data import Batch, Example
+from dualsft.data.examples import Batch, Example
+from dualsft.engine import losses
+from dualsft.engine import walk as passes
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.errors import ConfigError, RunError
-from dualsft.ghost import GhostEngine
-from dualsft.model import find_candidates
-from dualsft.passes import PassSettings, loss_objective, walk
-from dualsft.preflight import FOLDERS
-from dualsft.progress import Reporter
-from dualsft.stages import evaluation
-from dualsft.vectors import ParamVector
+from dualsft.lab.evaluation import stage as evaluation
+from dualsft.model.load import find_candidates
+from dualsft.runs.preflight import FOLDERS
+from dualsft.storage.vectors import ParamVector
+from dualsft.system.progress import Reporter
+from dualsft.train import loop as training
 
 QUIET = Reporter(lambda _: None)
 BAD = [float("nan"), float("inf"), float("-inf")]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from dualsft.optim import SparseAdamW
+from dualsft.train.optimizer import SparseAdamW
 
 Masks = dict[str, Tensor]
 

@@ -16,10 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dualsft import adam_moments, adam_step, compact_index, optim
-from dualsft.adam_moments import MOMENTS, Moments
-from dualsft.compact_index import BUCKET, CompactIndex, positions_kept
-from dualsft.optim import SparseAdamW
+from dualsft.train import compact_index
+from dualsft.train import moments as adam_moments
+from dualsft.train import optimizer as optim
+from dualsft.train import step as adam_step
+from dualsft.train.compact_index import BUCKET, CompactIndex, positions_kept
+from dualsft.train.moments import MOMENTS, Moments
+from dualsft.train.optimizer import SparseAdamW
 
 SHAPES = {"w": (300, 251), "small": (7,), "left_out": (4, 4)}
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
-from dualsft.optim import SparseAdamW
+from dualsft.train.optimizer import SparseAdamW
 
 LR, DECAY, STEPS = 1e-2, 0.1, 6
 Row = dict[str, Tensor]

@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from dualsft.placement import Scratch, Streamed, blank, in_host_memory, move, on_device, reset
-from dualsft.plans import NUM_SLOTS
-from dualsft.vectors import ParamVector
+from dualsft.memory.placement import (
+    Scratch,
+    Streamed,
+    blank,
+    in_host_memory,
+    move,
+    on_device,
+    reset,
+)
+from dualsft.memory.plans import NUM_SLOTS
+from dualsft.storage.vectors import ParamVector
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 4), (4,), (2, 2), (5, 1), (1, 6), (3,), (2, 7), (4, 4)]

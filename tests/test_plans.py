@@ -14,15 +14,19 @@ from conftest import Runner
 from models import ARCHITECTURES, tiny_examples, tiny_model
 from places import place
 
-from dualsft.data import Batch, Example
+from dualsft.data.examples import Batch, Example
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.walk import (
+    PassSettings,
+    cwsd_objective,
+    loss_objective,
+    remaining_batches,
+    walk,
+)
+from dualsft.engine.walk_state import WalkState
 from dualsft.errors import RunError
-from dualsft.ghost import GhostEngine
-from dualsft.manifest import read_manifest
-from dualsft.model import find_candidates
-from dualsft.passes import PassSettings, cwsd_objective, loss_objective, remaining_batches, walk
-from dualsft.pieces import Pieces
-from dualsft.placement import blank
-from dualsft.plans import (
+from dualsft.memory.placement import blank
+from dualsft.memory.plans import (
     AMPLE_BATCH,
     AMPLE_BYTES,
     GIB,
@@ -37,9 +41,11 @@ from dualsft.plans import (
     cut,
     unmeasured,
 )
-from dualsft.progress import Reporter
-from dualsft.vectors import ParamVector
-from dualsft.walk_state import WalkState
+from dualsft.model.load import find_candidates
+from dualsft.storage.manifest import read_manifest
+from dualsft.storage.resume import Pieces
+from dualsft.storage.vectors import ParamVector
+from dualsft.system.progress import Reporter
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 PLANS: list[tuple[Any, bool]] = [
@@ -396,10 +402,10 @@ def test_no_room_for_the_vectors_themselves(monkeypatch: pytest.MonkeyPatch) -> 
     def full(*_: Any) -> Any:
         raise FULL
 
-    monkeypatch.setattr("dualsft.passes.in_host_memory", full)
+    monkeypatch.setattr("dualsft.engine.walk.in_host_memory", full)
     assert_close(walked(model, "all", Wishes(placement="host"), said), expected)
     assert sum("another order" in line for line in said) == 2
-    monkeypatch.setattr("dualsft.passes.move", full)
+    monkeypatch.setattr("dualsft.engine.walk.move", full)
     with pytest.raises(RunError, match="out of memory before the first batch"):
         walked(model, "all", Wishes())
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from places import place
 
-from dualsft import plots
-from dualsft.plots import draw
+from dualsft.lab.compare import plots
+from dualsft.lab.compare.plots import draw
 
 LEARNS = {"loss.new": 0.5, "kl.new": 2.0, "kl.old": 0.01, "kl.code": 0.03}
 FORGETS = {"loss.new": 1.5, "kl.new": 0.1, "kl.old": 1.0, "kl.code": 3.0}

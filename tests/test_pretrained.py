@@ -17,9 +17,9 @@ from models import save_tiny_folder, tiny_model
 from safetensors.torch import load_file, save_file
 from test_cli import cli
 
-from dualsft import pretrained
 from dualsft.errors import ConfigError, RunError
-from dualsft.model import choose_device, choose_dtype, load_model, load_tokenizer
+from dualsft.model import resolve as pretrained
+from dualsft.model.load import choose_device, choose_dtype, load_model, load_tokenizer
 
 Folders = Callable[[str], Path]
 
@@ -116,7 +116,7 @@ def test_a_file_is_hashed_once_a_process(
     file = tmp_path / "weights"
     file.write_bytes(b"a" * (3 << 20))
     monkeypatch.setattr(pretrained, "HASH_REPORT_BYTES", 1 << 20)
-    caplog.set_level("INFO", logger="dualsft.pretrained")
+    caplog.set_level("INFO", logger="dualsft.model.resolve")
     first = pretrained.file_sha256(file)
     assert [r.getMessage() for r in caplog.records] == [
         f"hashing weights: {share} %" for share in (33, 67, 100)
@@ -227,7 +227,7 @@ def test_gguf_file_is_converted_once_and_cached(
 def test_short_name_in_a_fresh_process(name: str, tmp_path: Path) -> None:
     code = (
         "import os, sys; os.environ['DUALSFT_CACHE'] = sys.argv[1];"
-        "from dualsft.pretrained import resolve_model; print(resolve_model(sys.argv[2]))"
+        "from dualsft.model.resolve import resolve_model; print(resolve_model(sys.argv[2]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path), name],

@@ -33,10 +33,10 @@ from properties import (
 )
 from small_tokenizers import BOS, byte_tokenizer
 
-from dualsft import config as config_module
 from dualsft.cli import parse_words
-from dualsft.config import SplitConfig
-from dualsft.data import (
+from dualsft.config import settings as config_module
+from dualsft.config.settings import SplitConfig
+from dualsft.data.examples import (
     IGNORE,
     DataReport,
     Example,
@@ -47,7 +47,7 @@ from dualsft.data import (
     training_order,
 )
 from dualsft.errors import ConfigError, DataError
-from dualsft.stages.split import (
+from dualsft.runs.stages.split import (
     ROLES,
     assign_roles,
     divide,
@@ -55,7 +55,7 @@ from dualsft.stages.split import (
     resolve_budget,
     write_split,
 )
-from dualsft.training import TrainingPlan, learning_rate, micro_batches
+from dualsft.train.loop import TrainingPlan, learning_rate, micro_batches
 
 PROPERTIES = Properties()
 

@@ -27,10 +27,12 @@ from properties import (
 )
 from torch import Tensor, nn
 
-from dualsft.certificate import bounds
-from dualsft.delta import Delta, apply_delta, extract_delta, take_delta
+from dualsft.algorithm.certificate import bounds
+from dualsft.algorithm.score_reading import chunked
+from dualsft.algorithm.topk import top_b, topk_signed
 from dualsft.errors import ConfigError
-from dualsft.manifest import (
+from dualsft.model.delta import Delta, apply_delta, extract_delta, take_delta
+from dualsft.storage.manifest import (
     Fingerprint,
     atomic_write_bytes,
     jsonable,
@@ -38,9 +40,7 @@ from dualsft.manifest import (
     render_manifest,
     sha256_file,
 )
-from dualsft.score_reading import chunked
-from dualsft.topk import top_b, topk_signed
-from dualsft.vectors import ParamVector
+from dualsft.storage.vectors import ParamVector
 
 PROPERTIES = Properties()
 

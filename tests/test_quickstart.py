@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from dualsft import config as settings
-from dualsft import corpus as zeno
-from dualsft import pipeline
+from dualsft.config import settings
+from dualsft.data import corpus as zeno
 from dualsft.errors import ConfigError
-from dualsft.preflight import check_paths
-from dualsft.progress import Reporter
-from dualsft.quickstart import run_quickstart
+from dualsft.lab.quickstart import run_quickstart
+from dualsft.runs import pipeline
+from dualsft.runs.preflight import check_paths
+from dualsft.system.progress import Reporter
 
 ROOT = Path(__file__).parents[1]
 

@@ -18,11 +18,11 @@ from test_cli import cli
 from transformers import LlamaForCausalLM
 
 import dualsft
-from dualsft import config as settings
-from dualsft import pipeline
-from dualsft.data import Example
+from dualsft.config import settings
+from dualsft.data.examples import Example
 from dualsft.errors import ConfigError
-from dualsft.progress import Reporter
+from dualsft.runs import pipeline
+from dualsft.system.progress import Reporter
 
 Folders = Callable[[str], Path]
 QUIET = Reporter(lambda _: None)
@@ -148,7 +148,7 @@ def test_report_leaves_out_what_is_out_of_date(make_run: Runner) -> None:
     said: list[str] = []
     make_run("select.data_budget=5", until="selection", said=said)
     assert "[finetune] is now out of date; `dualsft run` makes it again" in said
-    from dualsft.report import write_report
+    from dualsft.lab.report.markdown import write_report
 
     text = write_report(place(folder)).read_text()
     assert "Out of date, and left out of this report: finetune, evaluation" in text
@@ -203,9 +203,9 @@ def test_bad_places_are_one_line(model_folder: Folders, corpus: Path, tmp_path: 
 
 def test_merge_takes_the_run_s_dtype(model_folder: Folders, tmp_path: Path) -> None:
     """A bf16 delta makes a bf16 model, whatever the base is stored in."""
-    from dualsft.delta import take_delta
-    from dualsft.export import merge
-    from dualsft.pretrained import weights_hash
+    from dualsft.model.delta import take_delta
+    from dualsft.model.export import merge
+    from dualsft.model.resolve import weights_hash
 
     base = model_folder("llama")
     model = tiny_model("llama", dtype=torch.bfloat16)

@@ -16,8 +16,8 @@ from browser import Page, chromium
 from places import place
 from report_pages import ARABIC, EMOJI, HOSTILE, copy, enlarged, hostile_run, read_page
 
-from dualsft.report_data import unpack
-from dualsft.report_html import write_html
+from dualsft.lab.report.examples import unpack
+from dualsft.lab.report.html import write_html
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,7 @@ from typer.testing import CliRunner
 
 from dualsft.cli import app
 from dualsft.errors import ConfigError, RunError
-from dualsft.model import load_tokenizer
-from dualsft.report import load_summaries, write_report
-from dualsft.report_data import (
+from dualsft.lab.report.examples import (
     STATES,
     collect_examples,
     density,
@@ -30,9 +28,11 @@ from dualsft.report_data import (
     token_cap,
     unpack,
 )
-from dualsft.report_parts import LOSS_NOTE, colour, numbers_of, table
-from dualsft.report_runs import write_reports
-from dualsft.report_warnings import concerns
+from dualsft.lab.report.markdown import load_summaries, write_report
+from dualsft.lab.report.parts import LOSS_NOTE, colour, numbers_of, table
+from dualsft.lab.report.side_by_side import write_reports
+from dualsft.lab.report.warnings import concerns
+from dualsft.model.load import load_tokenizer
 
 
 @pytest.fixture(scope="module")

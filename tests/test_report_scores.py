@@ -12,9 +12,9 @@ import pytest
 from places import place
 from report_pages import read_page, seal
 
-from dualsft.report import write_report
-from dualsft.report_data import cut_off, unpack
-from dualsft.report_parts import histogram
+from dualsft.lab.report.examples import cut_off, unpack
+from dualsft.lab.report.markdown import write_report
+from dualsft.lab.report.parts import histogram
 
 
 def lines_of(text: str) -> list[str]:

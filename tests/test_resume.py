@@ -13,18 +13,18 @@ import pytest
 import torch
 from models import tiny_examples, tiny_model
 
-from dualsft import interrupt
-from dualsft.data import Example
-from dualsft.ghost import GhostEngine
-from dualsft.manifest import Fingerprint
-from dualsft.model import find_candidates
-from dualsft.optim import SparseAdamW
-from dualsft.passes import PassSettings, loss_objective, remaining_batches, walk
-from dualsft.pieces import KEPT, Pieces
-from dualsft.progress import Reporter
-from dualsft.rundir import RunDir
-from dualsft.training import TrainingPlan, train
-from dualsft.vectors import ParamVector
+from dualsft.data.examples import Example
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.walk import PassSettings, loss_objective, remaining_batches, walk
+from dualsft.model.load import find_candidates
+from dualsft.runs.folder import RunDir
+from dualsft.storage.manifest import Fingerprint
+from dualsft.storage.resume import KEPT, Pieces
+from dualsft.storage.vectors import ParamVector
+from dualsft.system import signals as interrupt
+from dualsft.system.progress import Reporter
+from dualsft.train.loop import TrainingPlan, train
+from dualsft.train.optimizer import SparseAdamW
 
 QUIET = Reporter(lambda _: None)
 
@@ -83,7 +83,7 @@ def test_pieces_of_other_settings_or_versions_are_not_used(
     Pieces(tmp_path / "s.work", "abc", every=0).save("walk", *state(1))
     assert Pieces(tmp_path / "s.work", "abcd").load("walk") is None
     Pieces(tmp_path / "s.work", "abc", every=0).save("walk", *state(1))
-    monkeypatch.setattr("dualsft.pieces.versions", lambda: {"torch": "another"})
+    monkeypatch.setattr("dualsft.storage.resume.versions", lambda: {"torch": "another"})
     assert Pieces(tmp_path / "s.work", "abc").load("walk") is None
 
 
@@ -102,8 +102,10 @@ def test_saving_takes_no_more_than_its_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("dualsft.pieces.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("dualsft.pieces.save_tensors", lambda *_: now.__setitem__(0, now[0] + 30.0))
+    monkeypatch.setattr("dualsft.storage.resume.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        "dualsft.storage.resume.save_tensors", lambda *_: now.__setitem__(0, now[0] + 30.0)
+    )
     saves = []
     pieces = Pieces(tmp_path / "s.work", "abc", every=60)
     for second in range(2000):

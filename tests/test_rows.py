@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualsft.config import DataConfig
+from dualsft.config.settings import DataConfig
+from dualsft.data.rows import DataReport, Limits, Row, read_rows, source_lines
 from dualsft.errors import ConfigError, DataError
-from dualsft.rows import DataReport, Limits, Row, read_rows, source_lines
 
 GOOD = b'{"prompt": "p", "response": "r"}'
 

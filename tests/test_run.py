@@ -16,8 +16,9 @@ from places import place
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dualsft import pipeline, report
 from dualsft.errors import ConfigError
+from dualsft.lab.report import markdown as report
+from dualsft.runs import pipeline
 
 F64 = ("model.dtype=float64", "score.keep=all")
 VECTORS = ("grad_sum", "val_grad", "prior_grad", "projection", "param_scores", "example_scores")
@@ -108,7 +109,7 @@ def test_large_curvature_changes_the_selection(make_run: Runner) -> None:
 
 def test_warmup_equals_a_hand_written_adamw(make_run: Runner, model_folder, corpus: Path) -> None:
     """θ̄ and ĉ against the oracle's loop over the same order (GPT-2: float64 throughout)."""
-    from dualsft.data import Example, training_order
+    from dualsft.data.examples import Example, training_order
 
     run = make_run(*F64, "warmup.batch_size=5", arch="gpt2", until="warmup")
     rows = [e for e in oracle_run.load_run(run).examples if e.role == "warm"]
@@ -129,7 +130,7 @@ def test_warmup_equals_a_hand_written_adamw(make_run: Runner, model_folder, corp
 def test_finetune_equals_restricted_adamw_and_freezes_the_rest(
     make_run: Runner, model_folder, corpus: Path
 ) -> None:
-    from dualsft.data import Example, training_order
+    from dualsft.data.examples import Example, training_order
 
     run = make_run(*F64, "finetune.batch_size=5", "finetune.weight_decay=0.1", arch="gpt2")
     base = AutoModelForCausalLM.from_pretrained(model_folder("gpt2"), dtype=torch.float64)
@@ -310,7 +311,7 @@ def test_failed_self_check_writes_nothing(
 ) -> None:
     """A dropped example makes Σ s_D differ from ⟨u, G⟩: refused before anything is written."""
     from dualsft.errors import RunError
-    from dualsft.stages import scores
+    from dualsft.runs.stages import scores
 
     real = scores.read_pool
 

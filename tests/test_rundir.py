@@ -17,19 +17,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dualsft import manifest, peak_memory, run_paths
-from dualsft import rundir as rundir_module
 from dualsft.errors import ConfigError, RunError
-from dualsft.manifest import render_manifest
-from dualsft.peak_memory import PeakMemory
-from dualsft.run_paths import RunPath
-from dualsft.rundir import (
+from dualsft.runs import folder as rundir_module
+from dualsft.runs.folder import (
     Fingerprint,
     RunDir,
     atomic_write_bytes,
     atomic_write_text,
     sha256_file,
 )
+from dualsft.storage import manifest
+from dualsft.storage.manifest import render_manifest
+from dualsft.system import paths as run_paths
+from dualsft.system import peak_memory
+from dualsft.system.paths import RunPath
+from dualsft.system.peak_memory import PeakMemory
 
 OLD = Fingerprint({"score.lam": 0.8, "score.step": "sgd"}, {"warmup": "aaa"})
 NEW = Fingerprint({"score.lam": 0.5, "score.step": "sgd"}, {"warmup": "aaa"})
@@ -534,7 +536,7 @@ def test_a_second_writer_is_refused_by_name(run: RunDir) -> None:
 
 def test_another_process_is_refused_until_the_owner_ends(run: RunDir) -> None:
     code = (
-        "import sys; from dualsft.rundir import RunDir\n"
+        "import sys; from dualsft.runs.folder import RunDir\n"
         "with RunDir(sys.argv[1]).lock():\n"
         "    print('held', flush=True); sys.stdin.read()\n"
     )

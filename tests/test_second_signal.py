@@ -14,15 +14,15 @@ import torch
 from models import tiny_model
 from test_ghost import QUIET, examples_for
 
-from dualsft.ghost import GhostEngine
-from dualsft.interrupt import Interrupted
-from dualsft.model import find_candidates
-from dualsft.optim import SparseAdamW
-from dualsft.passes import PassSettings, loss_objective, walk
-from dualsft.pieces import Pieces
-from dualsft.placement import Streamed, blank
-from dualsft.plans import Wishes
-from dualsft.training import TrainingPlan, train
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.walk import PassSettings, loss_objective, walk
+from dualsft.memory.placement import Streamed, blank
+from dualsft.memory.plans import Wishes
+from dualsft.model.load import find_candidates
+from dualsft.storage.resume import Pieces
+from dualsft.system.signals import Interrupted
+from dualsft.train.loop import TrainingPlan, train
+from dualsft.train.optimizer import SparseAdamW
 
 PLAN = TrainingPlan(
     lr=1e-2,

@@ -13,19 +13,19 @@ from models import ARCHITECTURES, tiny_examples, tiny_model
 from places import place
 from torch import Tensor
 
-from dualsft import config as settings
-from dualsft import sketch as module
-from dualsft.context import RunContext
-from dualsft.data import Example, collate
+from dualsft.config import settings
+from dualsft.data.examples import Example, collate
+from dualsft.engine import sketch as module
+from dualsft.engine.ghost import alone
+from dualsft.engine.sketch import Sketch, Sketcher, per_example, sides
 from dualsft.errors import RunError
-from dualsft.ghost import alone
-from dualsft.method import Job
-from dualsft.methods.spice import linear_maps
-from dualsft.model import find_candidates
-from dualsft.pieces import Pieces
-from dualsft.progress import Reporter
-from dualsft.rundir import RunDir
-from dualsft.sketch import Sketch, Sketcher, per_example, sides
+from dualsft.lab.methods.spice import linear_maps
+from dualsft.model.load import find_candidates
+from dualsft.runs.context import RunContext
+from dualsft.runs.folder import RunDir
+from dualsft.runs.method import Job
+from dualsft.storage.resume import Pieces
+from dualsft.system.progress import Reporter
 
 Maker = Callable[..., Job]
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

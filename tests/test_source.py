@@ -55,9 +55,9 @@ def _safe(node: ast.Call) -> bool:
     return any(isinstance(one, ast.Name) and one.id.startswith("_") for one in loaders)
 
 
-SANDBOXED = {"sandbox_child.py": ["compile", "exec", "compile"]}
+SANDBOXED = {"lab/evaluation/sandbox_child.py": ["compile", "exec", "compile"]}
 """Generated programs of HumanEval: only after --allow-code-execution, in a process of its own
-that nothing of the package runs in (`code_sandbox.py`)."""
+that nothing of the package runs in (`lab/evaluation/sandbox.py`)."""
 
 
 def test_the_source_runs_nothing_it_reads() -> None:
@@ -93,22 +93,22 @@ def test_the_lint_finds_it(line: str) -> None:
 # --- one way into a run folder --------------------------------------------------------------------
 
 OPENS_ELSEWHERE = {
-    "run_paths.py": "the one way into a run folder",
-    "chat.py": "data.template_file, and the process's own memory",
-    "config.py": "the package's own recipes",
-    "estimation.py": "the process's own memory",
-    "export.py": "new files beside the target that the user names",
-    "hub_datasets.py": "downloads into the cache",
-    "memory.py": "the machine's and the container's memory",
-    "model_safety.py": "a model folder, whose links it checks first",
-    "peak_memory.py": "the process's own memory",
-    "pretrained.py": "downloads and conversions in the cache",
-    "progress.py": "the process's own memory",
-    "sandbox_child.py": "the sandbox's own folder",
-    "code_sandbox.py": "the sandbox's own folder",
-    "saving.py": "files of the base model into a folder that was just made",
-    "sources.py": "the user's rows",
-    "tables.py": "the user's rows",
+    "system/paths.py": "the one way into a run folder",
+    "data/chat.py": "data.template_file, and the process's own memory",
+    "config/settings.py": "the package's own recipes",
+    "lab/estimate/estimate.py": "the process's own memory",
+    "model/export.py": "new files beside the target that the user names",
+    "data/hub_datasets.py": "downloads into the cache",
+    "system/usage.py": "the machine's and the container's memory",
+    "model/safety.py": "a model folder, whose links it checks first",
+    "system/peak_memory.py": "the process's own memory",
+    "model/resolve.py": "downloads and conversions in the cache",
+    "system/progress.py": "the process's own memory",
+    "lab/evaluation/sandbox_child.py": "the sandbox's own folder",
+    "lab/evaluation/sandbox.py": "the sandbox's own folder",
+    "model/save.py": "files of the base model into a folder that was just made",
+    "data/sources.py": "the user's rows",
+    "data/tables.py": "the user's rows",
 }
 """Modules that open files which are not in a run folder, and which files those are."""
 
@@ -161,7 +161,8 @@ def _is_path(value: ast.expr) -> bool:
 
 def test_a_run_folder_is_opened_in_one_way() -> None:
     source = Path(dualsft.__file__).parent
-    opened = {f.name for f in source.rglob("*.py") if openings(f.read_text())}
+    files = source.rglob("*.py")
+    opened = {str(f.relative_to(source)) for f in files if openings(f.read_text())}
     assert opened == set(OPENS_ELSEWHERE)
 
 

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dualsft import config as settings
-from dualsft.config import DataConfig
+from dualsft.config import settings
+from dualsft.config.settings import DataConfig
+from dualsft.data.readers import Limits
+from dualsft.data.rows import read_rows, source_lines
+from dualsft.data.sources import find_files, source_hash, split_paths
 from dualsft.errors import ConfigError, DataError
-from dualsft.preflight import check_paths
-from dualsft.readers import Limits
-from dualsft.rows import read_rows, source_lines
-from dualsft.sources import find_files, source_hash, split_paths
+from dualsft.runs.preflight import check_paths
 
 ROWS = [{"prompt": f"p{i} é", "response": f'r,"{i}"\nsecond line', "n": str(i)} for i in range(5)]
 TABLE = pa.Table.from_pylist(ROWS)

@@ -14,10 +14,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from places import place
 
-from dualsft.config import SplitConfig
-from dualsft.data import IGNORE, DataReport, Example, training_order
+from dualsft.config.settings import SplitConfig
+from dualsft.data.examples import IGNORE, DataReport, Example, training_order
 from dualsft.errors import ConfigError, RunError
-from dualsft.stages.split import (
+from dualsft.runs.stages.split import (
     ROLES,
     Split,
     assign_roles,

@@ -10,15 +10,15 @@ import torch
 from models import ARCHITECTURES, tiny_examples, tiny_model
 from torch import Tensor
 
-from dualsft import ghost_rules
-from dualsft.data import Example, collate
+from dualsft.data.examples import Example, collate
+from dualsft.engine import rules as ghost_rules
+from dualsft.engine.ghost import GhostEngine, alone
+from dualsft.engine.walk import PassSettings, loss_objective, walk
+from dualsft.engine.walk_state import PassResult
 from dualsft.errors import RunError
-from dualsft.ghost import GhostEngine, alone
-from dualsft.model import find_candidates
-from dualsft.passes import PassSettings, loss_objective, walk
-from dualsft.progress import Reporter
-from dualsft.vectors import ParamVector
-from dualsft.walk_state import PassResult
+from dualsft.model.load import find_candidates
+from dualsft.storage.vectors import ParamVector
+from dualsft.system.progress import Reporter
 
 EVERYTHING_IN_THE_BLOCKS = {"gpt2": "*.h.*"}
 """Norms and biases too; *.layers.* elsewhere."""

@@ -19,20 +19,23 @@ from places import place
 from test_cli import cli
 
 import dualsft
-from dualsft import interrupt, pipeline, rundir, training
 from dualsft.cli import _guarded, folder_config
-from dualsft.data import Batch, Example
+from dualsft.data.examples import Batch, Example
 from dualsft.errors import ConfigError
-from dualsft.export import written_whole
-from dualsft.memory import Smaller
-from dualsft.model import empty_model
-from dualsft.optim import SparseAdamW
-from dualsft.pieces import Pieces
-from dualsft.pretrained import resolve_model
-from dualsft.progress import Reporter
-from dualsft.rundir import RunDir
-from dualsft.stages import warmup
-from dualsft.training import TrainingPlan, train
+from dualsft.model.export import written_whole
+from dualsft.model.load import empty_model
+from dualsft.model.resolve import resolve_model
+from dualsft.runs import folder as rundir
+from dualsft.runs import pipeline
+from dualsft.runs.folder import RunDir
+from dualsft.runs.stages import warmup
+from dualsft.storage.resume import Pieces
+from dualsft.system import signals as interrupt
+from dualsft.system.progress import Reporter
+from dualsft.system.usage import Smaller
+from dualsft.train import loop as training
+from dualsft.train.loop import TrainingPlan, train
+from dualsft.train.optimizer import SparseAdamW
 
 Folders = Callable[[str], Path]
 

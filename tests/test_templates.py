@@ -9,11 +9,11 @@ import pytest
 from golden.setups import merging_tokenizer
 from small_tokenizers import BOS, CHAT, EOS, PAD, byte_tokenizer, text_ids
 
-from dualsft import chat
+from dualsft.data import chat
+from dualsft.data.formats import Turn
+from dualsft.data.rows import Row
+from dualsft.data.templates import TEMPLATE_NAMES, Template, pad_token_id
 from dualsft.errors import ConfigError
-from dualsft.formats import Turn
-from dualsft.rows import Row
-from dualsft.templates import TEMPLATE_NAMES, Template, pad_token_id
 
 MAGICODER = """You are a proficient coding assistant. Below is an instruction that describes a \
 task. Write a response that appropriately completes the request.

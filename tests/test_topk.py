@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
-from dualsft import score_reading
+from dualsft.algorithm import score_reading
+from dualsft.algorithm.score_reading import ScoreSource, chunked
+from dualsft.algorithm.topk import top_b, topk_signed
 from dualsft.errors import RunError
-from dualsft.score_reading import ScoreSource, chunked
-from dualsft.topk import top_b, topk_signed
 
 DTYPES = [torch.float32, torch.float64]
 

@@ -13,15 +13,16 @@ import pytest
 import torch
 from models import tiny_examples, tiny_model
 
-from dualsft import adam_step, training
-from dualsft.adam_moments import Moments
-from dualsft.data import Example
+from dualsft.data.examples import Example
+from dualsft.engine.losses import example_objective
 from dualsft.errors import RunError
-from dualsft.losses import example_objective
-from dualsft.optim import SparseAdamW
-from dualsft.pieces import Piece, Pieces
-from dualsft.progress import Progress, Reporter
-from dualsft.training import TrainingPlan, learning_rate, micro_batches, restore, train
+from dualsft.storage.resume import Piece, Pieces
+from dualsft.system.progress import Progress, Reporter
+from dualsft.train import loop as training
+from dualsft.train import step as adam_step
+from dualsft.train.loop import TrainingPlan, learning_rate, micro_batches, restore, train
+from dualsft.train.moments import Moments
+from dualsft.train.optimizer import SparseAdamW
 
 QUIET = Reporter(lambda _: None)
 

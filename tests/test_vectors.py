@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dualsft import config as settings
-from dualsft import tensor_files
+from dualsft.algorithm.projection import ProjectionTerms, projection_terms
+from dualsft.algorithm.topk import topk_signed
+from dualsft.config import settings
 from dualsft.errors import RunError
-from dualsft.stages import chosen
-from dualsft.stages.chosen import product_source
-from dualsft.stages.projection import ProjectionTerms, projection_terms
-from dualsft.tensor_files import Form, TensorFile, write_tensors
-from dualsft.topk import topk_signed
-from dualsft.vectors import LazyVector, ParamVector, Products, Vector, save_tensors
+from dualsft.runs.stages import chosen
+from dualsft.runs.stages.chosen import product_source
+from dualsft.storage import tensor_files
+from dualsft.storage.tensor_files import Form, TensorFile, write_tensors
+from dualsft.storage.vectors import LazyVector, ParamVector, Products, Vector, save_tensors
 
 CPU = torch.device("cpu")
 SHAPES = {"b.weight": (5, 9), "a.bias": (7,), "b.0": (), "c.none": (0, 3), "d": (2, 3, 4)}

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
 
-from dualsft.training import TrainingPlan
+from dualsft.train.loop import TrainingPlan
 
 WORKER = Path(__file__).parent / "distributed/worker.py"
 VECTORS = (

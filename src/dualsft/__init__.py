@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dualsft.config import (
+from dualsft.config.settings import (
     Config,
     DataConfig,
     EvaluationConfig,
@@ -33,21 +33,21 @@ from dualsft.errors import ConfigError, DataError, DualsftError, RunError
 
 if TYPE_CHECKING:
     from dualsft.api import score, select
-    from dualsft.delta import apply_delta, extract_delta
-    from dualsft.estimation import estimate
-    from dualsft.optim import SparseAdamW
-    from dualsft.pipeline import run
+    from dualsft.lab.estimate.estimate import estimate
+    from dualsft.model.delta import apply_delta, extract_delta
+    from dualsft.runs.pipeline import run
+    from dualsft.train.optimizer import SparseAdamW
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "run": "dualsft.pipeline",
+    "run": "dualsft.runs.pipeline",
     "score": "dualsft.api",
     "select": "dualsft.api",
-    "SparseAdamW": "dualsft.optim",
-    "apply_delta": "dualsft.delta",
-    "extract_delta": "dualsft.delta",
-    "estimate": "dualsft.estimation",
+    "SparseAdamW": "dualsft.train.optimizer",
+    "apply_delta": "dualsft.model.delta",
+    "extract_delta": "dualsft.model.delta",
+    "estimate": "dualsft.lab.estimate.estimate",
 }
 
 __all__ = [

@@ -19,20 +19,20 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dualsft.certificate import bounds, judge, settle
-from dualsft.data import Example
+from dualsft.algorithm.certificate import bounds, judge, settle
+from dualsft.algorithm.projection import ProjectionTerms, effective_lambda
+from dualsft.algorithm.self_checks import TOLERANCE, check_fused_loss, dot_alone
+from dualsft.algorithm.topk import topk_signed
+from dualsft.data.examples import Example
+from dualsft.engine.fused import fused_blocks
+from dualsft.engine.ghost import GhostEngine, widened
+from dualsft.engine.walk import Objective, PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.errors import ConfigError, RunError
-from dualsft.fused import fused_blocks
-from dualsft.ghost import GhostEngine, widened
-from dualsft.model import find_candidates
-from dualsft.passes import Objective, PassSettings, cwsd_objective, loss_objective, walk
-from dualsft.progress import Reporter
-from dualsft.self_checks import TOLERANCE, check_fused_loss, dot_alone
-from dualsft.stages.chosen import product_source
-from dualsft.stages.projection import ProjectionTerms, effective_lambda
-from dualsft.stages.split import resolve_budget
-from dualsft.topk import topk_signed
-from dualsft.vectors import ParamVector, Vector
+from dualsft.model.load import find_candidates
+from dualsft.runs.stages.chosen import product_source
+from dualsft.runs.stages.split import resolve_budget
+from dualsft.storage.vectors import ParamVector, Vector
+from dualsft.system.progress import Reporter
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@
 
 `dualsft run [RECIPE|FILE.yaml] --out DIR [--until STAGE] [key=value …]` is the whole of Algorithm
 1. A stage command works on a run folder and takes its settings from the folder's config.yaml.
-With --gpus N, or under torchrun, these work in parallel (`launch.py`); the tools do not.
-This is the only module that prints. Exit codes: 0 done, 2 the user's mistake, 1 a failure at run
-time, 75 another process was lost, 130 and 143 after Ctrl-C and SIGTERM, with the progress saved.
+With --gpus N, or under torchrun, these work in parallel (`distributed/launch.py`); the tools do
+not. This is the only module that prints. Exit codes: 0 done, 2 the user's mistake, 1 a failure at
+run time, 75 another process was lost, 130 and 143 after Ctrl-C and SIGTERM, with the progress
+saved.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dualsft import __version__, interrupt, launch
-from dualsft import config as settings
-from dualsft.config import Config
+from dualsft import __version__
+from dualsft.config import settings
+from dualsft.config.settings import Config
+from dualsft.distributed import launch
 from dualsft.errors import ConfigError, DualsftError
-from dualsft.methods import registry
-from dualsft.preflight import STAGE_NAMES, check_run_folder, check_stage, load_checked
-from dualsft.progress import Reporter
-from dualsft.run_paths import RunPath
+from dualsft.lab.methods import registry
+from dualsft.runs.preflight import STAGE_NAMES, check_run_folder, check_stage, load_checked
+from dualsft.system import signals as interrupt
+from dualsft.system.paths import RunPath
+from dualsft.system.progress import Reporter
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 export_app = typer.Typer(no_args_is_help=True, help="Merge a delta into a model, or extract one.")
@@ -161,7 +164,7 @@ def run(
 def work(config: Config, folder: Path, until: str | None, gpus: int | None) -> Path:
     """The stages up to `until`: in this process, or in the processes that --gpus asks for."""
     launch.spread(gpus, config, lambda line: console.print(line, markup=False))
-    return later("dualsft.pipeline").run(config, folder, until, make_reporter())
+    return later("dualsft.runs.pipeline").run(config, folder, until, make_reporter())
 
 
 def with_consent(words: list[str] | None, allow_code: bool) -> list[str]:
@@ -204,7 +207,7 @@ def report(
     ] = None,
 ) -> None:
     """report.html, report.md and a model card from what is there; several runs side by side."""
-    for path in later("dualsft.report_runs").write_reports(folders, out):
+    for path in later("dualsft.lab.report.side_by_side").write_reports(folders, out):
         console.print(str(path), markup=False)
 
 
@@ -212,7 +215,7 @@ def report(
 def check(words: Words = None) -> None:
     """What a run would do: candidates, counts, rendered examples, gradient alone vs in a batch."""
     config = load_checked(*parse_words(words))
-    problems = later("dualsft.checkup").check(config, make_reporter())
+    problems = later("dualsft.lab.check").check(config, make_reporter())
     if problems:
         raise typer.Exit(1)
 
@@ -231,7 +234,7 @@ def estimate(
     """Memory, time and disk of every stage on this machine, before anything runs."""
     check_stage(until)
     config = load_checked(*parse_words(words))
-    found = later("dualsft.estimation").estimate(config, out, until, make_reporter())
+    found = later("dualsft.lab.estimate.estimate").estimate(config, out, until, make_reporter())
     if json_file is not None:
         json_file.write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
     show_estimate(found)
@@ -241,7 +244,7 @@ def estimate(
 
 def show_estimate(found: Any) -> None:
     """The table of `dualsft estimate`, and under it what does not fit, with its cure."""
-    disk, clock = later("dualsft.disk"), later("dualsft.progress").clock
+    disk, clock = later("dualsft.system.disk"), later("dualsft.system.progress").clock
 
     def gib(num_bytes: int) -> str:
         return f"{num_bytes / 2**30:.2f}" if num_bytes else "–"
@@ -287,7 +290,7 @@ def diagnose(
     ] = False,
 ) -> None:
     """Do the scores mean anything? Numbers and figures from a finished run."""
-    diagnostics = later("dualsft.diagnostics")
+    diagnostics = later("dualsft.lab.diagnostics")
     if show_list:
         for one in diagnostics.registry().values():
             console.print(f"[bold]{one.name}[/bold]{'' if one.default else ' (on request)'}")
@@ -306,7 +309,7 @@ def diagnose(
     consent = [w for w in given if w.partition("=")[0] in settings.CONSENTS]
     options = [w for w in given if "=" in w and w not in consent]
     wanted = diagnostics.Wanted.of([w for w in given if "=" not in w], options)
-    job = later("dualsft.diagnostics.job")
+    job = later("dualsft.lab.diagnostics.job")
     for path in job.diagnose(folder, wanted, make_reporter(), consent):
         console.print(str(path), markup=False)
 
@@ -334,14 +337,14 @@ def compare(
     """Methods x models x data x budgets x seeds from one YAML: cells, tables, figures."""
     source, overrides = parse_words(with_consent(words, allow_code))
     if source is None:
-        known = ", ".join(later("dualsft.comparison_matrix").recipe_names())
+        known = ", ".join(later("dualsft.lab.compare.matrix").recipe_names())
         raise ConfigError(
             "compare: name a matrix file or recipe, such as quick; there are: " + known
         )
     if until is not None:
         check_stage(until)
-    matrix = later("dualsft.comparison_matrix").load_matrix(source, overrides)
-    comparing = later("dualsft.comparing")
+    matrix = later("dualsft.lab.compare.matrix").load_matrix(source, overrides)
+    comparing = later("dualsft.lab.compare.cells")
     if dry_run:
         comparing.dry_run(matrix, lambda line: console.print(line, markup=False), only)
         return
@@ -351,7 +354,7 @@ def compare(
     for title, why in failed.items():
         errors.print(f"error: {title}: {why}", markup=False)
     if until is None and (tables or len(failed) < len(matrix.cells(only))):
-        for path in later("dualsft.comparison_tables").write_tables(matrix, out, reference):
+        for path in later("dualsft.lab.compare.pages").write_tables(matrix, out, reference):
             console.print(str(path), markup=False)
     if failed:
         raise typer.Exit(1)
@@ -387,7 +390,7 @@ def merge(
     force: Annotated[bool, typer.Option(help="Merge although the base's hash differs.")] = False,
 ) -> None:
     """Base + delta → a Hugging Face folder."""
-    count = later("dualsft.export").merge(base, delta, out, dtype, force)
+    count = later("dualsft.model.export").merge(base, delta, out, dtype, force)
     console.print(f"{count:,} entries merged into {out}", markup=False)
 
 
@@ -399,7 +402,7 @@ def extract(
     dtype: Annotated[str, typer.Option(help="dtype to compare in.")] = "auto",
 ) -> None:
     """The entries in which two models differ → a delta file."""
-    count = later("dualsft.export").extract(base, tuned, out, dtype)
+    count = later("dualsft.model.export").extract(base, tuned, out, dtype)
     console.print(f"{count:,} changed entries written to {out}", markup=False)
 
 
@@ -415,7 +418,7 @@ def quickstart(
             f"{source!r}: the quickstart has its own recipe; use `dualsft run` for others"
         )
     config = load_checked("quickstart", overrides)
-    quickstart = later("dualsft.quickstart")
+    quickstart = later("dualsft.lab.quickstart")
     quickstart.check_own_task(config)
     for line in quickstart.run_quickstart(config, out, make_reporter()):
         console.print(line, markup=False)
@@ -475,7 +478,7 @@ def _tell(error: BaseException, *lines: str) -> None:
 def _unforeseen(problem: Exception) -> str:
     """What nobody caught: no memory, or a defect of ours."""
     text = " ".join(str(problem).split())[:300]
-    if later("dualsft.memory").is_out_of_memory(problem):
+    if later("dualsft.system.usage").is_out_of_memory(problem):
         return (
             f"out of memory ({text}); lower score.batch_tokens and data.max_length, use "
             "model.dtype=bfloat16 on a GPU, or a machine with more memory, then run the same "

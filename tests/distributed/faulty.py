@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from worlds import short_training
 
-from dualsft import passes
-from dualsft.data import Example
-from dualsft.distributed import joined, settled, world
+from dualsft.data.examples import Example
+from dualsft.distributed.world import joined, settled, world
+from dualsft.engine import walk as passes
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.errors import DualsftError
-from dualsft.ghost import GhostEngine
-from dualsft.model import find_candidates, load_model, text_parameters
-from dualsft.passes import PassSettings, loss_objective, walk
-from dualsft.placement import blank
-from dualsft.progress import Reporter
-from dualsft.sharded_optim import make_optimizer
-from dualsft.sharding import load_sharded, local_rows
-from dualsft.training import Hooks, mean_loss, train
+from dualsft.memory.placement import blank
+from dualsft.model.load import find_candidates, load_model, text_parameters
+from dualsft.model.sharded import load_sharded, local_rows
+from dualsft.system.progress import Reporter
+from dualsft.train.loop import Hooks, mean_loss, train
+from dualsft.train.sharded import make_optimizer
 
 EXAMPLES = [
     Example(f"id{i}", i, list(range(3, 8 + i % 7)), list(range(3, 8 + i % 7))) for i in range(13)

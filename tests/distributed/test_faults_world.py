@@ -65,10 +65,12 @@ def test_training_goes_on_with_less_memory_in_all_processes(found: list[dict[str
 
 EVALUATION = """
 import sys, torch
-from dualsft import config, losses, pipeline
-from dualsft.distributed import joined, world
-from dualsft.progress import Reporter
-from dualsft.stages import evaluation
+from dualsft.config import settings as config
+from dualsft.engine import losses
+from dualsft.runs import pipeline
+from dualsft.distributed.world import joined, world
+from dualsft.system.progress import Reporter
+from dualsft.lab.evaluation import stage as evaluation
 
 def short(before, after, batch, true=evaluation.comparison):
     if world().rank == 1 and len(batch.input_ids) > 1:
@@ -108,7 +110,7 @@ def test_processes_with_other_settings_are_refused(
         "import os, sys\n"
         "from dualsft import config, pipeline\n"
         "from dualsft.errors import RunError\n"
-        "from dualsft.progress import Reporter\n"
+        "from dualsft.system.progress import Reporter\n"
         "rank, out = os.environ['RANK'], sys.argv[1]\n"
         "for words, folder in (([f'seed={rank}'], out), ([], out + rank)):\n"
         "    try:\n"

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 import dualsft
-from dualsft import heartbeat, interrupt
-from dualsft.distributed import World, joined
+from dualsft.distributed import heartbeat
+from dualsft.distributed.world import World, joined
 from dualsft.errors import DualsftError, RunError
+from dualsft.system import signals as interrupt
 
 # what PyTorch's store says of its own, now and then, when the process that holds it leaves first
 _STORE = re.compile(
@@ -109,7 +110,7 @@ def main(mode: str) -> int:
 
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["dualsft.heartbeat", "pytest"])  # torch is imported once
+FORKS.set_forkserver_preload(["dualsft.distributed.heartbeat", "pytest"])  # torch is imported once
 
 
 def by_hand(mode: str, env: dict[str, str], output: Path) -> None:

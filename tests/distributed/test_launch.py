@@ -16,7 +16,8 @@ from conftest import small_run, write_jsonl
 from typer.testing import CliRunner
 
 import dualsft
-from dualsft import cli, launch
+from dualsft import cli
+from dualsft.distributed import launch
 from dualsft.errors import ConfigError
 
 Folders = Callable[[str], Path]

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from test_topk import by_full_sort, denormals, split
 from torch import Tensor
 
-from dualsft import score_reading, topk
-from dualsft.distributed import World, alone, joined
-from dualsft.score_reading import ScoreSource, chunked
-from dualsft.topk import TopK, topk_signed
+from dualsft.algorithm import score_reading, topk
+from dualsft.algorithm.score_reading import ScoreSource, chunked
+from dualsft.algorithm.topk import TopK, topk_signed
+from dualsft.distributed.world import World, alone, joined
 
 SIZES = (1, 2, 3)
 NUM_RANDOM = 50

@@ -1,7 +1,7 @@
 """One process of a world that counts the bytes of its collectives (started by torchrun).
 
-Prints, from the first process, one JSON line: what was counted and what `dualsft.scaling` says, for
-one turn of a walk and one step of restricted fine-tuning, replicated and sharded.
+Prints, from the first process, one JSON line: what was counted and what `dualsft.memory.scaling`
+says, for one turn of a walk and one step of restricted fine-tuning, replicated and sharded.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import short_training
 
-from dualsft.data import Example
-from dualsft.distributed import joined, settled, world
-from dualsft.ghost import GhostEngine
-from dualsft.model import find_candidates, load_model, text_parameters
-from dualsft.passes import PassSettings, loss_objective, walk
-from dualsft.placement import blank
-from dualsft.progress import Reporter
-from dualsft.scaling import ModelShape, step_traffic, walk_traffic
-from dualsft.sharded_optim import ShardedAdamW, make_optimizer
-from dualsft.sharding import load_sharded, weights_vector
-from dualsft.training import train
+from dualsft.data.examples import Example
+from dualsft.distributed.world import joined, settled, world
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.walk import PassSettings, loss_objective, walk
+from dualsft.memory.placement import blank
+from dualsft.memory.scaling import ModelShape, step_traffic, walk_traffic
+from dualsft.model.load import find_candidates, load_model, text_parameters
+from dualsft.model.sharded import load_sharded, weights_vector
+from dualsft.system.progress import Reporter
+from dualsft.train.loop import train
+from dualsft.train.sharded import ShardedAdamW, make_optimizer
 
 SMALL = 1024
 """Words between the processes (flags, counts) are smaller than this and not counted."""

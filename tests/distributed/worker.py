@@ -13,10 +13,10 @@ import os
 import sys
 from pathlib import Path
 
-from dualsft import config as settings
-from dualsft import pipeline
-from dualsft.distributed import joined
-from dualsft.progress import Reporter
+from dualsft.config import settings
+from dualsft.distributed.world import joined
+from dualsft.runs import pipeline
+from dualsft.system.progress import Reporter
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ from models import ARCHITECTURES, tiny_examples, tiny_model
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dualsft import attention
-from dualsft.data import Example, collate
-from dualsft.losses import example_objective
+from dualsft.data.examples import Example, collate
+from dualsft.engine.losses import example_objective
+from dualsft.model import attention
 
 pytestmark = pytest.mark.gpu
 

@@ -15,12 +15,12 @@ from faults import Launcher, content
 from models import save_tiny_folder, tiny_examples, tiny_model
 from safetensors.torch import load_file
 
-from dualsft.data import Example
-from dualsft.ghost import GhostEngine
-from dualsft.model import find_candidates
-from dualsft.passes import PassSettings, loss_objective, walk
-from dualsft.progress import Reporter
-from dualsft.vectors import ParamVector
+from dualsft.data.examples import Example
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.walk import PassSettings, loss_objective, walk
+from dualsft.model.load import find_candidates
+from dualsft.storage.vectors import ParamVector
+from dualsft.system.progress import Reporter
 
 pytestmark = pytest.mark.gpu
 

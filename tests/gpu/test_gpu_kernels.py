@@ -13,13 +13,13 @@ import torch
 from models import ARCHITECTURES, tiny_model
 from test_ghost import QUIET, examples_for, random_direction
 
-from dualsft.data import collate
-from dualsft.fused import fused_blocks
-from dualsft.ghost import GhostEngine
-from dualsft.losses import example_objective
-from dualsft.model import find_candidates
-from dualsft.passes import PassSettings, loss_objective, walk
-from dualsft.vectors import ParamVector
+from dualsft.data.examples import collate
+from dualsft.engine.fused import fused_blocks
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.losses import example_objective
+from dualsft.engine.walk import PassSettings, loss_objective, walk
+from dualsft.model.load import find_candidates
+from dualsft.storage.vectors import ParamVector
 
 pytestmark = pytest.mark.gpu
 

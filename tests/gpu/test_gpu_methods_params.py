@@ -13,8 +13,8 @@ import torch
 from conftest import Runner
 from test_methods_params import MOVING, OPTIONS, Killed, choosing, summary
 
-from dualsft.pieces import Pieces
-from dualsft.stages.chosen import read_mask
+from dualsft.runs.stages.chosen import read_mask
+from dualsft.storage.resume import Pieces
 
 pytestmark = pytest.mark.gpu
 

@@ -17,15 +17,15 @@ import torch
 from models import tiny_examples, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dualsft.data import Example
-from dualsft.ghost import GhostEngine
-from dualsft.memory import limit_memory
-from dualsft.model import find_candidates
-from dualsft.passes import PassSettings, loss_objective, walk
-from dualsft.placement import Streamed, blank, in_host_memory
-from dualsft.plans import Plan, Wishes
-from dualsft.progress import Reporter
-from dualsft.vectors import ParamVector
+from dualsft.data.examples import Example
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.walk import PassSettings, loss_objective, walk
+from dualsft.memory.placement import Streamed, blank, in_host_memory
+from dualsft.memory.plans import Plan, Wishes
+from dualsft.model.load import find_candidates
+from dualsft.storage.vectors import ParamVector
+from dualsft.system.progress import Reporter
+from dualsft.system.usage import limit_memory
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,9 @@ import pytest
 from conftest import small_run
 from worlds import FP32, Limits, assert_same_run, environment, torchrun
 
-from dualsft import config as settings
-from dualsft import pipeline
-from dualsft.progress import Reporter
+from dualsft.config import settings
+from dualsft.runs import pipeline
+from dualsft.system.progress import Reporter
 
 pytestmark = pytest.mark.gpu
 

@@ -1,0 +1,1 @@
+"""Algorithm 1 of the paper, line by line, as functions of values."""

@@ -1,0 +1,117 @@
+"""u, the shared projection: Algorithm 1 line 7, Eq. (u).
+
+Everything here works with u / eta_sc = v_val − (eta_sc / 2) ĉ ⊙ G: eta_sc is about 1e-10 and
+nothing is gained by carrying it; scores get the factor back when they are reported. `score.step:
+adam` divides the direction by ĉ. In one-pass mode (ALGORITHM.md §4) the same formula with N ·
+v_new in the place of G is the direction U₀ that is known before the pool is touched; what
+separates the two is `residual`, which the certificate bounds.
+
+All of it is lazy (`storage/vectors.py`): nothing here holds a vector, whatever the size of the
+model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dualsft.config.settings import Config
+from dualsft.storage.vectors import LazyVector, Products, Vector
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectionTerms:
+    """v_val, ĉ and the step: all that Eq. (u) needs besides the pool's own gradient."""
+
+    val_grad: Vector
+    v_val: Vector
+    curvature: Vector | None
+    """ĉ when the second-order term is on."""
+    preconditioner: Vector | None
+    """ĉ when the step is Adam's."""
+    curvature_scale: float
+    eta_ft: float
+    n_sc: int
+    lam_effective: float
+    """The factor that v_prior really got: λ, or λ ‖v_new‖ / ‖v_prior‖."""
+
+    @property
+    def eta_sc(self) -> float:
+        return self.eta_ft / self.n_sc
+
+    def projection(self, grad_sum: Vector) -> Vector:
+        """u / eta_sc for this G."""
+        return self._stepped(self.v_val.combine(self._minus_curved, *self._pair(grad_sum)))
+
+    def estimate(self) -> Vector:
+        """U₀: the projection with N · v_new for G (exact when there is no second-order term)."""
+        return self.projection(self.val_grad.scaled(float(self.n_sc)))
+
+    def second_order(self, grad_sum: Vector) -> Vector:
+        """(eta_sc / 2) ĉ ⊙ G: the second-order part of u / eta_sc, before the step."""
+
+        def minus_nothing(first: Tensor, *pair: Tensor) -> Tensor:
+            return self._minus_curved(torch.zeros_like(first), *pair) * -1.0
+
+        return self.v_val.combine(minus_nothing, *self._pair(grad_sum))
+
+    def residual(self, grad_sum: Vector) -> Vector:
+        """U₀ − u: what the one-pass direction misses, formed without cancellation."""
+        difference = grad_sum.plus(self.val_grad, -float(self.n_sc))
+        return self._stepped(self.second_order(difference))
+
+    def _pair(self, grad_sum: Vector) -> tuple[Vector, ...]:
+        return () if self.curvature is None else (self.curvature, grad_sum)
+
+    def _minus_curved(self, first: Tensor, *pair: Tensor) -> Tensor:
+        if not pair:
+            return first
+        curvature, grad_sum = pair
+        factor = -0.5 * self.eta_sc * self.curvature_scale
+        return torch.addcmul(first, curvature, grad_sum, value=factor)
+
+    def _stepped(self, direction: Vector) -> Vector:
+        if self.preconditioner is None:
+            return direction
+        return direction.combine(torch.div, self.preconditioner)
+
+
+def projection_terms(
+    config: Config,
+    n_sc: int,
+    val_grad: Vector,
+    prior_grad: Vector,
+    curvature: Vector | None,
+) -> ProjectionTerms:
+    """Eq. (u)'s terms under the run's settings."""
+    score = config.score
+    lam = effective_lambda(score.lam, score.lam_relative, val_grad, prior_grad)
+    v_val = val_grad.plus(prior_grad, lam) if lam else val_grad
+    second = score.curvature == "adam_rms" and score.curvature_scale > 0
+    return ProjectionTerms(
+        val_grad=val_grad,
+        v_val=v_val,
+        curvature=curvature if second else None,
+        preconditioner=curvature if score.step == "adam" else None,
+        curvature_scale=score.curvature_scale,
+        eta_ft=config.finetune.lr,
+        n_sc=n_sc,
+        lam_effective=lam,
+    )
+
+
+def effective_lambda(lam: float, relative: bool, val_grad: Vector, prior_grad: Vector) -> float:
+    """The factor of v_prior: λ, or λ ‖v_new‖ / ‖v_prior‖; zero for a zero v_prior."""
+    pairs = [("val", "val"), ("prior", "prior")]
+    norms = Products({"val": val_grad, "prior": prior_grad}, pairs)
+    prior_norm = norms.norm("prior")
+    if prior_norm == 0:
+        return 0.0
+    return lam * norms.norm("val") / prior_norm if relative else lam
+
+
+def param_scores(eta_sc: float, projection: Vector, grad_sum: Vector) -> LazyVector:
+    """s_θ = u ⊙ G (Algorithm 1 line 8), with u's own factor eta_sc put back."""
+    return projection.combine(lambda u, g: (u * g).mul_(eta_sc), grad_sum)

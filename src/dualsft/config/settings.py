@@ -1,0 +1,414 @@
+"""Every setting of a run, defined once: the Python API, the YAML file and the `key=value` flags.
+
+The settings are the decisions of ALGORITHM.md section 2 and the inputs of Algorithm 1. A field's
+annotation says what it accepts, its default is the paper's value, the string under it is its
+documentation (`describe`, `docs/config.md`, `--help`). All problems are found at once, before
+torch is imported, and raised as one `ConfigError`; a `Config` that exists is valid, since the
+constructor checks it. Reads a YAML file or a packaged recipe; `to_yaml` writes one that replays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib.resources
+import inspect
+import sys
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+
+from dualsft.config import fields as config_fields
+from dualsft.config.checks import contradictions, idle_options
+from dualsft.config.fields import (
+    DataConfig,
+    EvaluationConfig,
+    FinetuneConfig,
+    MethodConfig,
+    ModelConfig,
+    ParallelConfig,
+    ResumeConfig,
+    ScoreConfig,
+    SelectConfig,
+    SplitConfig,
+    WarmupConfig,
+)
+from dualsft.config.parse import (
+    NULLS,
+    Bounds,
+    FieldSpec,
+    Text,
+    convert,
+    dump_yaml,
+    field_docs,
+    field_spec,
+    parse_yaml,
+    show,
+    unknown_key,
+)
+from dualsft.errors import ConfigError, RunError
+from dualsft.lab import methods
+from dualsft.storage.manifest import broken_seal
+from dualsft.system.paths import Place, RunPath
+
+METHOD = "method."
+MAX_CONFIG_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A run. The constructor checks everything and raises one `ConfigError` with all problems."""
+
+    seed: Annotated[int, Bounds(least=0, most=2**32 - 1)] = 42
+    """Seed of the split, of the order of examples and of dropout."""
+    model: ModelConfig
+    data: DataConfig
+    split: SplitConfig = dataclasses.field(default_factory=SplitConfig)
+    warmup: WarmupConfig = dataclasses.field(default_factory=WarmupConfig)
+    score: ScoreConfig = dataclasses.field(default_factory=ScoreConfig)
+    select: SelectConfig = dataclasses.field(default_factory=SelectConfig)
+    method: MethodConfig = dataclasses.field(default_factory=MethodConfig)
+    finetune: FinetuneConfig = dataclasses.field(default_factory=FinetuneConfig)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    resume: ResumeConfig = dataclasses.field(default_factory=ResumeConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}: {show(getattr(self, name))} is not allowed; give a {section.__name__}"
+            for name, section in _sections().items()
+            if not isinstance(getattr(self, name), section)
+        ]
+        if problems:
+            raise ConfigError(problems)
+        for name, part in _build(_resolve(to_flat(self), [])).items():
+            object.__setattr__(self, name, part)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldDoc:
+    """One line of the settings' documentation; `default` is "required" where there is none."""
+
+    key: str
+    type_text: str
+    default: str
+    doc: str
+
+
+@functools.cache
+def _sections() -> dict[str, type]:
+    hints = typing.get_type_hints(Config)
+    return {
+        name: hint
+        for name, hint in hints.items()
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint)
+    }
+
+
+@functools.cache
+def _specs() -> dict[str, FieldSpec]:
+    """Every setting by its full key, in the order of the file."""
+    specs: dict[str, FieldSpec] = {}
+    for prefix, owner in {"": Config, **_sections()}.items():
+        hints = typing.get_type_hints(owner, include_extras=True)
+        for field in dataclasses.fields(owner):
+            if field.name in _sections() and not prefix:
+                continue
+            key = f"{prefix}.{field.name}".lstrip(".")
+            factory = field.default_factory
+            default = field.default if factory is MISSING else factory()
+            specs[key] = field_spec(key, hints[field.name], default)
+    return specs
+
+
+def keys() -> list[str]:
+    """Every key, in the order of the file."""
+    return list(_specs())
+
+
+def describe() -> list[FieldDoc]:
+    """Key, type, default and documentation of every setting, from the definition itself."""
+    docs = field_docs(inspect.getsource(config_fields))
+    docs |= field_docs(inspect.getsource(sys.modules[__name__]))
+    described = []
+    for key, spec in _specs().items():
+        section, _, name = key.rpartition(".")
+        owner = _sections()[section].__name__ if section else "Config"
+        default = "required" if spec.default is MISSING else _plain_yaml(spec.default)
+        described.append(FieldDoc(key, spec.allowed, default, docs.get((owner, name), "")))
+    return described
+
+
+def _plain_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+
+
+def _flatten(mapping: Mapping[Any, Any], problems: list[str]) -> dict[str, Any]:
+    """`{section: {key: value}}` to `{section.key: value}`; dotted keys pass as they are."""
+    flat: dict[str, Any] = {}
+    for name, value in mapping.items():
+        nested = isinstance(value, Mapping) and name not in _specs()
+        if nested and (value or name in _sections()):
+            pairs = [(f"{name}.{key}", inner) for key, inner in value.items()]
+        elif name in _sections():
+            empty = value is None or (isinstance(value, Text) and value.strip(" \t\n") in NULLS)
+            pairs = []
+            if not empty:
+                problems.append(_not_a_section(name, value))
+        else:
+            pairs = [(str(name), value)]
+        for key, inner in pairs:
+            if key in flat:
+                problems.append(f"{key}: given twice, nested and dotted; keep one of them")
+            flat[key] = inner
+    return flat
+
+
+def _not_a_section(name: str, value: Any) -> str:
+    example = next(key for key in _specs() if key.startswith(f"{name}."))
+    return (
+        f"{name}: {show(value)} is not allowed; it is a section: give its keys, such as {example}"
+    )
+
+
+def _resolve(flat: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """The value of every key; raises with `problems` and everything found here."""
+    problems = list(problems)
+    values: dict[str, Any] = {}
+    flat = _gather_options(flat, problems)
+    for key in flat:
+        if key not in _specs():
+            problems.append(unknown_key(key, _specs()))
+    for key, spec in _specs().items():
+        value = flat.get(key, spec.default)
+        if value is MISSING:
+            problems.append(f"{key}: missing; it is required: give {spec.allowed}, as in {key}=...")
+            continue
+        try:
+            values[key] = convert(spec, value)
+        except ConfigError as error:
+            problems += error.problems
+    problems += contradictions(values)
+    if "method.options" in values:
+        wrong, values["method.options"] = methods.problems_of(values)
+        problems += wrong
+    if problems:
+        error = ConfigError(problems)
+        error.usable = values
+        raise error
+    return values
+
+
+def _gather_options(flat: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """`method.NAME.OPTION`, dotted or nested, moved into the one mapping `method.options`."""
+    rest: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for key, value in flat.items():
+        name = key.removeprefix(METHOD)
+        if not key.startswith(METHOD) or key in _specs():
+            rest[key] = value
+        elif isinstance(value, Mapping):
+            options |= {f"{name}.{inner}": v for inner, v in value.items()}
+        elif "." in name:
+            options[name] = value
+        else:
+            rest[key] = value
+    if not options:
+        return rest
+    whole = rest.get("method.options") or {}
+    if not isinstance(whole, Mapping):
+        return rest
+    problems += [
+        f"method.{name}: given twice, by itself and in method.options; keep one of them"
+        for name in options
+        if name in whole
+    ]
+    return rest | {"method.options": {**whole, **options}}
+
+
+def _build(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `Config` from flat values."""
+    parts: dict[str, Any] = {"seed": values["seed"]}
+    for name, section in _sections().items():
+        fields = [field.name for field in dataclasses.fields(section)]
+        parts[name] = section(**{field: values[f"{name}.{field}"] for field in fields})
+    return parts
+
+
+def _from_mapping(mapping: Mapping[Any, Any], problems: list[str]) -> Config:
+    problems = list(problems)
+    flat = _flatten(mapping, problems)
+    return Config(**_build(_resolve(flat, problems)))
+
+
+def from_mapping(mapping: Mapping[Any, Any]) -> Config:
+    """A config from nested dicts, `{"score": {"lam": 0.5}}`; raises with all problems."""
+    return _from_mapping(mapping, [])
+
+
+def validate(config: Config) -> None:
+    """Check again a config that may have been changed after it was made."""
+    if not isinstance(config, Config):
+        raise ConfigError(f"config: {show(config)} is not allowed; give a dualsft.Config")
+    dataclasses.replace(config)
+
+
+def _override(mapping: Mapping[Any, Any], overrides: Iterable[str]) -> tuple[dict, list[str]]:
+    merged = {k: dict(v) if isinstance(v, Mapping) else v for k, v in mapping.items()}
+    problems: list[str] = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            problems.append(f"{override!r}: not a setting; write key=value, as in score.lam=0.5")
+            continue
+        section, _, name = key.partition(".")
+        inside = merged.get(section)
+        if key in _sections():
+            problems.append(_not_a_section(key, Text(value)))
+        elif name and (inside is None or isinstance(inside, dict)):
+            merged.pop(key, None)
+            merged[section] = {**(inside or {}), name: Text(value)}
+        else:
+            merged[key] = Text(value)
+    return merged, problems
+
+
+def apply_overrides(mapping: Mapping[Any, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """A copy of nested dicts with `key=value` flags put over them; the last one wins."""
+    merged, problems = _override(mapping, overrides)
+    if problems:
+        raise ConfigError(problems)
+    return merged
+
+
+def _recipe_folder() -> Any:
+    return importlib.resources.files("dualsft") / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """The recipes that the package brings."""
+    folder = _recipe_folder()
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted(e.name.removesuffix(".yaml") for e in entries if e.name.endswith(".yaml"))
+
+
+def _read(source: str | Place) -> tuple[dict[str, Any], list[str]]:
+    """Nested dicts from a YAML file."""
+    path = source if isinstance(source, RunPath) else _own_file(Path(source))
+    try:
+        if path.size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path}: over {MAX_CONFIG_BYTES} bytes; give a YAML config file")
+        text = path.read_bytes(MAX_CONFIG_BYTES).decode("utf-8-sig")
+        if broken_seal(text) and path.name == "config.yaml":
+            raise ConfigError(
+                f"{path}: changed or damaged since the run wrote it; give the settings as "
+                "key=value instead, or, if the change is yours, delete the file's first line"
+            )
+        return parse_yaml(text, str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}; give a UTF-8 YAML file") from None
+    except RunError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _own_file(path: Path) -> RunPath:
+    """A file that the user names: it may be a link, and must be a regular file."""
+    real = path.resolve()
+    return RunPath(real.parent, real.name)
+
+
+def load_yaml(path: str | Place) -> Config:
+    """A config from a YAML file."""
+    return load(path)
+
+
+def read_source(source: str | Place | None) -> tuple[dict[str, Any], list[str]]:
+    """Nested values of a recipe's name, a YAML file or nothing, and the problems met on the way."""
+    if source is None:
+        return {}, []
+    if isinstance(source, str) and source in recipe_names():
+        text = (_recipe_folder() / f"{source}.yaml").read_text(encoding="utf-8")
+        return parse_yaml(text, f"recipe {source}")
+    if not (source if isinstance(source, RunPath) else Path(source)).exists():
+        names = recipe_names()
+        close = difflib.get_close_matches(str(source), names, n=1)
+        cure = f"did you mean '{close[0]}'?" if close else "give a YAML file or a recipe's name"
+        raise ConfigError(f"{source}: no such file or recipe; recipes: {', '.join(names)}; {cure}")
+    return _read(source)
+
+
+def load(source: str | Place | None = None, overrides: Sequence[str] = ()) -> Config:
+    """A config from a recipe's name, a YAML file or nothing, with `key=value` flags over it."""
+    mapping, problems = read_source(source)
+    given = {word.partition("=")[0].strip() for word in overrides}
+    for key in CONSENTS:
+        if (stored := _take(mapping, key)) not in NO and key not in given:
+            problems.append(stored_consent(key, f"{show(stored)} in {source}"))
+    merged, more = _override(mapping, overrides)
+    return _from_mapping(merged, problems + more)
+
+
+CONSENTS = ("model.trust_remote_code", "evaluation.allow_code_execution")
+"""Settings that let code run. They come from this command line (or from Python) alone: no file is
+asked for them, and no run folder keeps them, since a file may have been written by somebody else.
+"""
+NO = (None, False, "false", "False", "no", "off", "null", "~", "")
+
+
+def stored_consent(key: str, found: str) -> str:
+    """What is said of a file that wants to let code run."""
+    return (
+        f"{key}: {found} is not taken as consent to run code, which comes from the command line "
+        f"alone: give {key}=true there if you trust its source, or {key}=false to go on without"
+    )
+
+
+def _take(mapping: dict[str, Any], key: str) -> Any:
+    """Remove a key from nested dicts, written nested or dotted; its value."""
+    section, _, name = key.partition(".")
+    inside = mapping.get(section)
+    nested = None
+    if isinstance(inside, Mapping) and name in inside:
+        nested = inside[name]
+        mapping[section] = {k: v for k, v in inside.items() if k != name}
+    dotted = mapping.pop(key, None)
+    return nested if dotted is None else dotted
+
+
+def consent_of(config: Config) -> list[str]:
+    """The `key=true` words that let code run, for a process that this one starts."""
+    flat = to_flat(config)
+    return [f"{key}=true" for key in CONSENTS if flat[key]]
+
+
+def to_flat(config: Config) -> dict[str, Any]:
+    """Every value under its full key, such as `score.lam`."""
+    flat: dict[str, Any] = {}
+    for key in _specs():
+        section, _, name = key.rpartition(".")
+        flat[key] = getattr(getattr(config, section) if section else config, name)
+    return flat
+
+
+def to_mapping(config: Config) -> dict[str, Any]:
+    """Nested dicts that `from_mapping` turns back into the same config."""
+    return dataclasses.asdict(config)
+
+
+def to_yaml(config: Config) -> str:
+    """A YAML file with every value written out, but for consent to run code (`CONSENTS`)."""
+    mapping = to_mapping(config)
+    for key in CONSENTS:
+        _take(mapping, key)
+    return dump_yaml(mapping)
+
+
+def warnings(config: Config) -> list[str]:
+    """Options that were changed and have no effect in this combination."""
+    return idle_options(to_flat(config), {key: spec.default for key, spec in _specs().items()})

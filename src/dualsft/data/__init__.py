@@ -1,0 +1,1 @@
+"""From a path to tokenised examples: sources, readers, formats, chat templates."""

@@ -1,0 +1,271 @@
+"""Chat templates: a conversation as one text, and which characters of it the model is to answer.
+
+A chat template is a program that came with a model or from the user: it is rendered in
+transformers' sandbox only, with a limit on time, memory and output. What it writes for an assistant
+turn is found in one of three ways, each of which is checked against the full text:
+
+* `{% generation %}` in the template marks the answers itself (rows that are conversations);
+* the text before an answer, rendered alone with its generation prompt, begins the full text, and
+  so does the text up to and including the answer;
+* where that fails (some templates write earlier turns in another way than the last), every answer
+  is replaced by a marker, which shows where it stands; putting the answers back must give the full
+  text again.
+
+When none holds, the row is refused: labels are never guessed (ALGORITHM.md section 2).
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from os.path import commonprefix
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dualsft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from dualsft.data.formats import Turn
+
+MAX_TEMPLATE_BYTES = 1 << 20
+MAX_SECONDS = 10.0
+MAX_OUTPUT = 64 << 20
+MAX_MEMORY = 2 << 30
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Piece = tuple[str, bool]
+"""A stretch of text, and whether it is an answer."""
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, or the one of a file, as a function of turns."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+
+    def source(self, tools: Sequence[Turn] = ()) -> str:
+        """The Jinja text in use (a tokenizer may have one of its own for tools)."""
+        return self._tokenizer.get_chat_template(self._template, list(tools) or None)
+
+    def pieces(
+        self, turns: Sequence[Turn], tools: Sequence[Turn] = (), trained_from: int | None = 0
+    ) -> list[Piece]:
+        """The text of a conversation cut into answers and the rest.
+
+        With `trained_from` None the last turn is the answer to all before it. A ValueError says why
+        a conversation cannot be rendered, or its answers not be found.
+        """
+        with _bounded():
+            whole = trained_from is None
+            first = len(turns) - 1 if trained_from is None else trained_from
+            answers = [
+                k
+                for k, turn in enumerate(turns)
+                if k >= first and turn["role"] == "assistant" and turn.get("weight") != 0
+            ]
+            if not whole and first == 0 and _GENERATION.search(self.source(tools)):
+                text, spans = self._marked(turns, tools)
+                if all(turn.get("weight") != 0 for turn in turns):
+                    return _cut(text, spans)
+            text = self._render(turns, tools)
+            spans = [self._span(k, turns, tools, text) for k in answers]
+            if any(span is None for span in spans):
+                spans = self._by_markers(answers, turns, tools, text)
+        found = [span for span in spans if span is not None]
+        if any(a[1] > b[0] for a, b in zip(found, found[1:], strict=False)):
+            raise ValueError("the chat template writes the turns in another order than they have")
+        return _cut(text, found)
+
+    def prompt(self, turns: Sequence[Turn], tools: Sequence[Turn] = ()) -> str:
+        """The text that the model is given before it answers."""
+        with _bounded():
+            return self._render(turns, tools, add_generation_prompt=True)
+
+    def _render(
+        self, turns: Sequence[Turn], tools: Sequence[Turn], add_generation_prompt: bool = False
+    ) -> str:
+        text, _ = self._jinja(turns, tools, add_generation_prompt, mask=False)
+        return text
+
+    def _marked(
+        self, turns: Sequence[Turn], tools: Sequence[Turn]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the stretches inside {% generation %}."""
+        text, spans = self._jinja(turns, tools, False, mask=True)
+        spans = [(start, end) for start, end in spans if end > start]
+        if not spans:
+            raise ValueError("the chat template's {% generation %} marks nothing in this row")
+        return text, spans
+
+    def _jinja(
+        self, turns: Sequence[Turn], tools: Sequence[Turn], add_generation_prompt: bool, mask: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        words: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[list(turns)],
+                tools=list(tools) or None,
+                chat_template=self.source(tools),
+                return_assistant_tokens_mask=mask,
+                add_generation_prompt=add_generation_prompt,
+                **words,
+            )
+            text = str(texts[0])
+            if len(text) > MAX_OUTPUT:
+                raise ValueError(f"it writes more than {MAX_OUTPUT:,} characters")
+            text.encode("utf-8")
+        except Exception as problem:  # the template is somebody's program: it may raise anything
+            reason = f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
+            raise ValueError(f"the chat template fails on this row ({reason})") from problem
+        return text, [(int(start), int(end)) for start, end in spans[0]] if mask else []
+
+    def _span(
+        self, k: int, turns: Sequence[Turn], tools: Sequence[Turn], text: str
+    ) -> tuple[int, int] | None:
+        """Where answer k stands, by the texts before it and up to it; None when they do not fit."""
+        before = self._render(turns[:k], tools, add_generation_prompt=True) if k else ""
+        upto = text if k == len(turns) - 1 else self._render(turns[: k + 1], tools)
+        fits = text.startswith(before) and text.startswith(upto) and len(before) < len(upto)
+        return (len(before), len(upto)) if fits else None
+
+    def _by_markers(
+        self, answers: list[int], turns: Sequence[Turn], tools: Sequence[Turn], text: str
+    ) -> list[tuple[int, int] | None]:
+        """Where the answers stand, by rendering the same conversation with a marker for each."""
+        stand_in = [dict(turn) for turn in turns]
+        marks = {k: f"zq{'x' * 6}{k}qz" for k in answers}
+        for k, mark in marks.items():
+            stand_in[k]["content"] = mark
+        marked = self._render(stand_in, tools)
+        joints: list[str] = []
+        rest = marked
+        for k in answers:
+            if rest.count(marks[k]) != 1:
+                raise ValueError(self._lost(turns, tools, text))
+            joint, rest = rest.split(marks[k])
+            joints.append(joint)
+        spans: list[tuple[int, int] | None] = []
+        position = 0
+        for number, k in enumerate(answers):
+            position += len(joints[number])
+            after = joints[number + 1] if number + 1 < len(answers) else rest
+            written = _written(turns[k]["content"], text, position, after)
+            if written is None or text[position - len(joints[number]) : position] != joints[number]:
+                raise ValueError(self._lost(turns, tools, text))
+            end = position + len(written)
+            alone = self._render(stand_in[: k + 1], tools).rpartition(marks[k])[2]
+            tail = len(after) if k == len(turns) - 1 else len(commonprefix([after, alone]))
+            before = self._render(turns[:k], tools, add_generation_prompt=True) if k else ""
+            start = len(before) if text.startswith(before) and len(before) <= position else position
+            spans.append((start, end + tail))
+            position = end
+        if text[position:] != rest:
+            raise ValueError(self._lost(turns, tools, text))
+        return spans
+
+    def _lost(self, turns: Sequence[Turn], tools: Sequence[Turn], text: str) -> str:
+        alone = self._render(turns[:-1], tools, add_generation_prompt=True)
+        at = len(commonprefix([text, alone]))
+        return (
+            "the chat template renders prompt and response to a text that does not begin with the "
+            f"rendering of the prompt alone (they part at character {at + 1}: "
+            f"{text[at : at + 20]!r} against {alone[at : at + 20]!r}), so the response cannot be "
+            "told from the prompt"
+        )
+
+
+def _written(content: str, text: str, position: int, after: str) -> str | None:
+    """What the template made of an answer that stands here before `after`; None when unknown."""
+    without_thought = content.rpartition("</think>")[2]
+    for form in dict.fromkeys(
+        (content, content.strip(), without_thought.lstrip("\n"), without_thought.strip())
+    ):
+        if text.startswith(form + after, position):
+            return form
+    return None
+
+
+def _cut(text: str, spans: Sequence[tuple[int, int]]) -> list[Piece]:
+    pieces: list[Piece] = []
+    position = 0
+    for start, end in spans:
+        if start > position:
+            pieces.append((text[position:start], False))
+        if pieces and pieces[-1][1]:
+            pieces[-1] = (pieces[-1][0] + text[start:end], True)
+        else:
+            pieces.append((text[start:end], True))
+        position = end
+    return pieces + ([(text[position:], False)] if position < len(text) else [])
+
+
+def read_template(path: str) -> str:
+    """The Jinja text of data.template_file."""
+    try:
+        file = Path(path).expanduser()
+        if file.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise ConfigError(
+                f"data.template_file: {path!r} is larger than {MAX_TEMPLATE_BYTES:,} bytes; give "
+                "the Jinja text of a chat template"
+            )
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(
+            f"data.template_file: {path!r} cannot be read ({problem}); give a UTF-8 text file"
+        ) from None
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Limits on time and memory while a template runs, where the platform can set them."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(
+        signal, "setitimer"
+    ):
+        yield
+        return
+
+    def stop(_: int, __: FrameType | None) -> NoReturn:
+        raise TimeoutError(f"it takes longer than {MAX_SECONDS:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
+    limit = _limit_memory()
+    try:
+        yield
+    except (TimeoutError, MemoryError) as problem:  # between two renderings
+        raise ValueError(f"the chat template fails on this row ({problem!r})") from problem
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
+        if limit is not None:
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_AS, limit)
+
+
+def _limit_memory() -> tuple[int, int] | None:
+    """Let the process grow by MAX_MEMORY; returns the limit to restore (None: none was set)."""
+    try:
+        import resource
+
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            held = int(statm.read().split()[0]) * resource.getpagesize()
+        limit: Any = resource.getrlimit(resource.RLIMIT_AS)
+        soft, hard = limit
+        if soft != resource.RLIM_INFINITY and soft <= held + MAX_MEMORY:
+            return None
+        resource.setrlimit(resource.RLIMIT_AS, (held + MAX_MEMORY, hard))
+    except (ImportError, OSError, ValueError):
+        return None
+    return limit

@@ -1,0 +1,306 @@
+"""Data: examples made of the rows of a corpus, and batches made of examples.
+
+Every row (`data/rows.py`) is rendered and encoded by a template (`data/templates.py`) and becomes
+an `Example`: token ids, and labels that are -100 outside the responses, so that the mean over the
+labels is the example loss of ALGORITHM.md section 2 (response tokens, the end token included).
+A row that is too long loses tokens from the left, counted and said; a last response that does not
+fit makes a bad row.
+
+Batches are bucketed by length under a budget of padded tokens and do not depend on the order of
+the examples: no score may depend on how examples were put together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from dualsft.data.formats import BadRow
+from dualsft.data.readers import Limits
+from dualsft.data.rows import DataReport, Row, read_rows, settle, source_lines
+from dualsft.data.sources import source_hash
+from dualsft.data.templates import Encoded, Template, pad_token_id
+from dualsft.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from dualsft.config.settings import DataConfig
+    from dualsft.data.chat import Piece
+
+__all__ = [
+    "Batch",
+    "DataReport",
+    "Example",
+    "Limits",
+    "Row",
+    "collate",
+    "digest",
+    "make_batches",
+    "named",
+    "pad_token_id",
+    "read_rows",
+    "source_hash",
+    "source_lines",
+    "tokenize",
+    "training_order",
+]
+
+IGNORE = -100
+"""Label of a token that is not part of the response."""
+
+_CHUNK_ROWS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One tokenised row. `labels[t]` is predicted from position t - 1 (labels are not shifted).
+
+    `id` is the content hash of the row and its position; `key` is a hash of the tokens and labels,
+    so identical texts share it, wherever they stand in the file.
+    """
+
+    id: str
+    index: int
+    input_ids: list[int]
+    labels: list[int]
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.key:
+            tokens = array("q", self.input_ids).tobytes() + array("q", self.labels).tobytes()
+            object.__setattr__(self, "key", hashlib.sha256(tokens).hexdigest())
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_response_tokens(self) -> int:
+        return sum(label != IGNORE for label in self.labels)
+
+
+def named(examples: Sequence[Example]) -> str:
+    """Examples in a message: the row's number in its source, and the id; five at most."""
+    shown = ", ".join(f"row {example.index + 1} ({example.id})" for example in examples[:5])
+    more = len(examples) - 5
+    return shown + (f" and {more:,} more" if more > 0 else "")
+
+
+# --- examples ----------------------------------------------------------------------------------
+
+
+def tokenize(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    report: DataReport | None = None,
+    *,
+    max_positions: int | None = None,
+    model_type: str = "",
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[list[Example], DataReport]:
+    """Examples of the rows, in their order, and the report carried on from `read_rows`.
+
+    `max_positions` is the model's own limit; the smaller of it and data.max_length holds.
+    `progress` is told how many rows and tokens are done, a chunk at a time.
+    """
+    report = report or DataReport(path=str(config.path), num_rows=len(rows))
+    limit = _Limit.of(config.max_length, max_positions)
+    report = replace(
+        report,
+        problems=list(report.problems),
+        template=config.template,
+        max_length=limit.num_tokens,
+    )
+    template = Template(
+        config.template, tokenizer, config.add_bos, model_type, config.template_file
+    )
+    known, examples = report.num_bad, []
+    for start in range(0, len(rows), _CHUNK_ROWS):
+        chunk = rows[start : start + _CHUNK_ROWS]
+        made = _encode(chunk, template, limit, report)
+        examples += made
+        if progress is not None:
+            progress(len(chunk), sum(example.num_tokens for example in made))
+    report.num_good = len(examples)
+    settle(report, config.bad_rows, known)
+    if not examples:
+        raise DataError(f"{report.path}: there is no row to tokenise; give a corpus with data.path")
+    return examples, report
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """The longest example allowed (None: any), and what to tell the owner of a longer one."""
+
+    num_tokens: int | None
+    cure: str
+
+    @classmethod
+    def of(cls, max_length: int | None, max_positions: int | None) -> _Limit:
+        if max_positions is None or (max_length is not None and max_length <= max_positions):
+            cure = f"data.max_length is {max_length}; raise data.max_length or shorten the response"
+            return cls(max_length, cure)
+        return cls(max_positions, f"the model has {max_positions} positions; shorten the response")
+
+
+def _encode(
+    rows: Sequence[Row], template: Template, limit: _Limit, report: DataReport
+) -> list[Example]:
+    rendered: list[tuple[Row, list[Piece]]] = []
+    for row in rows:
+        try:
+            rendered.append((row, template.render(row)))
+        except ValueError as problem:
+            cure = "repair the row, or use another data.template"
+            report.add(row.index, _place(row, report), f"{problem}; {cure}")
+    examples: list[Example] = []
+    encoded = template.encode([pieces for _, pieces in rendered])
+    for (row, _), tokens in zip(rendered, encoded, strict=True):
+        try:
+            _check_answers(tokens, row, template)
+            ids, labels = _fit(tokens, limit)
+        except BadRow as problem:
+            report.add(row.index, _place(row, report), str(problem))
+            continue
+        lost = len(tokens.ids) - len(ids)
+        report.num_truncated += lost > 0
+        first = next((start for start, _ in tokens.answers), 0)
+        report.num_cut_responses += lost > 0 and first < lost + tokens.has_bos
+        report.num_double_bos += tokens.doubled_bos
+        report.num_split_borders += tokens.split
+        report.num_empty_prompts += not row.whole and not row.prompt.strip()
+        report.num_special_text += template.holds_special_text(row)
+        examples.append(Example(row.id, row.index, ids, labels))
+    return examples
+
+
+def _place(row: Row, report: DataReport) -> str:
+    """Where a row stands; one made in memory is taken for a line."""
+    return row.place or f"{report.path}, line {row.index + 1}"
+
+
+def _check_answers(tokens: Encoded, row: Row, template: Template) -> None:
+    """Every answer has a token of its own, and the first has one before it."""
+    for start, end in tokens.answers:
+        if set(tokens.ids[start:end]) <= {template.eos_id, template.bos_id}:
+            raise BadRow("the response gives no token but its end; write a longer one")
+    if not row.whole and tokens.answers[0][0] == 0:
+        raise BadRow(
+            "the prompt gives no token, so the response's first has nothing to be predicted from; "
+            "write a prompt, or set data.add_bos=always"
+        )
+
+
+def _fit(tokens: Encoded, limit: _Limit) -> tuple[list[int], list[int]]:
+    """Ids and labels that fit: the BOS, then as many as possible of the last tokens.
+
+    The last response is never cut; earlier ones may be, from the left.
+    """
+    labels = [IGNORE] * len(tokens.ids)
+    for start, end in tokens.answers:
+        labels[start:end] = tokens.ids[start:end]
+    labels[0] = IGNORE  # nothing stands before it
+    over = len(tokens.ids) - limit.num_tokens if limit.num_tokens is not None else 0
+    if over <= 0:
+        return tokens.ids, labels
+    kept = int(tokens.has_bos)
+    first, end = tokens.answers[-1]
+    room = first - max(1, kept)  # tokens that may go: all before the last response but one
+    if over > room:
+        raise BadRow(
+            f"response has {end - first} tokens with its end, and one token must stand before "
+            f"it; {limit.cure}"
+        )
+    ids = tokens.ids[:kept] + tokens.ids[kept + over :]
+    labels = labels[:kept] + labels[kept + over :]
+    labels[0] = IGNORE
+    return ids, labels
+
+
+# --- batches -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Padded tensors of some examples, all [B, T] (B examples, T tokens) and int64."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    padded_right: bool = False
+    """All padding stands behind the examples' own tokens, whose positions count from 0."""
+
+
+def make_batches(examples: Sequence[Example], batch_tokens: int) -> list[list[int]]:
+    """Positions of the examples in batches of like length, the longest first.
+
+    Examples x longest of the batch is at most `batch_tokens`; an example that is longer alone has
+    its own batch. The same examples give the same batches in whatever order they come.
+    """
+    if batch_tokens < 1:
+        raise ConfigError(f"score.batch_tokens: {batch_tokens} is not allowed; use 1 or more")
+    order = sorted(
+        range(len(examples)),
+        key=lambda i: (examples[i].num_tokens, examples[i].key, examples[i].id),
+        reverse=True,
+    )
+    batches: list[list[int]] = []
+    for i in order:
+        if batches and (len(batches[-1]) + 1) * examples[batches[-1][0]].num_tokens <= batch_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+def collate(
+    examples: Sequence[Example],
+    pad_id: int,
+    padding_side: str = "right",
+    device: torch.device | str = "cpu",
+) -> Batch:
+    """Pad examples to the longest; positions count real tokens from 0 on either padding side."""
+    if padding_side not in ("left", "right"):
+        raise ConfigError(f"data.padding_side: {padding_side!r} is not known; use left or right")
+    shape = (len(examples), max(example.num_tokens for example in examples))
+    input_ids, labels = torch.full(shape, pad_id), torch.full(shape, IGNORE)
+    attention_mask, position_ids = torch.zeros(2, *shape, dtype=torch.int64)
+    for i, example in enumerate(examples):
+        start = shape[1] - example.num_tokens if padding_side == "left" else 0
+        real = slice(start, start + example.num_tokens)
+        input_ids[i, real] = torch.tensor(example.input_ids)
+        attention_mask[i, real] = 1
+        position_ids[i, start:] = torch.arange(shape[1] - start)  # they go on into the padding
+        labels[i, real] = torch.tensor(example.labels)
+    tensors = (input_ids, attention_mask, position_ids, labels)
+    return Batch(*(t.to(device) for t in tensors), padded_right=padding_side == "right")
+
+
+# --- order ------------------------------------------------------------------------------------
+
+
+def training_order(examples: Sequence[Example], seed: int, epoch: int) -> list[int]:
+    """A shuffle of the examples for one epoch; the same texts come in the same order whatever
+    their place in the file (copies of one text are told apart by their number, not their line).
+    """
+    copies: dict[str, int] = defaultdict(int)
+    keyed: list[tuple[bytes, int]] = []
+    for i in sorted(range(len(examples)), key=lambda i: (examples[i].key, examples[i].id)):
+        key = examples[i].key
+        keyed.append((digest(seed, epoch, key, copies[key]), i))
+        copies[key] += 1
+    return [i for _, i in sorted(keyed)]
+
+
+def digest(*parts: int | str) -> bytes:
+    """A repeatable hash of these parts: the source of every order that looks random."""
+    return hashlib.sha256("|".join(map(str, parts)).encode()).digest()

@@ -1,0 +1,421 @@
+"""Readers: a file of text as numbered records, streamed, with bounded memory.
+
+JSON Lines, a JSON array (element by element), CSV and TSV, each plain or gzip; `data/tables.py` has
+Parquet and Arrow behind the same interface. A record is what one row was in the file: the JSON
+text, or the fields. What is wrong with one record is said in it, and the reading goes on; damage
+to the file itself (a cut or exploding gzip, a list that never ends, a quote that never closes, a
+line without end) is a `DataError` that names the place. This is D_full before any row is looked at.
+
+A record's `index` is 0-based: the physical line less one (JSON Lines), the number of the element
+(JSON array) or of the data row (CSV). `line` is the physical line where it begins. `count` of a
+finished reader is what the index of the next file starts from.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import re
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+from dualsft.errors import DataError
+
+CHUNK_BYTES = 1 << 20
+_LONGEST_FACTOR = 4
+_MOST_BLANK_LINES = 10_000_000
+_SPACE = b" \t\r\n"
+_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a file may cost before it is refused."""
+
+    max_line_bytes: int = 32 << 20
+    """Bytes of one row; a line of four times as many ends the reading."""
+    max_expanded_bytes: int = 64 << 30
+    """Bytes that may come out of a gzip file."""
+    max_ratio: int = 200
+    """Expansion that a gzip file may have once more than `max_line_bytes` have come out of it."""
+    max_columns: int = 10_000
+    """Fields of one row."""
+
+    def most_bytes(self, packed: int) -> int:
+        """What may come out of a packed file of this size."""
+        by_ratio = max(self.max_line_bytes, self.max_ratio * packed)
+        return min(self.max_expanded_bytes, by_ratio)
+
+
+@dataclass(slots=True)
+class Record:
+    """One row as it stands in its file: JSON text, or fields, or why it is neither."""
+
+    index: int
+    line: int
+    text: bytes | None = None
+    values: dict[str, Any] | None = None
+    problem: str = ""
+
+
+class Stream:
+    """The bytes of a file, unpacked where it is gzip, and counted against the limits."""
+
+    def __init__(self, path: Path, limits: Limits) -> None:
+        self._zipped = is_gzip(path)
+        self._size = path.stat().st_size
+        self._file: BinaryIO = path.open("rb", buffering=CHUNK_BYTES)
+        self._bytes: Any = gzip.GzipFile(fileobj=self._file) if self._zipped else self._file
+        self._most = limits.most_bytes(self._size)
+        self._given = 0
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self, size: int) -> bytes:
+        return self._counted(self._bytes.read(size))
+
+    def readline(self, size: int) -> bytes:
+        return self._counted(self._bytes.readline(size))
+
+    def share(self) -> float:
+        """How much of the file has been read."""
+        return self._file.tell() / max(1, self._size)
+
+    def _counted(self, piece: bytes) -> bytes:
+        self._given += len(piece)
+        if self._zipped and self._given > self._most:
+            raise _TooLarge(f"{self._most:,}")
+        return piece
+
+
+class _TooLarge(Exception):
+    """A gzip file gave more bytes than its limit."""
+
+
+def is_gzip(path: Path) -> bool:
+    return path.name.lower().endswith(".gz")
+
+
+class Reader(ABC):
+    """The records of one file, in its order; read once."""
+
+    unit: ClassVar[str] = "line"
+    kind: ClassVar[str]
+
+    def __init__(self, path: Path, limits: Limits) -> None:
+        self.path = path
+        self.limits = limits
+        self.count = 0
+        self.at = 1
+        """The line or row that is being read, for errors."""
+        self._stream: Stream | None = None
+
+    def __iter__(self) -> Iterator[Record]:
+        try:
+            yield from self._records()
+        except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
+            raise self.damage(
+                f"the gzip file is damaged or cut off here ({problem}); "
+                "copy or download it again (gzip -t tests it)"
+            ) from problem
+        except _TooLarge as problem:
+            raise self.damage(
+                f"the gzip file expands to more than {problem} bytes, which looks like a "
+                "decompression bomb; unpack it and give the unpacked file if you mean it"
+            ) from problem
+        except OSError as problem:
+            raise self.damage(f"cannot be read ({problem}); copy the file again") from problem
+
+    @abstractmethod
+    def _records(self) -> Iterator[Record]: ...
+
+    def share(self) -> float:
+        """How much of the file has been read, between 0 and 1."""
+        return self._stream.share() if self._stream else 0.0
+
+    def damage(self, what: str) -> DataError:
+        """What is wrong with the file here, in one printable line."""
+        line = "".join(c if c.isprintable() else " " for c in what)
+        return DataError(f"{self.path}, {self.unit} {self.at}: {' '.join(line.split())}")
+
+    def check_kind(self, head: bytes, own: bytes = b"\0") -> None:
+        """Refuse a file that is visibly of another kind than its name says."""
+        for magic, kind, cure in _OTHER_KINDS:
+            if head.startswith(magic) and magic != own:
+                raise self.damage(f"the file is {kind}, not {self.kind}; {cure}")
+
+    def _lines(self) -> Iterator[bytes | None]:
+        """Every physical line without its newline; None for one over the limit."""
+        most = self.limits.max_line_bytes
+        with Stream(self.path, self.limits) as self._stream:
+            length = blank = 0
+            while piece := self._stream.readline(CHUNK_BYTES if length > most else most + 1):
+                line = piece.removesuffix(b"\n")
+                length += len(line)
+                if length > _LONGEST_FACTOR * most:
+                    raise self.damage(
+                        f"the line does not end within {length:,} bytes; a row may have {most:,}: "
+                        "check that this is a text file with one row a line"
+                    )
+                if length <= most or piece.endswith(b"\n"):
+                    if self.at == 1 and length <= most:
+                        self.check_kind(line)
+                        line = line.removeprefix(_MARK)
+                    yield line if length <= most else None
+                    blank = 0 if length else blank + 1
+                    if blank > _MOST_BLANK_LINES:
+                        raise self.damage(f"more than {blank:,} blank lines in a row; remove them")
+                    self.at, length = self.at + 1, 0
+            if length > most:
+                yield None
+
+    def _too_long(self) -> str:
+        return (
+            f"longer than {self.limits.max_line_bytes:,} bytes; split the row, or check that the "
+            "file has one row a line"
+        )
+
+
+_OTHER_KINDS = (
+    (b"\x1f\x8b", "gzip", "rename it to end in .gz (as in .jsonl.gz)"),
+    (b"\xff\xfe", "UTF-16", "save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"),
+    (b"\xfe\xff", "UTF-16", "save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"),
+    (b"PAR1", "Parquet", "rename it to end in .parquet"),
+    (b"ARROW1", "Arrow", "rename it to end in .arrow"),
+    (b"PK\x03\x04", "a zip archive", "unpack it and give the file inside"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "unpack it (zstd -d), or use gzip"),
+    (b"BZh", "bzip2", "unpack it (bunzip2), or use gzip"),
+    (b"\xfd7zXZ", "xz", "unpack it (xz -d), or use gzip"),
+)
+
+
+class LinesReader(Reader):
+    """JSON Lines: one JSON object a line; blank lines give no record but are counted."""
+
+    kind: ClassVar[str] = "JSON"
+
+    def _records(self) -> Iterator[Record]:
+        for line in self._lines():
+            self.count = self.at
+            if line is None:
+                yield Record(self.at - 1, self.at, problem=self._too_long())
+            elif line.strip():
+                yield Record(self.at - 1, self.at, text=line)
+
+
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["{}\[\],]', re.DOTALL)
+"""What decides where an element ends: whole strings, brackets, commas; a lone quote opens a string
+that goes on beyond the buffer."""
+
+
+_CLOSES = {b"}": b"{", b"]": b"["}
+
+
+class ArrayReader(Reader):
+    """A JSON array, one element at a time; only the element being read is held."""
+
+    kind: ClassVar[str] = "JSON"
+
+    def _records(self) -> Iterator[Record]:
+        with Stream(self.path, self.limits) as self._stream:
+            held = self._stream.read(CHUNK_BYTES)
+            self.check_kind(held)
+            start = held.index(b"[") + 1
+            self.at += held.count(b"\n", 0, start)
+            position, comma, closed = start, False, False
+            opened = bytearray()
+            while True:
+                match = _TOKEN.search(held, position)
+                if match is None or match[0] == b'"':
+                    position = (len(held) if match is None else match.start()) - start
+                    held, start = self._more(held[start:], closed), 0
+                    continue
+                position, token = match.end(), match[0]
+                if opened and token in _CLOSES:
+                    if opened.pop() != ord(_CLOSES[token]):
+                        self.at += _blank_lines(held[start:])
+                        raise self.damage(
+                            "a bracket or brace never closes in the element that begins here; "
+                            "repair the JSON"
+                        )
+                    closed = not opened
+                elif not opened and token in (b",", b"]"):
+                    raw = held[start : match.start()]
+                    if raw.strip(_SPACE) or comma or token == b",":
+                        yield self._element(raw)
+                    self.at += raw.count(b"\n")
+                    start, comma, closed = match.end(), True, False
+                    if token == b"]":
+                        break
+                elif not opened and (closed or token == b"}"):
+                    self.at += held.count(b"\n", start, match.start())
+                    what = (
+                        "a } opens nowhere" if token == b"}" else "a comma is missing before this"
+                    )
+                    raise self.damage(f"{what} in the JSON list; repair the file")
+                elif token in (b"{", b"["):
+                    opened += token
+            self._check_end(held[start:])
+
+    def _more(self, held: bytes, closed: bool) -> bytes:
+        """What is held of this element and at least as much again."""
+        assert self._stream is not None
+        if len(held) > self.limits.max_line_bytes:
+            self.at += _blank_lines(held)
+            raise self.damage(
+                f"the element that begins here is longer than {self.limits.max_line_bytes:,} "
+                "bytes; split it, or check the file for a quote or bracket that never closes"
+            )
+        more = self._stream.read(max(CHUNK_BYTES, len(held)))
+        if not more and closed:
+            self.at += held.count(b"\n")
+            raise self.damage("the JSON list does not end: the last ] is missing; add it")
+        if not more:
+            self.at += _blank_lines(held)
+            raise self.damage(
+                "the JSON list does not end: the element that begins here is cut off, or a quote "
+                "or bracket in it never closes; copy the file again or repair it"
+            )
+        return held + more
+
+    def _element(self, raw: bytes) -> Record:
+        text = raw.strip(_SPACE)
+        record = Record(self.count, self.at + (_blank_lines(raw) if text else 0), text=text)
+        if not text:
+            record.text, record.problem = None, "nothing stands beside a comma; remove the comma"
+        elif len(text) > self.limits.max_line_bytes:
+            record.text, record.problem = None, self._too_long()
+        self.count += 1
+        return record
+
+    def _check_end(self, rest: bytes) -> None:
+        assert self._stream is not None
+        while rest:
+            if rest.strip(_SPACE):
+                self.at += _blank_lines(rest)
+                raise self.damage("there is text after the end of the JSON list; remove it")
+            self.at += rest.count(b"\n")
+            rest = self._stream.read(CHUNK_BYTES)
+
+
+def _blank_lines(text: bytes) -> int:
+    """Newlines before the first byte that is no white space."""
+    return text.count(b"\n", 0, len(text) - len(text.lstrip(_SPACE)))
+
+
+def json_reader(path: Path, limits: Limits) -> Reader:
+    """A .json file: one list, or JSON Lines under another name."""
+    probe = LinesReader(path, limits)
+    try:
+        with Stream(path, limits) as stream:
+            head = stream.read(CHUNK_BYTES).removeprefix(_MARK).lstrip(_SPACE)
+    except (EOFError, zlib.error, OSError, _TooLarge):
+        return probe  # which meets the same damage and names it
+    return ArrayReader(path, limits) if head.startswith(b"[") else probe
+
+
+class CsvReader(Reader):
+    """CSV with a header (RFC 4180: quotes doubled inside quotes, newlines allowed in them)."""
+
+    kind: ClassVar[str] = "CSV"
+    delimiter: ClassVar[str] = ","
+
+    def _records(self) -> Iterator[Record]:
+        self._began, self._pulled, self._ended = 1, 0, False
+        before = csv.field_size_limit(self.limits.max_line_bytes)
+        try:
+            rows = csv.reader(self._text(), delimiter=self.delimiter, strict=True)
+            names: list[str] | None = None
+            while (record := self._next(rows)) is not None:
+                cells = [] if isinstance(record, str) else record
+                if names is None and not isinstance(record, str):
+                    if cells:
+                        names = self._header(cells)
+                    continue
+                if isinstance(record, str) or cells:
+                    yield self._row(names or [], record)
+        finally:
+            csv.field_size_limit(before)
+
+    def _text(self) -> Iterator[str]:
+        for line in self._lines():
+            if line is None:
+                raise self.damage(self._too_long())
+            self._pulled = self.at
+            yield line.decode("utf-8", "surrogateescape") + "\n"
+        self._ended = True
+
+    def _next(self, rows: Iterator[list[str]]) -> list[str] | str | None:
+        """The cells of the next record, what is wrong with it, or None at the end."""
+        self._began = self._pulled + 1
+        try:
+            return next(rows)
+        except StopIteration:
+            return None
+        except csv.Error as problem:
+            if self._ended or "field larger" in str(problem):
+                self.at = self._began
+                raise self.damage(
+                    "a quote that opens in this record is never closed, or the field is longer "
+                    f"than {self.limits.max_line_bytes:,} bytes ({problem}); close the quote "
+                    "(write a quote inside a quoted field twice)"
+                ) from None
+            return f"not valid CSV: {problem}; write a quote inside a quoted field twice"
+
+    def _header(self, cells: list[str]) -> list[str]:
+        if len(cells) > self.limits.max_columns:
+            raise self.damage(
+                f"the header has {len(cells):,} columns; {self.limits.max_columns:,} are allowed: "
+                "keep those with the texts"
+            )
+        for number, name in enumerate(cells, 1):
+            if not name.strip():
+                raise self.damage(f"column {number} has no name; name it in the header, or cut it")
+            if cells.index(name) != number - 1:
+                raise self.damage(f"the header names {name[:60]!r} twice; rename one column")
+            if not name.isprintable() and _undecoded(name):
+                raise self.damage(f"the name of column {number} is not UTF-8; save it as UTF-8")
+        return cells
+
+    def _row(self, names: list[str], cells: list[str] | str) -> Record:
+        record = Record(self.count, self._began)
+        self.count += 1
+        if isinstance(cells, str):
+            record.problem = cells
+        elif len(cells) != len(names):
+            record.problem = (
+                f"the row has {len(cells):,} fields and the header {len(names):,}; quote a field "
+                "that holds a comma, a quote or a newline"
+            )
+        elif bad := next((n for n, c in zip(names, cells, strict=True) if _undecoded(c)), None):
+            byte = ord(_undecoded(dict(zip(names, cells, strict=True))[bad])) & 0xFF
+            record.problem = (
+                f"field {bad[:60]!r} has a byte (0x{byte:02x}) that is not UTF-8; save the file "
+                "as UTF-8"
+            )
+        else:
+            record.values = dict(zip(names, cells, strict=True))
+        return record
+
+
+class TsvReader(CsvReader):
+    """CSV with tabs."""
+
+    delimiter: ClassVar[str] = "\t"
+
+
+_SURROGATE = re.compile("[\udc80-\udcff]")
+
+
+def _undecoded(text: str) -> str:
+    """The first byte of a text that was not UTF-8, as its escape; empty when all were."""
+    found = _SURROGATE.search(text) if not text.isascii() else None
+    return found[0] if found else ""

@@ -1,0 +1,407 @@
+"""Rows: the files of a corpus as a stream of checked rows, and what was wrong with the others.
+
+`data/sources.py` says which files a path names, `data/readers.py` and `data/tables.py` turn a file
+into records, `data/formats.py` a record into a conversation. This is D_full, before Algorithm 1
+begins.
+
+Nothing is skipped silently. A row that cannot be used is a bad row, named with file, 1-based line
+(or row), field and cure: `data.bad_rows: error` stops and shows them, `skip` leaves them out of
+|D_full| and counts them (ALGORITHM.md section 2). Damage to the file itself always stops.
+
+A row's `index` is its place in the source, from 0: the physical line less one in JSON Lines (blank
+lines are counted), the element's or data row's number elsewhere; with several files it counts on.
+`raw` is a JSON line as it came without its b"\\n" (a b"\\r" stays; a byte order mark belongs to the
+file), or the fields of another kind of row as one compact JSON object.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dualsft.data.formats import (
+    BadRow,
+    Conversation,
+    Recogniser,
+    Turn,
+    ascii_safe,
+    kind,
+    layouts_of,
+)
+from dualsft.data.readers import Limits, LinesReader, Reader, Record
+from dualsft.data.sources import SourceFile, find_files, make_reader
+from dualsft.data.tables import to_json
+from dualsft.errors import DataError
+
+if TYPE_CHECKING:
+    from dualsft.config.settings import DataConfig
+
+SHOWN_PROBLEMS = 20
+KEPT_PROBLEMS = 10_000
+_PROGRESS_ROWS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One usable row: what it says, the bytes it came as, and where it stands.
+
+    `prompt` and `response` are the last ones of a conversation, whose `turns` hold all of it.
+    """
+
+    index: int
+    id: str
+    raw: bytes
+    prompt: str
+    response: str
+    place: str = ""
+    turns: tuple[Turn, ...] = ()
+    tools: tuple[Turn, ...] = ()
+    trained_from: int = 0
+    whole: bool = False
+
+
+@dataclass(slots=True)
+class DataReport:
+    """What was read, what was left out and what was changed."""
+
+    path: str
+    format: str = ""
+    template: str = ""
+    max_length: int | None = None
+    files: list[str] = field(default_factory=list)
+    num_rows: int = 0
+    """Rows of the files; blank lines are none."""
+    num_good: int = 0
+    """Rows that can be used: |D_full|."""
+    num_bad: int = 0
+    num_truncated: int = 0
+    num_cut_responses: int = 0
+    num_double_bos: int = 0
+    num_empty_prompts: int = 0
+    num_split_borders: int = 0
+    num_special_text: int = 0
+    num_repeated_ids: int = 0
+    num_not_sampled: int = 0
+    problems: list[tuple[int, str]] = field(default_factory=list)
+    """(index, message) of bad rows, at most KEPT_PROBLEMS of them."""
+
+    @property
+    def bad(self) -> list[str]:
+        """The messages, in the order of the source."""
+        return [message for _, message in sorted(self.problems)]
+
+    def add(self, index: int, place: str, problem: str) -> None:
+        self.num_bad += 1
+        if len(self.problems) < KEPT_PROBLEMS:
+            self.problems.append((index, f"{place}: {problem}"))
+
+    def notes(self) -> list[str]:
+        """What the user should know about rows that were left out or changed."""
+        counted = (
+            (self.num_bad, "are bad and left out (data.bad_rows=skip)"),
+            (self.num_truncated, f"lost prompt tokens from the left to fit {self.max_length}"),
+            (self.num_cut_responses, "lost tokens of an earlier response in that cut"),
+            (self.num_double_bos, "began with more than one BOS; one was kept"),
+            (self.num_empty_prompts, "have an empty prompt"),
+            (
+                self.num_split_borders,
+                "have a token across the border of prompt and response; their parts were encoded "
+                "apart",
+            ),
+            (
+                self.num_special_text,
+                "hold the text of a special token (such as an end token), which becomes that token",
+            ),
+            (self.num_repeated_ids, "have the 'id' of an earlier row"),
+            (self.num_not_sampled, "are left out by num_samples of dataset_info.json"),
+        )
+        lines = [
+            f"{self.path}: {number:,} of {self.num_rows:,} rows {what}"
+            for number, what in counted
+            if number
+        ]
+        return lines + self.bad[:3] if self.num_bad else lines
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything but the messages, for a summary file."""
+        return {name: value for name, value in asdict(self).items() if name != "problems"}
+
+
+# --- records -----------------------------------------------------------------------------------
+
+
+def _records(
+    files: Sequence[SourceFile], limits: Limits
+) -> Iterator[tuple[SourceFile, Reader, int, Record]]:
+    """(file, its reader, index in the whole source, record) over all files."""
+    before = 0
+    for file in files:
+        reader = make_reader(file, limits)
+        empty = True
+        for record in reader:
+            empty = False
+            yield file, reader, before + record.index, record
+        if empty:
+            raise DataError(f"{file.path}: there is no row in the file; remove it, or fill it")
+        before += reader.count
+
+
+def _fields(record: Record, limits: Limits) -> dict[str, Any]:
+    """The fields of a record."""
+    if record.problem:
+        raise BadRow(record.problem)
+    if record.values is not None:
+        return record.values
+    assert record.text is not None
+    return _parse(record.text, limits)
+
+
+def _raw(reader: Reader, record: Record, values: dict[str, Any]) -> bytes:
+    """What selected.jsonl holds of a row."""
+    as_it_came = isinstance(reader, LinesReader) and record.text is not None
+    return record.text if as_it_came and record.text is not None else to_json(values)
+
+
+def _parse(raw: bytes, limits: Limits) -> dict[str, Any]:
+    """The JSON object of a row, strictly: UTF-8, no NaN, no repeated key."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise BadRow(
+            f"byte {problem.start + 1} of the row (0x{raw[problem.start]:02x}) is not UTF-8; "
+            "save the file as UTF-8"
+        ) from None
+
+    def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(pairs) > limits.max_columns:
+            raise BadRow(
+                f"an object with {len(pairs):,} fields; {limits.max_columns:,} are allowed: keep "
+                "those with the texts"
+            )
+        row = dict(pairs)
+        if len(row) < len(pairs):
+            seen: set[str] = set()
+            name = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise BadRow(f"field {ascii_safe(name)} is given twice in one object; keep one of them")
+        return row
+
+    try:
+        row = json.loads(text, parse_constant=_no_constant, object_pairs_hook=unique_keys)
+    except json.JSONDecodeError as problem:
+        raise BadRow(
+            f"not valid JSON at column {problem.colno}: {problem.msg}; "
+            "each line must be one complete JSON object"
+        ) from None
+    except RecursionError:
+        raise BadRow("the JSON is nested too deeply; flatten the row") from None
+    except BadRow:
+        raise
+    except ValueError as problem:  # an integer of thousands of digits
+        raise BadRow(f"not valid JSON: {problem}; write a shorter number") from None
+    if not isinstance(row, dict):
+        raise BadRow(
+            f"{kind(row)} where a JSON object is needed; write one object a row "
+            "(jq -c '.[]' makes JSON Lines of a file that is one list)"
+        )
+    return row
+
+
+def _no_constant(name: str) -> None:
+    raise BadRow(f"{name} is not valid JSON; remove it or write null")
+
+
+def _row_id(values: dict[str, Any], raw: bytes, index: int) -> str:
+    """A hash of the content, whatever its spelling, and the position."""
+    try:
+        canonical = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+    except (TypeError, ValueError):  # a table's own types: its JSON form is already canonical
+        canonical = raw
+    return f"{hashlib.sha256(canonical).hexdigest()[:16]}-{index}"
+
+
+# --- rows --------------------------------------------------------------------------------------
+
+
+class _Collector:
+    """Rows and problems of the files as they are read."""
+
+    def __init__(self, config: DataConfig, report: DataReport, limits: Limits) -> None:
+        self.config, self.report, self.limits = config, report, limits
+        self.rows: list[Row] = []
+        self._recognisers: dict[Path, Recogniser] = {}
+        self._ids: set[int] = set()
+
+    def add(self, file: SourceFile, reader: Reader, index: int, record: Record) -> None:
+        """One record: a row, a problem, or one that waits for its file's format to show."""
+        place = f"{file.path}, {reader.unit} {record.line}"
+        self.report.num_rows += 1
+        recogniser = self.recogniser(file)
+        try:
+            values = _fields(record, self.limits)
+            said = recogniser.read(index, place, values)
+            if said is not None:
+                self.rows.append(self._row(reader, record, index, place, values, said))
+                self.report.num_repeated_ids += self._is_repeated(values.get("id"))
+        except BadRow as problem:
+            self.report.add(index, place, str(problem))
+        if recogniser.layout is not None and recogniser.waiting:
+            self.settle(recogniser)
+
+    def recogniser(self, file: SourceFile) -> Recogniser:
+        """Every file is recognised by itself: a list may mix formats."""
+        if file.path not in self._recognisers:
+            layouts = [file.layout] if file.layout else layouts_of(self.config)
+            self._recognisers[file.path] = Recogniser(layouts)
+        return self._recognisers[file.path]
+
+    def settle(self, recogniser: Recogniser) -> None:
+        for index, place, problem in recogniser.settle():
+            self.report.add(index, place, problem)
+
+    def finish(self) -> None:
+        for recogniser in self._recognisers.values():
+            self.settle(recogniser)
+        found = {r.layout.format: None for r in self._recognisers.values() if r.layout}
+        self.report.format = ", ".join(found) or self.config.format
+
+    def _row(
+        self,
+        reader: Reader,
+        record: Record,
+        index: int,
+        place: str,
+        values: dict[str, Any],
+        said: Conversation,
+    ) -> Row:
+        raw = _raw(reader, record, values)
+        return Row(
+            index,
+            _row_id(values, raw, index),
+            raw,
+            said.prompt,
+            said.response,
+            place,
+            said.turns,
+            said.tools,
+            said.trained_from,
+            said.whole,
+        )
+
+    def _is_repeated(self, name: object) -> bool:
+        """Whether an earlier row has this `id`; only its hash is kept."""
+        if not isinstance(name, str | int):
+            return False
+        number = hash(repr(name))
+        known = number in self._ids
+        self._ids.add(number)
+        return known
+
+
+def read_rows(
+    path: str | Path,
+    config: DataConfig,
+    limits: Limits | None = None,
+    key: str = "data.path",
+    progress: Callable[[float, int], None] | None = None,
+) -> tuple[list[Row], DataReport]:
+    """The usable rows that a path names, and what was wrong with the others (data.bad_rows).
+
+    `key` is the setting that an error about the path names; `progress` is told the share of the
+    bytes that has been read, and the rows.
+    """
+    limits = limits or Limits()
+    files = find_files(str(path), config, key)
+    report = DataReport(path=str(path), files=[str(file.path) for file in files])
+    collector = _Collector(config, report, limits)
+    sizes = {file.path: file.path.stat().st_size for file in files}
+    total, finished, current = max(1, sum(sizes.values())), 0, files[0].path
+    try:
+        for file, reader, index, record in _records(files, limits):
+            if file.path != current:
+                finished, current = finished + sizes[current], file.path
+            collector.add(file, reader, index, record)
+            if progress is not None and report.num_rows % _PROGRESS_ROWS == 0:
+                done = finished + reader.share() * sizes[current]
+                progress(min(1.0, done / total), report.num_rows)
+        collector.finish()
+    except DataError as problem:
+        raise DataError([*report.bad[:SHOWN_PROBLEMS], *problem.problems]) from problem
+    rows = _sample(collector.rows, files, report)
+    report.num_good = len(rows)
+    settle(report, config.bad_rows, known=0)
+    return rows, report
+
+
+def _sample(rows: list[Row], files: Sequence[SourceFile], report: DataReport) -> list[Row]:
+    """num_samples of a dataset_info.json entry: as many rows, those of the smallest hashes."""
+    kept = rows
+    for file in files:
+        if file.num_samples is None:
+            continue
+        mine = [row for row in kept if row.place.startswith(f"{file.path}, ")]
+        chosen = {row.id for row in sorted(mine, key=lambda row: row.id)[: file.num_samples]}
+        left_out = {row.id for row in mine} - chosen
+        report.num_not_sampled += len(left_out)
+        kept = [row for row in kept if row.id not in left_out]
+    return kept
+
+
+def settle(report: DataReport, policy: str, known: int) -> None:
+    """Apply data.bad_rows to the problems beyond the `known` first ones."""
+    num_new = report.num_bad - known
+    if not num_new:
+        return
+    shown = report.bad[:SHOWN_PROBLEMS]
+    total = f"{report.num_bad:,} of {report.num_rows:,} rows of {report.path} are bad"
+    if policy != "skip":
+        cure = "repair them, or leave them out with data.bad_rows=skip"
+        raise DataError([*shown, f"{total} ({len(shown)} shown); {cure}"])
+    if not report.num_good:
+        raise DataError([*shown, f"{total} ({len(shown)} shown): nothing is left; repair them"])
+
+
+def source_lines(
+    path: str | Path,
+    rows: Iterable[int] | Mapping[int, str],
+    config: DataConfig | None = None,
+    limits: Limits | None = None,
+) -> dict[int, bytes]:
+    """These rows by index, in source order: JSON lines byte for byte, others as compact JSON.
+
+    `rows` are indices, or a mapping of index to row id; then the content hash in the id is compared
+    and a file that has changed since it was read is refused.
+    """
+    limits = limits or Limits()
+    ids = dict(rows) if isinstance(rows, Mapping) else dict.fromkeys(rows, "")
+    lines: dict[int, bytes] = {}
+    place = str(path)
+    for file, reader, index, record in _records(find_files(str(path), config), limits):
+        if index in ids:
+            raw = _same(reader, record, index, ids[index], limits)
+            if raw is None:
+                place = f"{file.path}, {reader.unit} {record.line}"
+                break
+            lines[index] = raw
+            if len(lines) == len(ids):
+                return lines
+        place = f"{file.path}, {reader.unit} {record.line + 1}"  # where a lost row would stand
+    if ids.keys() - lines.keys():
+        raise DataError(
+            f"{place}: not the row that was read before; the file has changed. Restore it, or run "
+            "the split again"
+        )
+    return lines
+
+
+def _same(reader: Reader, record: Record, index: int, row_id: str, limits: Limits) -> bytes | None:
+    """The row of a record; None when it is not the one of this id (an empty id is any)."""
+    try:
+        values = _fields(record, limits)
+    except BadRow:
+        return None
+    raw = _raw(reader, record, values)
+    return raw if not row_id or _row_id(values, raw, index) == row_id else None

@@ -1,0 +1,350 @@
+"""Templates: from a row to text, and from text to token ids with the answers labelled.
+
+The paper's two templates stand here exactly as it prints them (appendix "Prompt Templates"): a
+blank line between the paragraphs and nothing after "### Response:". `plain` adds nothing at all;
+`chat` is the tokenizer's own chat template, or the one of data.template_file (`data/chat.py`).
+
+A row is rendered to pieces, answers and the rest, and the whole text is encoded at once, as it
+will be at inference and as other trainers do. The border of two pieces is clean when encoding them
+apart gives the same ids, or when the ids of the text up to it begin the ids of the whole. Where a
+token lies across a border the pieces are encoded apart, so that the labels of ALGORITHM.md section
+2 ("Example loss") are exact, and the row is counted. Every answer carries its end token: the
+tokenizer's EOS, or, for `chat`, what the template writes after the last answer (with the EOS behind
+it where the template writes no special token).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING
+
+from dualsft.data.chat import ChatTemplate, Piece, read_template
+from dualsft.data.formats import Turn
+from dualsft.data.rows import Row
+from dualsft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_PREAMBLE = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request."
+)
+_REQUEST = "### Instruction:\n{instruction}\n\n### Response:"
+
+TEXT_TEMPLATES: dict[str, tuple[str, str]] = {
+    "magicoder": (f"You are a proficient coding assistant. {_PREAMBLE}", _REQUEST),
+    "alpaca": (_PREAMBLE, _REQUEST),
+    "plain": ("", "{instruction}"),
+}
+"""Templates that are plain text: what stands before the first request, and a request; `chat` is
+the only other name. A system text takes the place of the first part."""
+
+TEMPLATE_NAMES: tuple[str, ...] = (*TEXT_TEMPLATES, "chat")
+
+_MOST_CHARACTERS = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Token ids of a row and which of them are answers."""
+
+    ids: list[int]
+    answers: list[tuple[int, int]]
+    """Start and end of every answer in `ids`."""
+    has_bos: bool
+    doubled_bos: bool
+    split: bool
+    """Whether a token lay across a border, so that the pieces were encoded apart."""
+
+
+class Template:
+    """One template bound to one tokenizer: rendering, and encoding with BOS and end token.
+
+    `add_bos` is auto (what the tokenizer does by itself; a BOS that is missing is put there for
+    model types that begin with "gemma", which are useless without it), always or never.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tokenizer: PreTrainedTokenizerBase,
+        add_bos: str = "auto",
+        model_type: str = "",
+        template_file: str | None = None,
+    ) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self._check_settings(add_bos, template_file)
+        self.chat = ChatTemplate(tokenizer, read_template(template_file) if template_file else None)
+        self.bos_id: int | None = _token_id(tokenizer, "bos")
+        self.eos_id: int = self._required_eos()
+        self._eos = str(tokenizer.eos_token)
+        gemma = add_bos == "auto" and model_type.startswith("gemma")
+        self._add_bos = add_bos == "always" or (gemma and self.bos_id is not None)
+        self._drop_bos = add_bos == "never"
+        if add_bos == "always" and self.bos_id is None:
+            raise ConfigError(
+                "data.add_bos=always: the tokenizer has no BOS token; use data.add_bos=auto, "
+                "or set bos_token in its tokenizer_config.json"
+            )
+        self._adds_end = self._tokenizer_adds_end()
+        self._special = _special_tokens(tokenizer)
+        self._writes_end = name == "chat" and self._check_chat()
+
+    # --- text ----------------------------------------------------------------------------------
+
+    def render(self, row: Row) -> list[Piece]:
+        """The row as pieces of text; a ValueError says why it cannot be rendered."""
+        if row.whole:
+            return [(self._ended(row.response), True)]
+        if self.name == "chat":
+            pair = not row.turns
+            turns = row.turns or _pair(row.prompt, row.response)
+            pieces = self.chat.pieces(turns, row.tools, None if pair else row.trained_from)
+            return pieces if self._writes_end else self._with_end(pieces)
+        if not row.turns:
+            return [(self.render_prompt(row.prompt), False), (self._ended(row.response), True)]
+        return self._render_turns(row)
+
+    def render_prompt(self, prompt: str) -> str:
+        """The text that the model is given before it answers a single question."""
+        if self.name == "chat":
+            return self.chat.prompt([{"role": "user", "content": prompt}])
+        return self._request(prompt, first=True)
+
+    def _request(self, prompt: str, first: bool, system: str = "") -> str:
+        preamble, request = TEXT_TEMPLATES[self.name]
+        head = (system or preamble) if first else ""
+        lead = "\n\n" if head or (preamble and not first) else ""
+        return f"{head}{lead}{request.replace('{instruction}', prompt)}"
+
+    def _render_turns(self, row: Row) -> list[Piece]:
+        """A conversation in a text template: requests and answers in turn, each answer ended."""
+        turns = list(row.turns)
+        system = ""
+        if turns[0]["role"] in ("system", "developer"):
+            system = turns.pop(0)["content"]
+        before = len(row.turns) - len(turns)
+        wanted = ["user" if i % 2 == 0 else "assistant" for i in range(len(turns))]
+        if row.tools or [turn["role"] for turn in turns] != wanted or any(map(_calls, turns)):
+            raise ValueError(
+                f"data.template={self.name} takes user and assistant turns one after the other, "
+                "without tools; use data.template=chat"
+            )
+        pieces: list[Piece] = []
+        for k in range(0, len(turns), 2):
+            answer = turns[k + 1]
+            request = self._request(turns[k]["content"], first=k == 0, system=system)
+            trained = before + k + 1 >= row.trained_from and answer.get("weight") != 0
+            pieces += [(request, False), (self._ended(answer["content"]), trained)]
+        return pieces
+
+    def _ended(self, text: str) -> str:
+        return text if text.endswith(self._eos) else text + self._eos
+
+    def _with_end(self, pieces: list[Piece]) -> list[Piece]:
+        """A chat whose template writes no end token, ended."""
+        text, is_answer = pieces[-1]
+        return (
+            [*pieces[:-1], (self._ended(text), True)] if is_answer else [*pieces, (self._eos, True)]
+        )
+
+    def holds_special_text(self, row: Row) -> bool:
+        """Whether a text of the row reads as a special token."""
+        if self._special is None:
+            return False
+        texts = [turn["content"] for turn in row.turns] or [row.prompt, row.response]
+        return any(self._special.search(text) for text in texts)
+
+    # --- tokens --------------------------------------------------------------------------------
+
+    def encode(self, rows: Sequence[Sequence[Piece]]) -> list[Encoded]:
+        """Token ids of rendered rows, with BOS and end tokens as set."""
+        texts = ["".join(text for text, _ in pieces) for pieces in rows]
+        whole = [len(pieces) == 1 for pieces in rows]
+        joint = self._encode_starts(texts, whole)
+        firsts = self._encode_starts([pieces[0][0] for pieces in rows], whole)
+        others = iter(self._encode([text for pieces in rows for text, _ in pieces[1:]]))
+        apart = [
+            [first, *(next(others) for _ in pieces[1:])]
+            for pieces, first in zip(rows, firsts, strict=True)
+        ]
+        same = [ids == list(chain(*parts)) for ids, parts in zip(joint, apart, strict=True)]
+        borders = self._borders({i: (rows[i], joint[i]) for i, s in enumerate(same) if not s})
+        encoded: list[Encoded] = []
+        for i, pieces in enumerate(rows):
+            ends = list(accumulate(map(len, apart[i])))
+            split = not same[i] and i not in borders
+            ids = list(chain(*apart[i])) if split else joint[i]
+            encoded.append(self._labelled(pieces, ids, borders.get(i, ends), split))
+        return encoded
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """The tokens that the model is given before it answers a single question."""
+        [ids] = self._encode_starts([self.render_prompt(prompt)])
+        return self._with_bos(ids)[0]
+
+    def _borders(
+        self, rows: Mapping[int, tuple[Sequence[Piece], list[int]]]
+    ) -> dict[int, list[int]]:
+        """Tokens of each row up to the end of every piece; rows with a token across a border are
+        left out, and rows of so many turns that their beginnings would fill the memory."""
+        rows = {i: row for i, row in rows.items() if _beginnings(row[0]) <= _MOST_CHARACTERS}
+        starts = {
+            i: list(accumulate((text for text, _ in pieces[:-1])))
+            for i, (pieces, _) in rows.items()
+        }
+        encoded = iter(self._encode_starts([text for texts in starts.values() for text in texts]))
+        found: dict[int, list[int]] = {}
+        for i, (_, joint) in rows.items():
+            upto = [next(encoded) for _ in starts[i]]
+            lengths = [*map(len, upto), len(joint)]
+            if lengths == sorted(lengths) and all(joint[: len(ids)] == ids for ids in upto):
+                found[i] = lengths
+        return found
+
+    def _labelled(
+        self, pieces: Sequence[Piece], ids: list[int], ends: list[int], split: bool
+    ) -> Encoded:
+        """A row with its BOS as set; `ends` are the ends of the pieces in `ids`."""
+        ids, shift, doubled, has_bos = self._with_bos(ids)
+        answers = [
+            (max(int(has_bos), start + shift), end + shift)
+            for (_, is_answer), start, end in zip(pieces, [0, *ends], ends, strict=False)
+            if is_answer
+        ]
+        return Encoded(ids, answers, has_bos, doubled, split)
+
+    def _with_bos(self, ids: list[int]) -> tuple[list[int], int, bool, bool]:
+        """(ids with one BOS or none, how far they moved, whether there were two, whether one is)"""
+        num_bos = 0
+        while num_bos < len(ids) and ids[num_bos] == self.bos_id:
+            num_bos += 1
+        keep = not self._drop_bos and (num_bos > 0 or self._add_bos) and self.bos_id is not None
+        kept = [self.bos_id] if keep and self.bos_id is not None else []
+        return [*kept, *ids[num_bos:]], len(kept) - num_bos, num_bos > 1, keep
+
+    def _encode_starts(self, texts: list[str], whole: Sequence[bool] = ()) -> list[list[int]]:
+        """Ids of texts that begin a row: with what the tokenizer puts before a text.
+
+        A chat template writes that itself; a whole text has no template around it.
+        """
+        own = [self.name == "chat" and not (whole and whole[i]) for i in range(len(texts))]
+        plain = iter(self._encode([text for text, o in zip(texts, own, strict=True) if o]))
+        begun = iter(
+            self._encode([text for text, o in zip(texts, own, strict=True) if not o], True)
+        )
+        return [next(plain) if o else self._without_end(next(begun)) for o in own]
+
+    def _without_end(self, ids: list[int]) -> list[int]:
+        """Without the EOS that some tokenizers close every text with."""
+        return ids[:-1] if self._adds_end and ids[-1:] == [self.eos_id] else ids
+
+    def _encode(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
+        if not texts:
+            return []
+        encoding = self.tokenizer(
+            texts,
+            add_special_tokens=add_special_tokens,
+            padding=False,
+            truncation=False,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        return [list(ids) for ids in encoding["input_ids"]]  # type: ignore[union-attr]
+
+    # --- checks --------------------------------------------------------------------------------
+
+    def _check_settings(self, add_bos: str, template_file: str | None) -> None:
+        if self.name not in TEMPLATE_NAMES:
+            allowed = ", ".join(TEMPLATE_NAMES)
+            raise ConfigError(f"data.template: {self.name!r} is not known; use one of {allowed}")
+        if add_bos not in ("auto", "always", "never"):
+            raise ConfigError(f"data.add_bos: {add_bos!r} is not known; use auto, always or never")
+        own = getattr(self.tokenizer, "chat_template", None)
+        if self.name == "chat" and not own and template_file is None:
+            raise ConfigError(
+                "data.template=chat: the tokenizer has no chat template; use data.template=alpaca, "
+                "magicoder or plain, give a data.template_file, or a model folder whose tokenizer "
+                "has one (chat_template.jinja, or chat_template in tokenizer_config.json)"
+            )
+
+    def _check_chat(self) -> bool:
+        """Whether the template writes an end token; a template that cannot be used is refused."""
+        try:
+            pieces = self.chat.pieces(_pair("question", "answer"), trained_from=None)
+        except ValueError as problem:
+            raise ConfigError(
+                f"data.template=chat: {problem}; use data.template=alpaca, magicoder or plain, or "
+                "repair the chat template"
+            ) from problem
+        if "strftime_now" in self.chat.source():
+            logger.warning(
+                "data.template=chat: the chat template asks for today's date, so the same data may "
+                "give other tokens, and another split, on another day"
+            )
+        tail = "".join(text for text, _ in pieces).rpartition("answer")[2]
+        return self._special is not None and self._special.search(tail) is not None
+
+    def _required_eos(self) -> int:
+        eos_id = _token_id(self.tokenizer, "eos")
+        if eos_id is None:
+            raise ConfigError(
+                "model.path: the tokenizer has no end-of-sequence token, so a response cannot be "
+                "ended; set eos_token in its tokenizer_config.json"
+            )
+        if self._encode([f"a{self.tokenizer.eos_token}"])[0][-1:] != [eos_id]:
+            raise ConfigError(
+                f"model.path: the tokenizer does not read its own end token "
+                f"{str(self.tokenizer.eos_token)!r} in a text, so a response cannot be ended; mark "
+                "it as special in its tokenizer_config.json"
+            )
+        return eos_id
+
+    def _tokenizer_adds_end(self) -> bool:
+        """Whether the tokenizer closes every text with an EOS of its own."""
+        with_special = self._encode(["a"], add_special_tokens=True)[0]
+        without = self._encode(["a"])[0]
+        return with_special[-1:] == [self.eos_id] and without[-1:] != [self.eos_id]
+
+
+def _beginnings(pieces: Sequence[Piece]) -> int:
+    """Characters of the texts up to each border, all together."""
+    return sum(accumulate(len(text) for text, _ in pieces[:-1]))
+
+
+def _pair(prompt: str, response: str) -> list[Turn]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+
+
+def _calls(turn: Turn) -> bool:
+    return bool(turn.get("tool_calls") or turn.get("function_call"))
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """What finds the text of any special token."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    names = {str(token) for token in tokenizer.all_special_tokens}
+    names |= {token.content for token in added if token.special}
+    names.discard("")
+    longest_first = sorted(names, key=lambda name: (-len(name), name))
+    return re.compile("|".join(map(re.escape, longest_first))) if names else None
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """A token id to fill batches with; it is masked everywhere, so any id of the model will do."""
+    pad_id = _token_id(tokenizer, "pad")
+    eos_id = _token_id(tokenizer, "eos")
+    return pad_id if pad_id is not None else eos_id if eos_id is not None else 0
+
+
+def _token_id(tokenizer: PreTrainedTokenizerBase, kind: str) -> int | None:
+    token_id = getattr(tokenizer, f"{kind}_token_id", None)
+    return token_id if isinstance(token_id, int) else None

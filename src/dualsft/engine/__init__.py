@@ -1,0 +1,1 @@
+"""Gradients of many examples in one backward pass: G, per-example dot products, bounds."""

@@ -1,0 +1,378 @@
+"""A block's elementwise work in fewer passes over memory: RMS norm, gated activation, rotation.
+
+It belongs to no line of Algorithm 1: it is what a model computes anyway between its matrix
+products, in scoring (lines 3 to 8) and in training (lines 1 and 12). Eager PyTorch reads and writes
+each tensor many times and keeps fp32 copies for the backward pass; here each operation keeps its
+own input and computes its gradient directly. `fused_blocks` puts them in the place of a model's own
+modules, on CUDA with Triton, and only where a trial on random numbers shows that module and
+replacement agree; whatever is not recognised stays as it is. The plain expressions stand beside the
+kernels: they are what the tests compare with.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from inspect import signature
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dualsft.model.load import text_decoder
+from dualsft.model.sharded import device_of, through
+from dualsft.storage.vectors import accumulation_dtype
+from dualsft.system.usage import is_out_of_memory
+
+log = logging.getLogger("dualsft")
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+KERNEL_DTYPES = (torch.float32, *HALF_DTYPES)
+
+
+@cache
+def triton_works() -> bool:
+    """Whether Triton is there and compiles for the present GPU; said once when it does not."""
+    try:
+        from dualsft.engine import kernels
+
+        row = torch.zeros(1, 16, device="cuda")
+        kernels.cross_entropy(row, row.new_zeros(1, dtype=torch.int64), row.new_ones(1), None)
+    except (
+        Exception
+    ) as problem:  # no Triton, no compiler, an unknown GPU: each fails in its own way
+        if is_out_of_memory(problem):
+            raise
+        log.warning(
+            "Triton kernels cannot be used (%s: %s): the same results up to rounding, slower and "
+            "with more memory (install a Triton that fits this torch, and a C compiler)",
+            type(problem).__name__,
+            str(problem).splitlines()[0] if str(problem) else "",
+        )
+        return False
+    return True
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    if not triton_works():
+        return None
+    from dualsft.engine import kernels
+
+    return kernels
+
+
+def kernels_for(x: Tensor) -> Any:
+    """The kernels, for a tensor that they take; None where the plain expressions are used."""
+    return _kernels() if x.is_cuda and x.dtype in KERNEL_DTYPES else None
+
+
+# --- the operations ----------------------------------------------------------------------------
+
+
+class RmsNorm(torch.autograd.Function):
+    """x̂ ⊙ w, or with `offset` x̂ ⊙ (1 + w) (Gemma's), in the weight's dtype; x̂ = x / rms(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+        x, kernels = x.contiguous(), kernels_for(x)
+        if kernels is not None:
+            y, rstd = kernels.rms_forward(x, weight, eps, offset)
+        else:
+            wide = x.to(accumulation_dtype(x.dtype))
+            rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+            normed = wide * rstd
+            narrow = weight.dtype
+            if offset:
+                y = (normed * (1.0 + weight.to(wide.dtype))).to(narrow)
+            else:
+                y = normed.to(narrow) * weight
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.offset = offset
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, rstd = ctx.saved_tensors
+        with_weight, kernels = ctx.needs_input_grad[1], kernels_for(x)
+        if kernels is not None:
+            grad_x, grad_weight = kernels.rms_backward(
+                grad.contiguous(), x, weight, rstd, ctx.offset, with_weight
+            )
+            return grad_x, grad_weight, None, None
+        normed = x.to(rstd.dtype) * rstd
+        wide = grad.to(rstd.dtype)
+        grad_weight = None
+        if with_weight:
+            grad_weight = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        wide = wide * (weight.to(rstd.dtype) + (1.0 if ctx.offset else 0.0))
+        mean = (wide * normed).mean(-1, keepdim=True)
+        return (rstd * (wide - normed * mean)).to(x.dtype), grad_weight, None, None
+
+
+class Gated(torch.autograd.Function):
+    """act(gate) ⊙ up with SiLU or tanh-GELU; keeps gate and up, not the activation."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        ctx.gelu = gelu
+        kernels = kernels_for(gate)
+        if kernels is not None:
+            return kernels.gated_forward(gate, up, gelu)
+        return _activation(gelu)(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        kernels = kernels_for(gate)
+        if kernels is not None:
+            return *kernels.gated_backward(grad.contiguous(), gate, up, ctx.gelu), None
+        with torch.enable_grad():
+            wide = gate.detach().to(accumulation_dtype(gate.dtype)).requires_grad_()
+            value = _activation(ctx.gelu)(wide)
+            (slope,) = torch.autograd.grad(value.sum(), wide)
+        grad_up = (grad * value.detach()).to(up.dtype)
+        return (grad * up * slope).to(gate.dtype), grad_up, None
+
+
+def _activation(gelu: bool) -> Callable[[Tensor], Tensor]:
+    return partial(nn.functional.gelu, approximate="tanh") if gelu else nn.functional.silu
+
+
+class Rotate(torch.autograd.Function):
+    """Rotary embedding of one of q and k: x ⊙ cos + rotate_half(x) ⊙ sin, in x's own dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _rotated(grad, *ctx.saved_tensors, back=True), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    kernels = kernels_for(x)
+    if kernels is not None:
+        return kernels.rotate(x if x.stride(-1) == 1 else x.contiguous(), cos, sin, back)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    half = x.shape[-1] // 2
+    turned = x * sin if back else x
+    first, second = turned[..., :half], turned[..., half:]
+    if back:
+        return (x * cos + torch.cat((second, -first), -1)).to(x.dtype)
+    return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
+
+
+# --- in the place of a model's modules ---------------------------------------------------------
+
+
+@contextmanager
+def fused_blocks(
+    model: PreTrainedModel, *, wide: bool = False, wanted: bool | None = None
+) -> Iterator[None]:
+    """The model with fused norms, gated activations and rotations, as before afterwards.
+
+    By default where the model is on CUDA in a dtype that the kernels take; `wanted` decides
+    otherwise (the tests run the plain expressions on a CPU). With `wide` the residual stream of a
+    half-precision model is fp32, since a fused norm takes it as it is: what the blocks add to it is
+    then not rounded away, and gradients flow back along it in fp32.
+    """
+    first = next(model.parameters())
+    like = torch.empty(0, dtype=first.dtype, device=device_of(model))
+    if not (kernels_for(like) is not None if wanted is None else wanted):
+        yield
+        return
+    with ExitStack() as stack:
+        for module in model.modules():
+            forward = fused_forward(module, first.dtype)
+            if forward is not None and "forward" not in vars(module):
+                module.forward = forward
+                stack.callback(delattr, module, "forward")
+        for source in _rotary_modules(model):
+            own = source.apply_rotary_pos_emb
+            source.apply_rotary_pos_emb = _rotation(own)
+            stack.callback(setattr, source, "apply_rotary_pos_emb", own)
+        if wide and first.dtype in HALF_DTYPES:
+            embedding = model.get_input_embeddings()
+            handle = embedding.register_forward_hook(lambda _m, _i, output: output.float())
+            stack.callback(handle.remove)
+            if not _takes_wide(model, first):
+                handle.remove()
+                _say_once(model, "its residual stream stays in half precision")
+        yield
+
+
+def _say_once(model: PreTrainedModel, what: str) -> None:
+    said: set[str] = vars(model).setdefault("_dualsft_said", set())
+    if what not in said:
+        said.add(what)
+        log.info("%s: not every norm is one that can be fused: %s", type(model).__name__, what)
+
+
+@torch.no_grad()
+def _takes_wide(model: PreTrainedModel, like: Tensor) -> bool:
+    """Whether every block takes an fp32 residual stream and the last norm gives the model's dtype.
+
+    A module that was not recognised would hand fp32 to a half-precision product, which torch
+    refuses; such a model keeps its own dtype throughout.
+    """
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device_of(model))
+    decoder = text_decoder(model)
+    try:
+        result = through(model, lambda: decoder(input_ids=ids, use_cache=False))
+        output = result.last_hidden_state
+    except RuntimeError as problem:
+        if is_out_of_memory(problem):
+            raise
+        return False
+    return output.dtype == like.dtype
+
+
+def fused_forward(module: nn.Module, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """A replacement for the module's forward that was tried and agrees, or None."""
+    if any(p.dtype != dtype for p in module.parameters()):
+        return None
+    for made in (_norm_forward(module), _gated_forward(module)):
+        if made is not None:
+            return made
+    return None
+
+
+def _norm_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if names != {"weight"} or not isinstance(eps, float) or "Norm" not in type(module).__name__:
+        return None
+    if module.get_parameter("weight").ndim != 1 or not _takes_one_tensor(module):
+        return None
+
+    def forward_of(norm: nn.Module, offset: bool) -> Callable[[Tensor], Tensor]:
+        return lambda x: RmsNorm.apply(x, norm.weight, eps, offset)  # pyright: ignore
+
+    width = module.get_parameter("weight").shape[0]
+    twin = _twin(module)
+    noise = torch.Generator().manual_seed(1)
+    twin._parameters["weight"] = nn.Parameter(torch.randn(width, generator=noise))
+    for offset in (False, True):
+        if _agree(twin, forward_of(twin, offset), width):
+            return forward_of(module, offset)
+    return None
+
+
+def _gated_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    parts = {name for name, _ in module.named_children()}
+    if not {"gate_proj", "up_proj", "down_proj"} <= parts <= {*_PROJECTIONS, "act_fn"}:
+        return None
+    if not all(isinstance(getattr(module, name), nn.Linear) for name in _PROJECTIONS):
+        return None
+    if not hasattr(module, "act_fn") or not _takes_one_tensor(module):
+        return None
+
+    def forward_of(mlp: Any, gelu: bool) -> Callable[[Tensor], Tensor]:
+        return lambda x: mlp.down_proj(Gated.apply(mlp.gate_proj(x), mlp.up_proj(x), gelu))
+
+    twin = _twin(module)
+    noise = torch.Generator().manual_seed(1)
+    for name, (inner, outer) in _PROJECTIONS.items():  # small ones: the trial is of what is between
+        linear = twin._modules[name] = nn.Linear(inner, outer)
+        linear.weight.data = torch.randn(outer, inner, generator=noise)
+    for gelu in (False, True):
+        if _agree(twin, forward_of(twin, gelu), _PROJECTIONS["gate_proj"][0]):
+            return forward_of(module, gelu)
+    return None
+
+
+_PROJECTIONS = {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}
+
+
+def _takes_one_tensor(module: nn.Module) -> bool:
+    """A norm with a gate, or an MLP that is told more than its input, is another thing."""
+    return len(signature(module.forward).parameters) == 1
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """The module's own code with parameters and parts that can be exchanged, on the CPU."""
+    twin = copy.copy(module)
+    twin._parameters, twin._modules = dict(module._parameters), dict(module._modules)
+    twin._forward_hooks, twin._forward_pre_hooks = OrderedDict(), OrderedDict()
+    vars(twin).pop("forward", None)
+    return twin
+
+
+def _agree(twin: nn.Module, forward: Callable[[Tensor], Tensor], width: int) -> bool:
+    """Whether both give the same in fp32, to rounding: on numbers small and large, with and
+    without a mean, in evaluation and in training (a dropout between would show)."""
+    noise = torch.Generator().manual_seed(0)
+    for scale, mean in ((1.0, 0.0), (1.0, 1.5), (40.0, -20.0), (1e-3, 0.0)):
+        x = scale * torch.randn(4, 3, width, generator=noise) + mean
+        for training in (False, True):
+            vars(twin)["training"] = training
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    own = twin(x)
+                    ours = forward(x)
+            except (TypeError, ValueError, RuntimeError, AttributeError):
+                return False  # code that does not take a plain tensor: not one of these
+            largest = float(own.abs().max())
+            if own.dtype != ours.dtype or not _near(own, ours, largest):
+                return False
+    return True
+
+
+def _near(own: Tensor, ours: Tensor, largest: float) -> bool:
+    return own.shape == ours.shape and float((own - ours).abs().max()) <= 1e-5 * largest
+
+
+Rotary = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _rotation(own: Rotary) -> Rotary:
+    """The fused rotation of q and k; whatever is not a plain one is left to the model's own."""
+
+    def rotate_both(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        plain = (more or (1,)) == (1,) and all(
+            value == 1 if name == "unsqueeze_dim" else value is None
+            for name, value in named.items()
+        )
+        whole = cos.ndim == 3 and all(x.ndim == 4 and x.shape[-1] == cos.shape[-1] for x in (q, k))
+        if not plain or not whole or sin.shape != cos.shape:
+            return own(q, k, cos, sin, *more, **named)
+        return Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin)  # pyright: ignore
+
+    return rotate_both
+
+
+@torch.no_grad()
+def _rotary_modules(model: PreTrainedModel) -> list[Any]:
+    """The modelling files of this model whose `apply_rotary_pos_emb` is the plain rotation."""
+    noise = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 2, 3, 8, generator=noise)
+    k = torch.randn(2, 1, 3, 8, generator=noise)
+    cos, sin = (torch.randn(2, 3, 8, generator=noise) for _ in range(2))
+    found = []
+    for name in {type(module).__module__ for module in model.modules()}:
+        source = sys.modules.get(name)
+        own = getattr(source, "apply_rotary_pos_emb", None)
+        if own is None:
+            continue
+        try:
+            expected, actual = own(q, k, cos, sin), _rotation(own)(q, k, cos, sin)
+        except (TypeError, ValueError, RuntimeError):  # another signature: left alone
+            continue
+        if all(_near(a, b, 10.0) for a, b in zip(expected, actual, strict=True)):
+            found.append(source)
+    return found

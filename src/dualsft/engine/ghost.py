@@ -1,0 +1,382 @@
+"""The ghost engine: G, per-example dot products and their bounds, in one backward pass.
+
+Algorithm 1 lines 3, 5, 6 (sums of gradients) and 8 (GhostDot), ALGORITHM.md §2 and §4. While an
+ordinary backward runs, each use of a candidate parameter is observed once, with its input a_t and
+its output gradient ε_t, and gives any of
+
+    Σ_n g_n                      added to an fp32 vector            (`sums`)
+    ⟨U, g_n⟩ per example         Σ_t ε_t · (U a_t)                  (`direction`)
+    an upper bound of ‖g_n,l‖    Σ_t ‖ε_t‖ ‖a_t‖                    (`bounds`)
+
+No example's gradient is ever formed. Parameters that are not candidates get no gradient at all.
+The rules by layer class are in `engine/rules.py`; a candidate that no rule covers is refused by
+name, and so is one whose input does not tell the examples of a batch apart. The output head never
+runs its own forward here: its rule is fed by `losses.HeadLoss`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from dualsft.data.examples import Batch
+from dualsft.engine.fused import HALF_DTYPES, fused_blocks
+from dualsft.engine.losses import HeadObserver, last_hidden, plain_example_loss
+from dualsft.engine.rules import MIXED, EmbeddingRule, HeadRule, LinearRule, NormRule, Rule
+from dualsft.errors import ConfigError, RunError
+from dualsft.memory.placement import Factors, Lender
+from dualsft.model import attention
+from dualsft.model.load import (
+    Candidates,
+    alike,
+    decoder_blocks,
+    find_candidates,
+    is_linear,
+    leave_out,
+    output_head,
+)
+from dualsft.model.sharded import (
+    device_of,
+    gathered_parameters,
+    is_sharded,
+    set_requires_grad,
+    through,
+    wide_copy,
+)
+from dualsft.storage.vectors import reduction_dtype
+
+
+@dataclass
+class Taps:
+    """What one pass collects. `begin` before each batch, then read `dots` and `inner_sums`."""
+
+    sums: Lender | None
+    direction: Factors | None
+    bounds: bool
+    columns: dict[str, int]
+    dtype: torch.dtype
+    device: torch.device
+    only: Collection[str] | None = None
+    squared: bool = False
+    """Gradients of examples are made one by one: sums are of their squares, bounds their norms."""
+    num_examples: int = 0
+    _dots: Tensor = field(init=False)
+    _inner_sums: Tensor = field(init=False)
+    _tokens: dict[int, Tensor] = field(default_factory=dict)
+    _squared: set[str] = field(default_factory=set)
+
+    def begin(self, num_examples: int) -> None:
+        """Forget the previous batch."""
+        self.num_examples = num_examples
+        wide = reduction_dtype(self.device)
+        self._dots = torch.zeros(num_examples, dtype=wide, device=self.device)
+        width = len(self.columns) if self.bounds else 0
+        self._inner_sums = torch.zeros(num_examples, width, dtype=self.dtype, device=self.device)
+        self._tokens.clear()
+        self._squared.clear()
+
+    def observes(self, rule: Rule) -> bool:
+        """Whether this pass is about the rule's candidates."""
+        if self.only is None:
+            return True
+        inside = [name in self.only for name in rule.names]
+        assert all(inside) or not any(inside), f"{rule.names} are observed together"
+        return all(inside)
+
+    def square_once(self, name: str) -> None:
+        """Refuse squares of a gradient that comes in several parts."""
+        if name in self._squared:
+            raise RunError(
+                f"{name} is used more than once in a pass, so the squares of its gradient cannot "
+                "be made in batches; leave it out of score.candidates"
+            )
+        self._squared.add(name)
+
+    def add_dots(self, value_B: Tensor) -> None:
+        self._dots += value_B
+
+    def add_bound(self, name: str, value_B: Tensor) -> None:
+        self._inner_sums[:, self.columns[name]] += value_B
+
+    def add_tokens(
+        self, kernels: Any, name: str, moved_MO: Tensor, grad_MO: Tensor, norms_M: Tensor | None
+    ) -> None:
+        """Dots and bounds of one layer token by token, in one kernel; folded when they are read."""
+        rows, width = len(grad_MO), len(self.columns)
+        if rows not in self._tokens:
+            self._tokens[rows] = torch.zeros(2, width, rows, device=self.device)
+        dots_LM, bounds_LM = self._tokens[rows]
+        at = self.columns[name]
+        kernels.token_dots(moved_MO, grad_MO, dots_LM[at], norms_M, bounds_LM[at])
+
+    def _fold(self) -> None:
+        for tokens in self._tokens.values():
+            dots_LB, bounds_LB = tokens.unflatten(-1, (self.num_examples, -1)).sum(-1)
+            self._dots += dots_LB.to(self._dots.dtype).sum(0)
+            if self.bounds:
+                self._inner_sums += bounds_LB.T
+        self._tokens.clear()
+
+    @property
+    def dots(self) -> Tensor:
+        """⟨U, g_n⟩ of the batch's examples: [B]."""
+        self._fold()
+        return self._dots
+
+    @property
+    def inner_sums(self) -> Tensor:
+        """What each candidate tensor adds to the bound: [B, L]."""
+        self._fold()
+        return self._inner_sums
+
+
+class GhostEngine:
+    """Binds a model's candidate parameters to their rules."""
+
+    def __init__(self, model: PreTrainedModel, candidates: Candidates) -> None:
+        attention.install(device_of(model))
+        self.model = model
+        self.candidates = candidates
+        self.columns = {name: i for i, name in enumerate(candidates)}
+        self.rules: list[Rule] = []
+        self.head_rule: HeadRule | None = None
+        uncovered = self._bind()
+        mixed = self._mixed()
+        reasons = uncovered | dict.fromkeys(mixed, MIXED)
+        if reasons:
+            problems = [f"{name}: {reasons[name]}{more}" for name, more in alike(reasons)]
+            raise ConfigError([*problems, leave_out(candidates.spec, reasons)])
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.model)
+
+    def on(self, model: PreTrainedModel) -> GhostEngine:
+        """This engine on another copy of its model."""
+        if model is self.model:
+            return self
+        return GhostEngine(model, find_candidates(model, self.candidates.spec))
+
+    def _bind(self) -> dict[str, str]:
+        """One rule for each module that uses a candidate; returns the candidates without a rule."""
+        names = {id(p): name for name, p in self.candidates.items()}
+        head = output_head(self.model)
+        uncovered: dict[str, str] = {}
+        bound: set[str] = set()
+        for module in self.model.modules():
+            used = {
+                own: names[id(p)]
+                for own, p in module.named_parameters(recurse=False, remove_duplicate=False)
+                if id(p) in names
+            }
+            if not used:
+                continue
+            bound |= set(used.values())
+            rule = HeadRule(module, used) if module is head else _rule_for(module, used)
+            if rule is None:
+                uncovered |= {
+                    n: f"no exact rule covers {type(module).__name__}" for n in used.values()
+                }
+                continue
+            if isinstance(rule, HeadRule):
+                self.head_rule = rule
+            else:
+                self.rules.append(rule)
+        orphans = [name for name in self.candidates if name not in bound]
+        return uncovered | dict.fromkeys(orphans, "no module of the model owns it")
+
+    @torch.no_grad()
+    def _mixed(self) -> list[str]:
+        """Two rows of three tokens forward: the candidates whose input mixes the examples."""
+        ids = torch.zeros(2, 3, dtype=torch.long, device=self.device)
+        batch = Batch(ids, torch.ones_like(ids), torch.arange(3).to(ids).expand(2, 3), ids)
+        found: list[str] = []
+
+        def look(rule: Rule) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            def before_forward(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+                if not rule.separates(inputs[0], len(ids)):
+                    found.extend(rule.names)
+
+            return before_forward
+
+        with ExitStack() as stack:
+            for rule in self.rules:
+                handle = rule.module.register_forward_pre_hook(look(rule))
+                stack.callback(handle.remove)
+            through(self.model, lambda: last_hidden(self.model, batch))
+        return found
+
+    @property
+    def separable(self) -> bool:
+        """Whether each candidate's gradient comes from one use of it, so that it can be squared:
+        no embedding, no head, no weight that is used twice."""
+        simple = all(isinstance(rule, LinearRule | NormRule) for rule in self.rules)
+        names = [name for rule in self.rules for name in rule.names]
+        return simple and self.head_rule is None and len(names) == len(set(names))
+
+    @contextmanager
+    def tapped(
+        self,
+        *,
+        sums: Lender | None = None,
+        direction: Factors | None = None,
+        bounds: bool = False,
+        only: Collection[str] | None = None,
+        squared: bool = False,
+    ) -> Iterator[Taps]:
+        """Observe every backward inside the block; the model is as before afterwards.
+
+        `only` names the candidates to observe, whole modules at a time; the backward then ends at
+        the first of them.
+        """
+        dtype = self.candidates.dtype
+        assert self.separable or not squared, "a gradient in several parts has no squares yet"
+        taps = Taps(
+            sums, direction, bounds, self.columns, dtype, self.device, only=only, squared=squared
+        )
+        with ExitStack() as stack:
+            stack.enter_context(_frozen(self.model))
+            stack.enter_context(fused_blocks(self.model, wide=True))
+            for rule in self.rules:
+                if taps.observes(rule):
+                    stack.enter_context(rule.attached(taps))
+            handle = self._start(only)
+            stack.callback(handle.remove)
+            yield taps
+
+    def _start(self, only: Collection[str] | None) -> RemovableHandle:
+        """With every parameter frozen the graph starts at the token embeddings, or at the block
+        that holds the first of the candidates that are observed."""
+        prefix, blocks = decoder_blocks(self.model) if only is not None else ("", [])
+        depths = [_depth(name, prefix) for name in only or ()]
+        if depths and None not in depths:
+            block = blocks[min(d for d in depths if d is not None)]
+            return block.register_forward_pre_hook(_start_at_block, with_kwargs=True)
+        return self.model.get_input_embeddings().register_forward_hook(_start_graph)
+
+    def head_observer(self, taps: Taps) -> HeadObserver | None:
+        """What `losses` must call for each chunk of logits, when the head is a candidate."""
+        rule = self.head_rule
+        if rule is None or not taps.observes(rule):
+            return None
+        return lambda hidden, gradient, example: rule.observe(taps, hidden, gradient, example)
+
+
+def _rule_for(module: nn.Module, used: dict[str, str]) -> Rule | None:
+    if is_linear(module) and used.keys() <= {"weight", "bias"}:
+        return LinearRule(module, used)
+    if isinstance(module, nn.Embedding) and used.keys() == {"weight"}:
+        plain = len(signature(module.forward).parameters) == 1  # others compute what they look up
+        return EmbeddingRule(module, used) if plain else None
+    is_norm = "Norm" in type(module).__name__ and all(p.ndim == 1 for p in module.parameters())
+    if is_norm and used.keys() <= {"weight", "bias"}:
+        return NormRule(module, used)
+    return None
+
+
+def _start_graph(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+    return output if output.requires_grad else output.requires_grad_()
+
+
+def _start_at_block(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    if inputs:
+        return (inputs[0].detach().requires_grad_(), *inputs[1:]), named
+    hidden = named["hidden_states"].detach().requires_grad_()
+    return inputs, {**named, "hidden_states": hidden}
+
+
+def _depth(name: str, prefix: str) -> int | None:
+    """Number of the block that a parameter belongs to; None outside the blocks."""
+    found = re.match(rf"{re.escape(prefix)}\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """requires_grad off everywhere, restored afterwards."""
+    every = {*model.parameters(), *gathered_parameters(model).values()}
+    state = [(p, p.requires_grad) for p in every]
+    for p, _ in state:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p, flag in state:
+            p.requires_grad_(flag)
+
+
+@contextmanager
+def widened(
+    *models: PreTrainedModel, tensor_cores: bool = False
+) -> Iterator[tuple[PreTrainedModel, ...]]:
+    """Half-precision models with fp32 weights (the same numbers) inside the block.
+
+    What rounding does to a score is seen, and mended, by computing it so. `tensor_cores` allows
+    TF32 products on CUDA: three bits more than bf16 at about half its speed. Given are the models
+    to compute with: the same ones, but of a sharded model a copy, read again.
+    """
+    sharded = [m for m in models if is_sharded(m)]
+    half = any(p.dtype in HALF_DTYPES for m in models for p in m.parameters())
+    whole = [m for m in models if m not in sharded]
+    own = {p: p.dtype for m in whole for p in m.parameters() if p.dtype in HALF_DTYPES}
+    scales = {  # Gemma multiplies its embeddings by a number rounded to the weight's dtype
+        b: b.data
+        for m in whole
+        for b in m.get_input_embeddings().buffers()
+        if own and b.is_floating_point()
+    }
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tensor_cores and half or before
+    try:
+        for buffer, value in scales.items():
+            buffer.data = value.to(next(iter(own.values()))).float()
+        for p in own:
+            p.data = p.data.float()
+        copies = {id(m): wide_copy(m) if half else m for m in sharded}
+        yield tuple(copies.get(id(m), m) for m in models)
+    finally:
+        for p, dtype in own.items():
+            p.data = p.data.to(dtype)
+        for buffer, value in scales.items():
+            buffer.data = value
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def alone(
+    model: PreTrainedModel,
+    candidates: Candidates,
+    batch: Batch,
+    visit: Callable[[str, Tensor], None],
+) -> float:
+    """One example by plain autograd, no rule involved: `visit` sees each candidate's gradient.
+
+    The slow, independent path: the model's own forward, head and loss. Gradients are handed over
+    and freed one parameter at a time. Returns the example's loss.
+    """
+    assert len(batch.input_ids) == 1
+    gathered = gathered_parameters(model)
+    names = {gathered[name]: name for name in candidates}
+
+    def hand_over(p: Tensor) -> None:
+        assert p.grad is not None and isinstance(p, nn.Parameter)
+        visit(names[p], p.grad)
+        p.grad = None
+
+    with ExitStack() as stack:
+        stack.enter_context(_frozen(model))
+        for p, name in names.items():
+            set_requires_grad(model, name, True)
+            stack.callback(p.register_post_accumulate_grad_hook(hand_over).remove)
+        with torch.enable_grad():
+            loss = plain_example_loss(model, batch)
+            loss.backward()
+    return float(loss.detach())

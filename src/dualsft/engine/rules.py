@@ -1,0 +1,345 @@
+"""The exact rule of each layer class: how a use of a parameter enters a per-example gradient.
+
+ALGORITHM.md §2 "Ghost dot product" and §4 (bounds). With input a_t and output gradient ε_t:
+
+    linear      g_n = Σ_t ε_t a_tᵀ          dot Σ_t ε_t · (U a_t)      bound Σ_t ‖ε_t‖ ‖a_t‖
+    bias        g_n = Σ_t ε_t               dot g_n · u                bound ‖g_n‖
+    embedding   g_n[i] = Σ_{t: id_t=i} ε_t  dot Σ_t ε_t · U[id_t]      bound Σ_t ‖ε_t‖
+    norm        g_n = Σ_t ε_t ⊙ x̂_t         dot g_n · u                bound ‖g_n‖
+    head        as linear, fed chunk by chunk with the logit gradient
+
+A parameter used several times (a tied head) is observed by several rules: sums, dots and bounds
+add. Squares do not: where they are asked for (`Taps.squared`: Σ_n g_n ⊙ g_n in the place of
+Σ_n g_n, and ‖g_n‖ in the place of its bound) each g_n is made, a few at a time, and freed.
+
+Shape letters: B examples, T positions, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.pytorch_utils import Conv1D
+
+from dualsft.engine.fused import kernels_for
+from dualsft.errors import RunError
+from dualsft.storage.vectors import accumulation_dtype, reduction_dtype
+
+if TYPE_CHECKING:
+    from dualsft.engine.ghost import Taps
+
+
+MIXED = (
+    "its input is not (example, token, feature), so the examples of a batch cannot be told apart"
+)
+
+
+APART_BYTES = 256 << 20
+"""Of per-example gradients that are made at a time."""
+
+
+def add_product(total_OI: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += leftᵀ right, products of low-precision factors summed in the total's dtype."""
+    if left.dtype == total_OI.dtype:
+        total_OI.addmm_(left.T, right)
+    elif left.is_cuda:
+        torch.addmm(total_OI, left.T, right, out_dtype=total_OI.dtype, out=total_OI)
+    else:
+        total_OI.addmm_(left.T.to(total_OI.dtype), right.to(total_OI.dtype))
+
+
+def row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """Σ over all but the first dimension of a ⊙ b: [B]. `a` is a temporary and is used up.
+
+    (A batched matrix product would avoid the pass over memory, but on a CPU it costs more than the
+    layer's own product; see docs/performance.md.)
+    """
+    wide = accumulation_dtype(a.dtype)
+    return a.to(wide).mul_(b).flatten(1).sum(1).to(reduction_dtype(a.device))
+
+
+def token_norms(x: Tensor) -> Tensor:
+    """‖x_t‖: [B, T]. q, k and v share their input, so it is kept on the tensor."""
+    kept = getattr(x, "_dualsft_norms", None)
+    if kept is None:
+        wide = accumulation_dtype(x.dtype)
+        kept = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide)
+        x._dualsft_norms = kept  # pyright: ignore[reportAttributeAccessIssue]
+    return kept
+
+
+class Rule(ABC):
+    """A module and the names of the candidates it owns, keyed by their own name in it."""
+
+    def __init__(self, module: nn.Module, used: dict[str, str]) -> None:
+        self.module = module
+        self.weight = used.get("weight")
+        self.bias = used.get("bias")
+        self.names = list(used.values())
+
+    def separates(self, x: Tensor, num_examples: int) -> bool:
+        """Whether this input keeps the examples apart, as its first of three or more dimensions."""
+        return x.ndim >= 3 and len(x) == num_examples
+
+    @abstractmethod
+    def attached(self, taps: Taps) -> Any:
+        """A context in which the module's uses are observed."""
+
+    def observe_vector(self, taps: Taps, name: str, gradient_BO: Tensor) -> None:
+        """A 1-D parameter: its per-example gradients are small, so they are used as they are."""
+        wide = gradient_BO.to(taps.dtype)
+        if taps.squared:
+            taps.square_once(name)
+        if taps.sums is not None:
+            with taps.sums.lent(name) as total:
+                total.add_((wide.square() if taps.squared else wide).sum(0))
+        if taps.direction is not None:
+            dtype = reduction_dtype(wide.device)
+            taps.add_dots(wide.to(dtype) @ taps.direction.factor(name, dtype))
+        if taps.bounds:
+            taps.add_bound(name, torch.linalg.vector_norm(wide, dim=-1))
+
+
+class LinearRule(Rule):
+    """nn.Linear (weight [O, I]) and GPT-2's Conv1D (weight [I, O])."""
+
+    def __init__(self, module: nn.Module, used: dict[str, str]) -> None:
+        super().__init__(module, used)
+        self.transposed = isinstance(module, Conv1D)
+
+    @contextmanager
+    def attached(self, taps: Taps) -> Iterator[None]:
+        self.module.forward = lambda x: _TappedLinear.apply(x, self, taps)
+        try:
+            yield
+        finally:
+            del self.module.forward
+
+    def weight_OI(self) -> Tensor:
+        weight = self.module.get_parameter("weight")
+        return weight.T if self.transposed else weight
+
+    def observe(self, taps: Taps, x_BTI: Tensor, norms_BT: Tensor | None, grad_BTO: Tensor) -> None:
+        if self.bias is not None:
+            self.observe_vector(taps, self.bias, grad_BTO.to(taps.dtype).sum(1))
+        name = self.weight
+        if name is None:
+            return
+        if taps.squared:
+            self._observe_squares(taps, name, x_BTI, grad_BTO)
+        x_MI, grad_MO = x_BTI.flatten(0, 1), grad_BTO.flatten(0, 1)
+        if taps.sums is not None and not taps.squared:
+            left, right = (x_MI, grad_MO) if self.transposed else (grad_MO, x_MI)
+            with taps.sums.lent(name) as total:
+                add_product(total, left, right)
+        if taps.direction is not None:
+            block = taps.direction.factor(name, x_BTI.dtype)
+            moved = x_MI @ (block if self.transposed else block.T)
+            kernels = kernels_for(moved)
+            if kernels is not None:
+                norms_M = None if norms_BT is None else norms_BT.flatten()
+                taps.add_tokens(kernels, name, moved, grad_MO, norms_M)
+                return
+            taps.add_dots(row_dots(moved.view_as(grad_BTO), grad_BTO))
+        if norms_BT is not None:
+            gradient = torch.linalg.vector_norm(grad_BTO, dim=-1, dtype=taps.dtype)
+            taps.add_bound(name, (gradient * norms_BT).sum(1))
+
+    def _observe_squares(self, taps: Taps, name: str, x_BTI: Tensor, grad_BTO: Tensor) -> None:
+        """Each example's own gradient, for its squares and its norm."""
+        taps.square_once(name)
+        left, right = (x_BTI, grad_BTO) if self.transposed else (grad_BTO, x_BTI)
+        num_bytes = left.shape[-1] * right.shape[-1] * taps.dtype.itemsize
+        at_once, norms = max(1, APART_BYTES // num_bytes), []
+        for a, b in zip(left.split(at_once), right.split(at_once), strict=True):
+            squares = torch.bmm(a.mT.to(taps.dtype), b.to(taps.dtype)).square_()
+            norms.append(squares.flatten(1).sum(1).sqrt_())
+            if taps.sums is not None:
+                with taps.sums.lent(name) as total:
+                    total.add_(squares.sum(0))
+        if taps.bounds:
+            taps.add_bound(name, torch.cat(norms))
+
+
+class _TappedLinear(torch.autograd.Function):
+    """A linear map whose backward shows (input, output gradient) to its rule."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, rule: LinearRule, taps: Taps) -> Tensor:  # noqa: ANN001
+        if not rule.separates(x, taps.num_examples):
+            raise RunError(f"{rule.names[0]}: {MIXED}; leave it out of score.candidates")
+        ctx.rule, ctx.taps = rule, taps
+        seen = x if x.ndim == 3 else x.flatten(1, -2)
+        bounded = taps.bounds and not taps.squared and rule.weight is not None
+        ctx.norms = token_norms(seen) if bounded else None
+        ctx.save_for_backward(seen)
+        return nn.functional.linear(x, rule.weight_OI(), getattr(rule.module, "bias", None))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # noqa: ANN001, ANN205
+        (x,) = ctx.saved_tensors
+        seen = grad if grad.ndim == 3 else grad.flatten(1, -2)
+        ctx.rule.observe(ctx.taps, x, ctx.norms, seen.contiguous())
+        grad_x = grad @ ctx.rule.weight_OI() if ctx.needs_input_grad[0] else None
+        return grad_x, None, None
+
+
+class _OutputRule(Rule):
+    """A rule that needs only the module's inputs and its output's gradient: a pair of hooks."""
+
+    @contextmanager
+    def attached(self, taps: Taps) -> Iterator[None]:
+        def after_forward(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            if not self.separates(inputs[0], taps.num_examples):
+                raise RunError(f"{self.names[0]}: {MIXED}; leave it out of score.candidates")
+            output = output if output.requires_grad else output.requires_grad_()
+            sources = tuple(x.detach() for x in inputs)
+            output.register_hook(lambda grad: self.observe(taps, sources, grad))
+            return output
+
+        handle = self.module.register_forward_hook(after_forward)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @abstractmethod
+    def observe(self, taps: Taps, sources: tuple[Tensor, ...], grad: Tensor) -> None: ...
+
+    def with_weight(self, weight: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+        """The module's own forward with another weight (and no bias)."""
+        changed = {"weight": weight}
+        if getattr(self.module, "bias", None) is not None:
+            changed["bias"] = torch.zeros_like(self.module.get_parameter("bias"))
+        return functional_call(self.module, changed, sources)
+
+
+class EmbeddingRule(_OutputRule):
+    """nn.Embedding and its scaled subclasses: the output is scale · W[token]."""
+
+    module: nn.Embedding
+
+    def __init__(self, module: nn.Embedding, used: dict[str, str]) -> None:
+        super().__init__(module, used)
+        weight = module.get_parameter("weight")
+        probe = torch.ones(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        first = torch.zeros(1, 1, dtype=torch.long, device=probe.device)
+        values = self._unpadded(probe, first)
+        if not bool((values == values.flatten()[0]).all()):
+            raise RunError(f"{self.weight}: the embedding is no uniform scaling of its rows")
+        self.scale = float(values.flatten()[0])
+
+    def separates(self, x: Tensor, num_examples: int) -> bool:
+        """Token or position numbers: [B, T]."""
+        return x.ndim == 2 and len(x) == num_examples
+
+    def _unpadded(self, weight: Tensor, ids: Tensor) -> Tensor:
+        padding, self.module.padding_idx = self.module.padding_idx, None
+        try:
+            return functional_call(self.module, {"weight": weight}, (ids,))
+        finally:
+            self.module.padding_idx = padding
+
+    @torch.no_grad()
+    def observe(self, taps: Taps, sources: tuple[Tensor, ...], grad: Tensor) -> None:
+        assert self.weight is not None
+        (source,) = sources
+        wide = grad.to(taps.dtype) * self.scale
+        padding = self.module.padding_idx
+        if padding is not None:  # autograd gives the padding row no gradient; neither do we
+            wide = wide.masked_fill((source == padding).unsqueeze(-1), 0.0)
+        if taps.sums is not None:
+            with taps.sums.lent(self.weight) as total:
+                total.index_add_(0, source.flatten(), wide.flatten(0, 1))
+        if taps.direction is not None:
+            factor = taps.direction.factor(self.weight, self.module.weight.dtype)
+            rows = nn.functional.embedding(source, factor)
+            taps.add_dots(row_dots(rows, wide))
+        if taps.bounds:
+            taps.add_bound(self.weight, torch.linalg.vector_norm(wide, dim=-1).sum(1))
+
+
+class NormRule(_OutputRule):
+    """Any norm whose output is affine in its weight, x̂ ⊙ (c + w) + b: RMSNorm, Gemma's, LayerNorm.
+
+    x̂ is read off the module itself, as the difference between weight one and weight zero; that the
+    output really is affine in the weight is checked on the first use.
+    """
+
+    checked = False
+
+    @staticmethod
+    def rounding(dtype: torch.dtype) -> float:
+        """What rounding may explain; many norms compute in fp32 whatever the model's dtype."""
+        coarse = torch.finfo(dtype).eps
+        single = torch.finfo(torch.float32).eps
+        return 8 * coarse if coarse > single else 64 * single
+
+    def _check(self, sources: tuple[Tensor, ...], unit: Tensor, zero: Tensor) -> None:
+        weight = self.module.get_parameter("weight")
+        expected = zero + unit * weight
+        actual = self.with_weight(weight, sources)
+        scale = float(expected.abs().max()) or 1.0
+        if float((expected - actual).abs().max()) > self.rounding(weight.dtype) * scale:
+            raise RunError(
+                f"{self.weight or self.bias}: {type(self.module).__name__} is not affine in its "
+                "weight, so no exact rule covers it; leave it out of score.candidates"
+            )
+        self.checked = True
+
+    @torch.no_grad()
+    def observe(self, taps: Taps, sources: tuple[Tensor, ...], grad: Tensor) -> None:
+        wide = grad.to(taps.dtype)
+        if self.bias is not None:
+            self.observe_vector(taps, self.bias, _per_example(wide))
+        if self.weight is not None:
+            weight = self.module.get_parameter("weight")
+            zero = self.with_weight(torch.zeros_like(weight), sources)
+            unit = self.with_weight(torch.ones_like(weight), sources) - zero
+            if not self.checked:
+                self._check(sources, unit, zero)
+            self.observe_vector(taps, self.weight, _per_example(wide * unit.to(taps.dtype)))
+
+
+def _per_example(gradient: Tensor) -> Tensor:
+    """Sum over everything between the example and the feature dimension: [B, O]."""
+    return gradient.reshape(len(gradient), -1, gradient.shape[-1]).sum(1)
+
+
+class HeadRule(Rule):
+    """The output head, fed by `losses.HeadLoss` with chunks of (hidden, logit gradient)."""
+
+    def attached(self, taps: Taps) -> Any:
+        raise AssertionError("the head is observed through losses.HeadLoss, not through hooks")
+
+    def observe(self, taps: Taps, hidden: Tensor, grad: Tensor, example: Tensor) -> None:
+        if self.bias is not None:
+            shape = (taps.num_examples, grad.shape[-1])
+            gradient = torch.zeros(shape, dtype=taps.dtype, device=grad.device)
+            self._observe_bias(taps, gradient.index_add_(0, example, grad.to(taps.dtype)))
+        name = self.weight
+        if name is None:
+            return
+        if taps.sums is not None:
+            with taps.sums.lent(name) as sums:
+                add_product(sums, grad.to(hidden.dtype), hidden)
+        if taps.direction is not None:
+            moved = hidden @ taps.direction.factor(name, hidden.dtype).T
+            dots = row_dots(moved, grad.to(moved.dtype))
+            taps.add_dots(dots.new_zeros(taps.num_examples).index_add_(0, example, dots))
+        if taps.bounds:
+            norms = torch.linalg.vector_norm(hidden, dim=-1, dtype=taps.dtype)
+            value = torch.linalg.vector_norm(grad, dim=-1, dtype=taps.dtype) * norms
+            total = torch.zeros(taps.num_examples, dtype=taps.dtype, device=value.device)
+            taps.add_bound(name, total.index_add_(0, example, value))
+
+    def _observe_bias(self, taps: Taps, gradient_BV: Tensor) -> None:
+        """A chunk holds part of an example's tokens; its norm bounds add up by the triangle."""
+        assert self.bias is not None
+        self.observe_vector(taps, self.bias, gradient_BV)

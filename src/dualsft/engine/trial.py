@@ -1,0 +1,96 @@
+"""A few trial batches before a walk: how much memory a token of a batch really takes.
+
+What a batch holds depends on the model's code, the attention kernel, the rules and what they
+collect, so it is measured and not guessed: the longest example, repeated, goes forward and backward
+in two small batches, and a line through the two peaks tells what any batch will take
+(`plans.Activations`). G and the direction are stood for by one scratch buffer; nothing of a trial
+enters a result. Only on CUDA, whose allocator counts. It belongs to no line of Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dualsft.data.examples import IGNORE, Batch
+from dualsft.engine.checkpointing import checkpointed
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.losses import Head, HeadObserver
+from dualsft.memory.placement import Scratch
+from dualsft.memory.plans import Activations, Line
+from dualsft.system.peak_memory import PeakMemory
+from dualsft.system.usage import give_back, is_out_of_memory
+
+TRIAL_TOKENS = 1024
+"""Tokens of the smaller trial batch, when the longest example has fewer."""
+
+Objective = Callable[[Batch, HeadObserver | None], tuple[Tensor, Tensor]]
+
+
+def measure(
+    engine: GhostEngine,
+    objective: Objective,
+    batch_of: Callable[[int, int], Batch],
+    *,
+    sums: bool,
+    direction: bool,
+    bounds: bool,
+    checkpointing: bool,
+) -> Activations | None:
+    """What batches take with these taps; None when even the trial does not fit.
+
+    `batch_of(n, m)` is the longest example n times (or n times as often as a batch has it already),
+    m of them with as many labels as any example has and the others with one. Logits exist a chunk
+    at a time, so labels are counted apart from tokens: what they take stops growing at a chunk.
+    """
+    dtype, device = engine.candidates.dtype, engine.device
+    one = batch_of(1, 1).input_ids.numel()
+    few = max(1, TRIAL_TOKENS // one)
+    try:
+        scratch = Scratch(engine.candidates, dtype, device)
+        with (
+            checkpointed(engine.model, checkpointing),
+            engine.tapped(
+                sums=scratch if sums else None,
+                direction=scratch if direction else None,
+                bounds=bounds,
+            ) as taps,
+        ):
+            observer = engine.head_observer(taps)
+            points: list[tuple[int, int, int, int]] = []
+            for count, labelled in ((few, few), (few, 0), (few, few), (2 * few, few)):
+                batch = batch_of(count, labelled)  # the first loads kernels and workspaces
+                taps.begin(len(batch.input_ids))
+                points.append(_peaks(objective, batch, observer, device))
+    except Exception as problem:
+        if not is_out_of_memory(problem):
+            raise
+        return None
+    finally:
+        give_back(device)
+    (_, forward_bare, _, bare), (tokens, forward, backward, labels) = points[1:3]
+    more, forward_more, backward_more, _ = points[3]
+    a_label = max(0.0, (forward - forward_bare) / max(1, labels - bare))
+    chunk = a_label * max(0, Head.of(engine.model).chunk_rows - labels)
+    line = Line.through((tokens, forward), (more, forward_more))
+    return Activations(
+        Line(line.fixed + chunk, line.slope),
+        Line.through((tokens, backward), (more, backward_more)),
+    )
+
+
+def _peaks(
+    objective: Objective, batch: Batch, observer: HeadObserver | None, device: torch.device
+) -> tuple[int, int, int, int]:
+    """(tokens, bytes at the peak of the forward pass, of the backward, labels); bytes above what is
+    held."""
+    before = torch.cuda.memory_allocated(device)
+    with PeakMemory() as forward:
+        total, _ = objective(batch, observer)
+    with PeakMemory() as backward:
+        total.backward()
+    peaks = [(peak.cuda_bytes or 0) - before for peak in (forward, backward)]
+    labels = int((batch.labels[:, 1:] != IGNORE).sum())
+    return batch.input_ids.numel(), peaks[0], peaks[1], labels

@@ -1,0 +1,1 @@
+"""What reproduces and judges: methods, diagnostics, evaluation, comparisons, reports."""

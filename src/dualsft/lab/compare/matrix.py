@@ -1,0 +1,432 @@
+"""The file of a comparison: methods × models × data × budgets × seeds, and the tables to make.
+
+A matrix file names a base (a recipe, a config file, or nothing), what varies, and the tables. All
+problems of the file and of every cell's settings are found at once, before anything runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import importlib.resources
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dualsft.config import settings
+from dualsft.config.parse import Text, show
+from dualsft.config.settings import Config
+from dualsft.errors import ConfigError
+from dualsft.lab import methods
+from dualsft.lab.methods import Axis
+
+SEEDS = (42, 123, 2026)
+KEYS = (
+    *("name", "base", "settings", "methods", "models", "data", "budgets", "seeds", "tables"),
+    "keep",
+)
+_TABLE_KEYS = {"title", "kind", "groups", "mark", "reference", "within"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of one thing that varies: how a table calls it, and the settings that make it."""
+
+    name: str
+    words: tuple[str, ...] = ()
+    rates: tuple[tuple[str, str], ...] = ()
+    """(method that trains, its `method.lr_ratio`) where this model or data has one of its own."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table to make: its rows in groups, what it shows, how many places are marked."""
+
+    title: str
+    kind: str = "results"
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Group name to methods; without groups all methods in their order."""
+    mark: int = 2
+    """How many places are marked: best, second, third."""
+    reference: tuple[str, ...] = ()
+    """Methods that are shown first and do not compete."""
+    within: str = "group"
+    """Places are counted within each group, or over the whole table."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the matrix."""
+
+    model: Choice
+    data: Choice
+    budget: Choice
+    method: Choice
+    seed: int
+
+    @property
+    def path(self) -> Path:
+        parts = (self.model.name, self.data.name, self.budget.name, self.method.name)
+        return Path("cells", *(_folder(p) for p in parts), f"seed-{self.seed}")
+
+    @property
+    def title(self) -> str:
+        return " · ".join((*self.path.parts[1:-1], f"seed {self.seed}"))
+
+    def words(self) -> list[str]:
+        chosen = (self.model, self.data, self.budget, self.method)
+        words = [word for one in chosen for word in one.words]
+        trains = [w.partition("=")[2] for w in self.method.words if w.startswith("method.params=")]
+        rates = dict((*self.model.rates, *self.data.rates))
+        own = any(word.startswith("method.lr_ratio=") for word in self.method.words)
+        if trains and trains[-1] in rates and not own:
+            words.append(f"method.lr_ratio={rates[trains[-1]]}")
+        return [*words, f"seed={self.seed}"]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A comparison as its file describes it."""
+
+    name: str
+    base: str | None
+    words: tuple[str, ...]
+    """Settings of the file that all cells share; what a cell is stands over them."""
+    overrides: tuple[str, ...]
+    """Settings of the command line, over everything."""
+    methods: tuple[Choice, ...]
+    models: tuple[Choice, ...]
+    data: tuple[Choice, ...]
+    budgets: tuple[Choice, ...]
+    seeds: tuple[int, ...]
+    tables: tuple[Table, ...]
+    keep: str = "all"
+    """all, or results: weights and vectors of a finished cell are removed."""
+
+    def cells(self, only: str | None = None) -> list[Cell]:
+        """Every cell, those of one seed together; `only` is a pattern over their titles."""
+        found = [
+            Cell(model, data, budget, method, seed)
+            for model in self.models
+            for data in self.data
+            for seed in self.seeds
+            for budget in self.budgets
+            for method in self.methods
+        ]
+        return [c for c in found if only is None or fnmatch.fnmatch(c.title, f"*{only}*")]
+
+    def config(self, cell: Cell) -> Config:
+        """The settings of a cell: the base, what all share, what the cell is, the overrides."""
+        return settings.load(self.base, [*self.words, *cell.words(), *self.overrides])
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+def load_matrix(source: str | Path, overrides: Sequence[str] = ()) -> Matrix:
+    """A matrix from a YAML file or a packaged recipe; all problems at once.
+
+    `overrides` are settings put over every cell, or one of the matrix's own lists, as in
+    `seeds=42` or `methods=dualsft,random`.
+    """
+    mapping, problems = settings.read_source(_recipe(source))
+    own = [w for w in overrides if w.partition("=")[0] in KEYS]
+    for word in own:
+        key, _, value = word.partition("=")
+        mapping[key] = [Text(v.strip()) for v in value.split(",")] if "," in value else Text(value)
+    problems += [
+        f"{key}: no such key of a comparison; it has {', '.join(KEYS)}"
+        for key in mapping
+        if key not in KEYS
+    ]
+    parser = _Parser(problems)
+    matrix = Matrix(
+        name=parser.text("name", mapping.get("name", Path(str(source)).stem)),
+        base=parser.base(mapping.get("base"), source),
+        words=parser.words("settings", mapping.get("settings") or {}),
+        overrides=tuple(w for w in overrides if w not in own),
+        methods=parser.methods(mapping.get("methods")),
+        models=parser.choices("models", mapping.get("models"), "model.path"),
+        data=parser.choices("data", mapping.get("data"), "data.path"),
+        budgets=parser.budgets(mapping.get("budgets")),
+        seeds=parser.seeds(mapping.get("seeds")),
+        tables=parser.tables(mapping.get("tables")),
+        keep=str(mapping.get("keep") or "all"),
+    )
+    if matrix.keep not in ("all", "results"):
+        problems.append(f"keep: {matrix.keep!r} is not allowed; give all or results")
+    problems += _owned(matrix)
+    known = {choice.name for choice in matrix.methods}
+    for table in matrix.tables:
+        for group, rows in {**table.groups, "reference": table.reference}.items():
+            problems += [
+                f"tables: {table.title!r}, group {group!r} names {row!r}, which `methods` does not"
+                for row in rows
+                if row not in known and not any(word.startswith("methods=") for word in own)
+            ]
+    if not problems:
+        problems += _config_problems(matrix)
+    if problems:
+        raise ConfigError(problems)
+    return matrix
+
+
+def recipe_names() -> list[str]:
+    """The comparisons that the package brings."""
+    folder = importlib.resources.files("dualsft") / "recipes" / "compare"
+    return sorted(e.name.removesuffix(".yaml") for e in folder.iterdir())
+
+
+def _recipe(source: str | Path) -> Path:
+    """A matrix file, or the packaged one of this name."""
+    if str(source) in recipe_names():
+        return Path(str(importlib.resources.files("dualsft"))) / f"recipes/compare/{source}.yaml"
+    if not Path(source).is_file():
+        close = difflib.get_close_matches(str(source), recipe_names(), n=1)
+        cure = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(recipe_names())}"
+        raise ConfigError(f"{source}: no such file or comparison; {cure}")
+    return Path(source)
+
+
+def _owned(matrix: Matrix) -> list[str]:
+    """Overrides of what the matrix itself varies: every cell would be the same there."""
+    axes = {"models": matrix.models, "data": matrix.data, "budgets": matrix.budgets}
+    axes |= {"methods": matrix.methods}
+    owner = {
+        w.partition("=")[0]: axis for axis, many in axes.items() for c in many for w in c.words
+    }
+    owner |= {"seed": "seeds"}
+    fixed = ("model.path", "data.path", "select.data_budget", "select.param_budget", "seed")
+    problems = []
+    for word in matrix.overrides:
+        key = word.partition("=")[0]
+        varied = key in fixed or key.startswith("method.") and key != "method.lr_ratio"
+        if key in owner and varied:
+            problems.append(
+                f"{word}: the comparison's own `{owner[key]}` decide about {key}; give "
+                f"{owner[key]}=… instead, or change the file"
+            )
+    return problems
+
+
+def _config_problems(matrix: Matrix) -> list[str]:
+    """What is wrong with the settings of any cell, each said once."""
+    found: dict[str, list[str]] = {}
+    for cell in matrix.cells():
+        if cell.seed != matrix.seeds[0]:
+            continue
+        try:
+            matrix.config(cell)
+        except ConfigError as problem:
+            for text in problem.problems:
+                found.setdefault(text, []).append(cell.title)
+    more = {text: f" and {len(c) - 1} more" if len(c) > 1 else "" for text, c in found.items()}
+    return [f"{text} (in {cells[0]}{more[text]})" for text, cells in found.items()]
+
+
+class _Parser:
+    """Values of a matrix file; what is wrong is collected."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+
+    def text(self, key: str, value: Any) -> str:
+        if not isinstance(value, str) or not value.strip():
+            self.problems.append(f"{key}: {show(value)} is not allowed; give a word")
+            return "?"
+        return str(value)
+
+    def base(self, value: Any, source: str | Path) -> str | None:
+        if value is None or isinstance(value, str) and not value.strip():
+            return None
+        name = self.text("base", value)
+        beside = Path(str(source)).parent / name
+        return str(beside) if name not in settings.recipe_names() and beside.is_file() else name
+
+    def words(self, key: str, value: Any) -> tuple[str, ...]:
+        """key=value words of a mapping, dotted or nested."""
+        if not isinstance(value, Mapping):
+            self.problems.append(f"{key}: {show(value)} is not allowed; give settings as a mapping")
+            return ()
+        words = tuple(_flat_words(value))
+        given = {word.partition("=")[0]: word for word in words}
+        self.problems += [
+            settings.stored_consent(name, f"{given[name]} under {key}")
+            for name in settings.CONSENTS
+            if name in given
+        ]
+        return words
+
+    def choices(self, key: str, value: Any, setting: str) -> tuple[Choice, ...]:
+        """name -> path, or name -> {path: …, settings: {…}}; a list is named by its own stems."""
+        if value is None:
+            return (Choice("default"),)
+        if isinstance(value, str):
+            value = [value]
+        if isinstance(value, Sequence):
+            names = [_short_name(str(v)) for v in value]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            self.problems += [f"{key}: two are called {n!r}; give name -> path" for n in twice]
+            value = dict(zip(names, value, strict=True))
+        if not isinstance(value, Mapping) or not value:
+            self.problems.append(f"{key}: {show(value)} is not allowed; give name -> path")
+            return ()
+        found = []
+        for name, one in value.items():
+            one = {"path": one} if isinstance(one, str) else one
+            if not isinstance(one, Mapping) or set(one) - {"path", "settings", "lr_ratios"}:
+                self.problems.append(
+                    f"{key}.{name}: {show(one)} is not allowed; give a path, or path, settings and "
+                    "lr_ratios"
+                )
+                continue
+            words = [f"{setting}={one['path']}"] if "path" in one else []
+            words += self.words(f"{key}.{name}.settings", one.get("settings") or {})
+            rates: Any = one.get("lr_ratios") or {}
+            if not isinstance(rates, Mapping):
+                self.problems.append(
+                    f"{key}.{name}.lr_ratios: {show(rates)} is not allowed; give method -> ratio"
+                )
+                rates = {}
+            unknown = [m for m in rates if m not in methods.registry()["params"]]
+            self.problems += [
+                f"{key}.{name}.lr_ratios: {m!r} is no method that trains" for m in unknown
+            ]
+            pairs = tuple((str(m), str(ratio)) for m, ratio in rates.items())
+            found.append(Choice(str(name), tuple(words), pairs))
+        folders = [_folder(c.name) for c in found]
+        self.problems += [
+            f"{key}: {c.name!r} and another have one folder name; rename it"
+            for c in found
+            if folders.count(_folder(c.name)) > 1
+        ]
+        return tuple(found)
+
+    def methods(self, value: Any) -> tuple[Choice, ...]:
+        value = [value] if isinstance(value, str) else value
+        if not isinstance(value, Sequence) or not value:
+            self.problems.append("methods: missing; give a list such as [dualsft, less+s2ft]")
+            return ()
+        found: list[Choice] = []
+        for item in value:
+            one: Mapping[str, Any] = {"name": item} if isinstance(item, str) else item
+            if not isinstance(one, Mapping):
+                self.problems.append(f"methods: {show(item)} is not allowed; give a name")
+                continue
+            rest = {k: v for k, v in one.items() if k not in ("name", "settings", *methods.AXES)}
+            if rest:
+                self.problems.append(f"methods: {show(item)} has {', '.join(map(str, rest))}")
+            axes: dict[Axis, str] = {a: str(one[a]) for a in methods.AXES if a in one}
+            try:
+                name = str(one.get("name") or methods.row_name(axes))
+                axes = {"data": "all", "params": "all", **axes} if axes else methods.row(name)
+            except ConfigError as problem:
+                self.problems += [f"methods: {text}" for text in problem.problems]
+                continue
+            words = [f"method.{axis}={method}" for axis, method in axes.items()]
+            words += self.words(f"methods.{name}.settings", one.get("settings") or {})
+            found.append(Choice(name, tuple(words)))
+        folders = [_folder(c.name) for c in found]
+        twice = sorted({c.name for c in found if folders.count(_folder(c.name)) > 1})
+        self.problems += [
+            f"methods: {name!r} is there twice (as a folder's name); give one another `name`"
+            for name in twice
+        ]
+        return tuple(found)
+
+    def budgets(self, value: Any) -> tuple[Choice, ...]:
+        if value is None:
+            return (Choice("default"),)
+        value = [value] if isinstance(value, Mapping) else value
+        found = []
+        if not value:
+            self.problems.append("budgets: empty; give a list of {data: 0.1, params: 0.05}")
+        for one in value if isinstance(value, Sequence) else [value]:
+            if not isinstance(one, Mapping) or not one or set(one) - {"data", "params"}:
+                self.problems.append(
+                    f"budgets: {show(one)} is not allowed; give a list of {{data: 0.1, params: "
+                    "0.05}"
+                )
+                continue
+            keys = {"data": "select.data_budget", "params": "select.param_budget"}
+            words = tuple(f"{keys[k]}={v}" for k, v in one.items())
+            found.append(Choice("-".join(f"{k}{v}" for k, v in one.items()), words))
+        names = [choice.name for choice in found]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        self.problems += [f"budgets: {name} is there twice; leave one out" for name in twice]
+        return tuple(found)
+
+    def seeds(self, value: Any) -> tuple[int, ...]:
+        value = SEEDS if value is None else value
+        value = [value] if isinstance(value, str | int) else value
+        try:
+            if found := tuple(dict.fromkeys(int(v) for v in value)):
+                return found
+            raise ValueError
+        except (TypeError, ValueError):
+            self.problems.append(f"seeds: {show(value)} is not allowed; give whole numbers")
+            return ()
+
+    def tables(self, value: Any) -> tuple[Table, ...]:
+        if value is None:
+            return (Table("Results"), Table("Resources", "resources"))
+        found = []
+        for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
+            if not isinstance(one, Mapping) or set(one) - _TABLE_KEYS:
+                keys = ", ".join(sorted(_TABLE_KEYS))
+                self.problems.append(f"tables: {show(one)} is not allowed; give {keys}")
+                continue
+            kind = str(one.get("kind", "results"))
+            if kind not in ("results", "resources", "forgetting"):
+                self.problems.append(
+                    f"tables: kind {kind!r} is not known; use results, resources or forgetting"
+                )
+            groups = one.get("groups") or {}
+            if not isinstance(groups, Mapping):
+                self.problems.append(f"tables: groups {show(groups)} must be name -> methods")
+                groups = {}
+            lists = {str(g): tuple(map(str, rows)) for g, rows in groups.items()}
+            mark, within = str(one.get("mark", 2)), str(one.get("within", "group"))
+            if mark not in ("1", "2", "3") or within not in ("group", "table"):
+                self.problems.append("tables: mark is 1, 2 or 3, and within is group or table")
+                continue
+            title, shown = str(one.get("title", kind)), tuple(map(str, one.get("reference") or ()))
+            found.append(Table(title, kind, lists, int(mark), shown, within))
+        return tuple(found)
+
+
+def _flat_words(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    known = settings.keys()
+    for key, value in mapping.items():
+        setting = f"{prefix}{key}" in known
+        if isinstance(value, Mapping) and not setting:
+            yield from _flat_words(value, f"{prefix}{key}.")
+        elif isinstance(value, Mapping):
+            yield f"{prefix}{key}=" + ",".join(f"{name}:{path}" for name, path in value.items())
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            yield f"{prefix}{key}=" + ",".join(str(v) for v in value)
+        else:
+            yield f"{prefix}{key}={value}"
+
+
+def effective_rate(config: Config) -> float:
+    """The learning rate that fine-tuning would have."""
+    given = config.method.lr_ratio
+    entries = methods.compose(settings.to_flat(config)).entries
+    return config.finetune.lr * (entries["params"].lr_ratio if given is None else given)
+
+
+def _short_name(path: str) -> str:
+    """What a path or hub id is called: its last part, less what tells a data file's kind."""
+    name = Path(path).name
+    for suffix in (".gz", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gguf"):
+        name = name.removesuffix(suffix)
+    return name or path
+
+
+def _folder(name: str) -> str:
+    """A name as a folder's: what a file system may not like is replaced."""
+    plain = re.sub(r"[^A-Za-z0-9._+=,-]", "_", name) or "_"
+    return plain if plain.strip(".") else plain.replace(".", "_")  # `..` is another folder

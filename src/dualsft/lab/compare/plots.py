@@ -1,0 +1,190 @@
+"""Figures of a comparison: quality against time, against memory, and what was learned and lost.
+
+Learned is upwards and lost across, in two planes: plasticity and stability (`skills_…`) where
+benchmarks were asked; the loss on the first evaluation file (the new skill) and the mean KL to the
+base over the other files (`forgetting_…`), which tell methods apart where benchmarks are near
+chance. `validation` is of the training corpus and plays no part there.
+Drawn from comparison.json alone, as SVG and PNG. Every method has its own marker beside its colour
+(a palette that colour-blind readers can tell apart) and its name at the point.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from dualsft.system.paths import RunPath
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
+MARKERS = "osD^vP*Xh<>p"
+ENDINGS = (".svg", ".png")
+FRONTIERS = (
+    ("total_seconds", "time, end to end (s)", "time"),
+    ("finetune_gib", "peak memory of fine-tuning (GiB)", "memory"),
+)
+
+
+def draw(out: RunPath) -> list[RunPath]:
+    """The figures of the comparison in `out`; returns their files."""
+    tables = (out / "comparison.json").read_json()["tables"]
+    resources = {t["where"]: _points(t) for t in tables if t["kind"] == "resources"}
+    made: list[RunPath] = []
+    stems: set[str] = set()
+    for table in (t for t in tables if t["kind"] == "results"):
+        stem = _stem(table["title"], stems)
+        points, cost = _points(table), resources.get(table["where"], {})
+        quality, label, better = _quality(table)
+        for key, text, short in FRONTIERS:
+            both = {
+                name: (cost[name][key], values[quality])
+                for name, values in points.items()
+                if key in cost.get(name, {}) and quality in values
+            }
+            path = out / f"frontier_{short}_{stem}"
+            made += _scatter(path, both, text, label, better, log=key == "total_seconds")
+        made += _forgetting(out / f"forgetting_{stem}", table)
+        made += _skills(out / f"skills_{stem}", table)
+    return made
+
+
+def _stem(title: str, taken: set[str]) -> str:
+    """A file name for a table, another one where titles differ in signs alone."""
+    plain = "".join(c if c.isalnum() else "_" for c in title)
+    stem, number = plain, 1
+    while stem in taken:
+        number += 1
+        stem = f"{plain}_{number}"
+    taken.add(stem)
+    return stem
+
+
+def _points(table: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    return {
+        row["name"]: {key: value["mean"] for key, value in row["values"].items()}
+        for row in table["rows"]
+    }
+
+
+def _quality(table: Mapping[str, Any]) -> tuple[str, str, int]:
+    """The column that stands for quality: overall, else the first loss."""
+    columns = {c["key"]: c for c in table["columns"]}
+    for key in ("summary.overall", *columns):
+        if key in columns and columns[key]["better"]:
+            return key, columns[key]["title"], columns[key]["better"]
+    return "", "", 0
+
+
+def _skills(path: RunPath, table: Mapping[str, Any]) -> list[RunPath]:
+    """Plasticity over stability, where benchmarks were asked."""
+    points = _plane(table, ["summary.stability"], "summary.plasticity")
+    return _scatter(path, points, "stability (higher is better)", "plasticity", 1)
+
+
+def _forgetting(path: RunPath, table: Mapping[str, Any]) -> list[RunPath]:
+    """The new skill's loss over the KL on the other files, where there are any."""
+    keys = [c["key"] for c in table["columns"]]
+    files = [key[5:] for key in keys if key.startswith("loss.") and key != "loss.validation"]
+    new, old = files[:1], files[1:]
+    points = _plane(table, [f"kl.{name}" for name in old], f"loss.{new[0]}") if old else {}
+    across = f"forgetting: mean KL to the base on {', '.join(old)} (lower is better)"
+    up = f"new skill: loss on {''.join(new)}"
+    return _scatter(path, points, textwrap.fill(across, 70), up, -1)
+
+
+def _plane(
+    table: Mapping[str, Any], kept: Sequence[str], new: str
+) -> dict[str, tuple[float, float]]:
+    """(mean of the columns `kept`, the column `new`) of every row that has them all."""
+    return {
+        name: (sum(values[key] for key in kept) / len(kept), values[new])
+        for name, values in _points(table).items()
+        if all(key in values for key in (*kept, new))
+    }
+
+
+def _scatter(
+    path: RunPath,
+    points: Mapping[str, Sequence[float]],
+    across: str,
+    up: str,
+    better: int,
+    log: bool = False,
+) -> list[RunPath]:
+    """The figure's files; none, and none of before, of fewer than two points."""
+    files = [path.with_suffix(ending) for ending in ENDINGS]
+    if len(points) < 2:
+        for file in files:
+            file.unlink(missing_ok=True)
+        return []
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for number, (name, (x, y)) in enumerate(points.items()):
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        axes.plot(x, y, marker, color=colour, markersize=8, label=name)
+    widths = [x for x, _ in points.values()]
+    if log and min(widths) > 0 and max(widths) > 10 * min(widths):
+        axes.set_xscale("log")
+    arrow = {1: "higher is better", -1: "lower is better"}.get(better, "")
+    axes.set_xlabel(across)
+    axes.set_ylabel(f"{up} ({arrow})" if arrow else up)
+    axes.margins(0.12)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    _name_points(figure, axes, points)
+    for file in files:
+        silent = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        stamp = silent if file.suffix == ".svg" else None
+        with file.open("wb") as target:
+            figure.savefig(target, format=file.suffix[1:], dpi=150, metadata=stamp)
+    return files
+
+
+def _name_points(figure: Any, axes: Any, points: Mapping[str, Sequence[float]]) -> None:
+    """Each point's name beside it, as near as it hides no other name and no marker, inside.
+
+    A name that had to move away has a line to its point.
+    """
+    figure.draw_without_rendering()  # where things are is known once they are laid out
+    dot = figure.dpi / 72
+    frame = axes.get_window_extent().extents
+    taken = []
+    for x, y in points.values():
+        at, size = axes.transData.transform((x, y)), 5 * dot
+        taken.append((at[0] - size, at[1] - size, at[0] + size, at[1] + size))
+    for name, (x, y) in points.items():
+        text = axes.annotate(name, (x, y), (0, 0), textcoords="offset points", fontsize=8)
+        box = text.get_window_extent()
+        best, place, chosen, distance = math.inf, (0.0, 0.0), taken[0], 0
+        for far, side, up in product(range(8), (0, 1), (0, 1)):
+            across = -box.width / dot - 7 if side else 7
+            height = 3 + 9 * far if up == 0 else -9 * (far + 1)
+            left, low = box.x0 + across * dot, box.y0 + height * dot
+            own = (left, low, left + box.width, low + box.height)
+            hidden = sum(_overlap(own, other) for other in taken)
+            hidden += round(box.width * box.height - _overlap(own, frame), 6)  # and what is outside
+            if hidden < best:
+                best, place, chosen, distance = hidden, (across, height), own, far
+            if hidden == 0:
+                break
+        text.set_position(place)
+        taken.append(chosen)
+        if distance > 0:
+            axes.annotate(
+                "",
+                (x, y),
+                (place[0] + (box.width / dot if place[0] < 0 else 0), place[1] + 3),
+                textcoords="offset points",
+                arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.6},
+            )
+
+
+def _overlap(a: Sequence[float], b: Sequence[float]) -> float:
+    """The area that two boxes (left, low, right, high) share."""
+    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))

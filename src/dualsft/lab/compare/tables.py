@@ -1,0 +1,378 @@
+"""What the cells of a comparison measured: one record a cell, means over seeds, differences.
+
+Reads the run folders that `lab/compare/cells.py` made and computes tables from them, nothing else:
+results (benchmarks where they were run, otherwise losses and KL), resources (shares, passes,
+seconds, peak memory; the paper's accounting), and paired differences to a reference over the same
+examples. Cells whose evaluation or split were made with other settings than the rest are refused:
+a table never mixes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dualsft.lab.compare.matrix import Cell, Matrix, Table
+from dualsft.lab.report.markdown import peak_gib, read_manifests
+from dualsft.runs.pipeline import finished
+from dualsft.system.paths import RunPath
+
+CHOOSING = ("warmup", "gradients", "scores", "selection")
+RESAMPLES = 2000
+BASE = "base model"
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One measured quantity; `better` is +1 where larger is better, -1 smaller, 0 neither."""
+
+    key: str
+    title: str
+    better: int
+    digits: int = 3
+    percent: bool = False
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished cell."""
+
+    cell: Cell
+    folder: RunPath
+    values: Mapping[str, float | None]
+    base: Mapping[str, float | None]
+    """The same of the base model, where it has them."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """Mean and standard deviation over seeds."""
+
+    mean: float
+    std: float | None
+    count: int
+
+
+@dataclass
+class Row:
+    """A method in a table."""
+
+    group: str
+    name: str
+    values: dict[str, Value]
+    seeds: int
+    place: dict[str, int] = field(default_factory=dict)
+    """1 for the best in a column, 2 for the second, …"""
+    rank: int | None = None
+    """Place within its group by overall, or by the first judged column."""
+
+
+@dataclass
+class Result:
+    """A table, ready to be written."""
+
+    title: str
+    kind: str
+    columns: list[Column]
+    rows: list[Row]
+    mark: int
+    missing: list[str]
+    """Cells that are not there."""
+    where: str
+    """Model, data and budget."""
+
+
+# --- reading cells -------------------------------------------------------------------------------
+
+
+def collect(matrix: Matrix, out: RunPath) -> tuple[list[Record], dict[Cell, str]]:
+    """(every cell that is finished with the matrix's own settings, why the others are not there).
+
+    A cell that was made with other settings is not mixed in: it is out of date.
+    """
+    records: list[Record] = []
+    missing: dict[Cell, str] = {}
+    judged: dict[tuple[Any, ...], tuple[str, Any]] = {}
+    for cell in matrix.cells():
+        folder = out / cell.path
+        manifests = read_manifests(folder)[0] if folder.is_dir() else {}
+        if "evaluation" not in manifests:
+            missing[cell] = "not finished"
+        elif not finished(matrix.config(cell), folder):
+            missing[cell] = "made with other settings"
+        elif (other := _other_settings(cell, manifests, judged)) is not None:
+            missing[cell] = f"made with another split or evaluation than {other}"
+        else:
+            records.append(_record(cell, folder, manifests))
+    return records, missing
+
+
+def _other_settings(
+    cell: Cell, manifests: Mapping[str, Any], judged: dict[tuple[Any, ...], tuple[str, Any]]
+) -> str | None:
+    """The first cell of this model, data and seed that was split or judged otherwise, if one was.
+
+    `judged` remembers how; numbers of different examples never stand in one table.
+    """
+    split, how = (manifests[stage]["fingerprint"] for stage in ("split", "evaluation"))
+    own = (split["hash"], how["settings"])
+    title, first = judged.setdefault((*place_of(cell)[:2], cell.seed), (cell.title, own))
+    return None if first == own else title
+
+
+def _record(cell: Cell, folder: RunPath, manifests: Mapping[str, Any]) -> Record:
+    results = (folder / "7_evaluation/results.json").read_json()
+    after, before = measures(results, "after"), measures(results, "before")
+    return Record(cell, folder, after | resources(folder, manifests), before)
+
+
+def measures(results: Mapping[str, Any], side: str) -> dict[str, float | None]:
+    """Benchmark scores, their aggregates, losses and KL of one side of an evaluation."""
+    found: dict[str, float | None] = {}
+    for name, task in (results.get("tasks") or {}).items():
+        found[f"task.{name}"] = task[side]["score"]
+    for key, value in ((results.get("summary") or {}).get(side) or {}).items():
+        found[f"summary.{key}"] = value
+    for name, facts in results["files"].items():
+        found[f"loss.{name}"] = facts[side]["loss"]
+        found[f"kl.{name}"] = facts[side].get("kl_to_base", 0.0)
+    return found
+
+
+def resources(folder: RunPath, manifests: Mapping[str, Any]) -> dict[str, float | None]:
+    """What the cell took, measured the same way whatever the method."""
+    chosen = (folder / "5_selection/summary.json").read_json()
+    tuned = (folder / "6_finetune/summary.json").read_json()
+    counts = (folder / "1_split/summary.json").read_json()["counts"]
+    num_full = sum(counts.values())
+    reads = [s for s in CHOOSING if s == "selection" or s in _reads(manifests)]
+    weighing = list((manifests["finetune"]["facts"].get("accounts") or {}).values())
+    accounts = [*manifests["selection"]["facts"]["accounts"].values(), *weighing]
+    seen = sum(a["forward_examples"] + a["backward_examples"] for a in accounts)
+    if "warmup" in reads:
+        steps = manifests["warmup"]["facts"]["steps"]
+        seen += steps * manifests["warmup"]["fingerprint"]["settings"]["warmup.batch_size"]
+    if "gradients" in reads:
+        two_pass = "f" not in (folder / "3_gradients/pool.parquet").parquet().schema_arrow.names
+        per_example = manifests["scores"]["fingerprint"]["settings"].get("per-example scores")
+        seen += counts["val"] + counts["anchor"] + counts["pool"] * (1 + (two_pass and per_example))
+    seconds = {stage: manifests[stage]["seconds"] for stage in manifests}
+    return {
+        "data_share": tuned["examples"] / num_full,
+        "param_share": tuned["trained_entries"] / tuned["num_parameters"],
+        "changed_share": changed_share(tuned),
+        "passes": seen / num_full,
+        "selection_seconds": sum(seconds[s] for s in reads) + sum(a["seconds"] for a in weighing),
+        "total_seconds": sum(seconds[s] for s in (*reads, "split", "finetune")),
+        "selection_gib": max(peak_gib(manifests[s]) for s in reads),
+        "finetune_gib": peak_gib(manifests["finetune"]),
+        "budget_share": chosen.get("share"),
+    }
+
+
+def changed_share(tuned: Mapping[str, Any]) -> float | None:
+    """Entries that differ from the base at the end: more than the mask where it moved, or where
+    dense steps came before it. Not counted of adapters, which are merged into whole maps."""
+    total = tuned["num_parameters"]
+    if tuned.get("changed_entries") is not None:
+        return tuned["changed_entries"] / total
+    return 1.0 if tuned["trained_entries"] == total else None
+
+
+def _reads(manifests: Mapping[str, Any]) -> set[str]:
+    return set(manifests["selection"]["fingerprint"]["reads"])
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+RESOURCES = [
+    Column("data_share", "data %", 0, 1, percent=True),
+    Column("param_share", "parameters %", 0, 2, percent=True),
+    Column("changed_share", "changed in the end %", 0, 2, percent=True),
+    Column("passes", "passes to select", -1, 2),
+    Column("selection_seconds", "selection, s", -1, 1),
+    Column("total_seconds", "end to end, s", -1, 1),
+    Column("selection_gib", "peak of selection, GiB", -1, 2),
+    Column("finetune_gib", "peak of fine-tuning, GiB", -1, 2),
+]
+
+
+def result_columns(records: Sequence[Record]) -> list[Column]:
+    """Benchmarks and their aggregates where every cell has them, then losses and KL."""
+    keys = list(records[0].values) if records else []
+    tasks = [k for k in keys if k.startswith("task.")]
+    columns = [Column(k, k.partition(".")[2], 1, 1, percent=True) for k in tasks]
+    columns += [
+        Column(k, k.partition(".")[2], 1, 1, percent=True)
+        for k in keys
+        if k.startswith("summary.") and all(r.values.get(k) is not None for r in records)
+    ]
+    for key in keys:
+        kind, _, name = key.partition(".")
+        if kind in ("loss", "kl"):
+            columns.append(Column(key, f"{'KL' if kind == 'kl' else kind} {name}", -1, 4))
+    return columns
+
+
+Where = tuple[str, str, str]
+"""Model, data and budget: what one table is about."""
+
+
+def place_of(cell: Cell) -> Where:
+    return cell.model.name, cell.data.name, cell.budget.name
+
+
+def parts(records: Sequence[Record]) -> dict[Where, list[Record]]:
+    """The cells of each table."""
+    found: dict[Where, list[Record]] = defaultdict(list)
+    for record in records:
+        found[place_of(record.cell)].append(record)
+    return found
+
+
+def make_table(
+    table: Table, matrix: Matrix, records: Sequence[Record], missing: Mapping[Cell, str]
+) -> list[Result]:
+    """The table for every model, data and budget of the matrix."""
+    found: list[Result] = []
+    names = [choice.name for choice in matrix.methods]
+    groups = table.groups or {"": [name for name in names if name not in table.reference]}
+    found_in = parts(records)
+    for where in dict.fromkeys(place_of(cell) for cell in matrix.cells()):
+        part = found_in.get(where, [])
+        columns = RESOURCES if table.kind == "resources" else result_columns(part)
+        if table.kind == "forgetting":
+            keys = ("data_share", "param_share", "total_seconds")
+            columns = [*result_columns(part), *(c for c in RESOURCES if c.key in keys)]
+        rows: list[Row] = []
+        if part and table.kind != "resources":
+            base = {record.cell.seed: record.base for record in part}
+            rows.append(Row("", BASE, _values(list(base.values()), columns), len(base)))
+        for group, members in {REFERENCE: table.reference, **groups}.items():
+            for name in members:
+                own = [r for r in part if r.cell.method.name == name]
+                if own:
+                    values = _values([r.values for r in own], columns)
+                    rows.append(Row(group, name, values, len(own)))
+        _rank(rows, columns, table.within)
+        shown = [w for w in where if w != "default"]
+        title = " · ".join([table.title, *shown])
+        gone = [f"{c.title} ({why})" for c, why in missing.items() if place_of(c) == where]
+        found.append(Result(title, table.kind, columns, rows, table.mark, gone, " · ".join(where)))
+    return found
+
+
+def _values(
+    values: Sequence[Mapping[str, float | None]], columns: Sequence[Column]
+) -> dict[str, Value]:
+    found = {}
+    for column in columns:
+        known = [v for one in values if (v := one.get(column.key)) is not None]
+        if known:
+            spread = float(np.std(known, ddof=1)) if len(known) > 1 else None
+            found[column.key] = Value(float(np.mean(known)), spread, len(known))
+    return found
+
+
+def _rank(rows: list[Row], columns: Sequence[Column], within: str) -> None:
+    """Places in each column, within groups or over the table, and ranks within groups.
+
+    Equal means share a place; the base model, the references and rows that lack a seed which
+    others have get none.
+    """
+    rivals = [row for row in rows if row.name != BASE and row.group != REFERENCE]
+    most = max((row.seeds for row in rivals), default=0)
+    competing = [row for row in rivals if row.seeds == most]
+    for column in columns:
+        have = [row for row in competing if column.better and column.key in row.values]
+        for row in have:
+            near = [o for o in have if within == "table" or o.group == row.group]
+            own = column.better * row.values[column.key].mean
+            row.place[column.key] = 1 + sum(
+                column.better * other.values[column.key].mean > own for other in near
+            )
+    judged = [c for c in columns if c.better and c not in RESOURCES]
+    if not judged:
+        return
+    main = next((c for c in judged if c.key == "summary.overall"), judged[0])
+    for group in {row.group for row in competing}:
+        own = [row for row in competing if row.group == group and main.key in row.values]
+        for row in own:
+            mean = main.better * row.values[main.key].mean
+            row.rank = 1 + sum(main.better * o.values[main.key].mean > mean for o in own)
+
+
+# --- paired differences --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A method less the reference on the same examples: mean and a 95 % interval."""
+
+    where: str
+    method: str
+    what: str
+    mean: float
+    low: float
+    high: float
+    examples: int
+
+
+def differences(records: Sequence[Record], reference: str) -> list[Difference]:
+    """Loss and KL on every evaluation set, and benchmark scores, on the same examples.
+
+    Within one model, data and budget. An example's difference is first averaged over the seeds that
+    both methods have, since seeds see the same examples; the bootstrap is over examples.
+    """
+    found: list[Difference] = []
+    for where, part in parts(records).items():
+        ours = {r.cell.seed: r.folder for r in part if r.cell.method.name == reference}
+        stored = {seed: _per_example(folder) for seed, folder in ours.items()}
+        for method in dict.fromkeys(r.cell.method.name for r in part):
+            if method == reference:
+                continue
+            apart: dict[tuple[str, str], list[float]] = defaultdict(list)
+            for record in part:
+                if record.cell.method.name != method or record.cell.seed not in stored:
+                    continue
+                theirs, base = _per_example(record.folder), stored[record.cell.seed]
+                for key in theirs.keys() & base.keys():
+                    apart[key].append(theirs[key] - base[key])
+            for what in sorted({key[0] for key in apart}):
+                keys = sorted(key for key in apart if key[0] == what)
+                values = np.array([np.mean(apart[key]) for key in keys])
+                title = " · ".join(w for w in where if w != "default")
+                found.append(_bootstrap(title, method, what, values))
+    return found
+
+
+def _per_example(folder: RunPath) -> dict[tuple[str, str], float]:
+    """(quantity, example) to value: loss and KL of the tuned model, scores of benchmark items."""
+    losses = (folder / "7_evaluation/losses.parquet").read_table().to_pydict()
+    found: dict[tuple[str, str], float] = {}
+    for name, i, loss, kl in zip(
+        losses["set"], losses["id"], losses["loss_after"], losses["kl"], strict=True
+    ):
+        found[f"loss {name}", str(i)] = float(loss)
+        found[f"KL {name}", str(i)] = float(kl)
+    samples = folder / "7_evaluation/samples.jsonl"
+    if samples.is_file():
+        for line in samples.read_text().split("\n"):  # a text may have others
+            if not line:
+                continue
+            one = json.loads(line)
+            found[str(one["task"]), str(one["id"])] = float(one["score_after"])
+    return found
+
+
+def _bootstrap(where: str, method: str, what: str, apart: np.ndarray) -> Difference:
+    rng, count = np.random.default_rng(0), len(apart)
+    means = [apart[rng.integers(0, count, count)].mean() for _ in range(RESAMPLES)]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Difference(where, method, what, float(apart.mean()), float(low), float(high), count)

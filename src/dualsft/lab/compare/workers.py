@@ -1,0 +1,332 @@
+"""Several cells of a comparison at once, each in a process of its own: `compare --workers N`.
+
+A small model does not fill a card, and a machine may have several: a worker gets the GPU with the
+fewest, and those of one GPU have equal parts of its memory (`model.memory`, unless a cell sets it).
+A cell that could take over what another one is just computing (the split, the warmup, the scores, a
+choice of examples, a cell that no budget tells apart) waits for that stage, not for the whole cell.
+Each worker writes to OUT/logs; the parent says what starts, how far the running ones are, and what
+ended. Asked to stop, it passes the signal on and waits until all have saved their progress; on
+Linux workers whose parent dies stop by themselves. It belongs to no line of Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import yaml
+
+from dualsft.config import settings
+from dualsft.config.settings import Config
+from dualsft.distributed.launch import SAVING, threads_each
+from dualsft.errors import DualsftError
+from dualsft.lab import methods
+from dualsft.lab.compare.cells import ANSWERS, Ended, known_folders, run_cell
+from dualsft.lab.compare.matrix import Cell, Matrix
+from dualsft.model.load import choose_device
+from dualsft.runs.folder import atomic_write_text
+from dualsft.system import signals as interrupt
+from dualsft.system.paths import RunPath
+from dualsft.system.progress import Reporter, clock
+
+LOGS = "logs"
+TELL_EVERY = 60.0
+"""Seconds between two words about the cells that are running."""
+USABLE = 0.95
+"""Part of a GPU's memory that its workers share; the rest is their CUDA contexts."""
+PDEATHSIG = 1
+"""Linux: prctl's name for the signal at the parent's death."""
+PASSED = ("done", "reused", "taken over", "not needed")
+"""What a run says of a stage that it has behind it."""
+START = (
+    "import sys; sys.path[:] = sys.argv[1:]; "
+    "from dualsft.lab.compare import workers; workers.main()"
+)
+"""A worker's program. It imports from where its parent does, but not from the directory it is in,
+where a file may have the name of a module."""
+
+Shared = Mapping[Cell, Mapping[tuple[str, ...], str]]
+"""What others could take over from each cell: a name for it, and the stage that makes it."""
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The cards that workers are dealt out to; none where cells run on the CPU."""
+
+    names: tuple[str, ...]
+    memory: float | None
+    """GiB that each worker may use; None is all of its GPU."""
+
+    @classmethod
+    def here(cls, workers: int) -> Gpus:
+        count = torch.cuda.device_count()
+        if not count:
+            return cls((), None)
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        names = tuple(name.strip() for name in shown.split(","))[:count]  # CUDA stops at a bad one
+        sharing = -(-workers // len(names))
+        least = min(torch.cuda.get_device_properties(i).total_memory for i in range(len(names)))
+        part = round(USABLE * least / 2**30 / sharing, 1) if sharing > 1 else None
+        return cls(names, part)
+
+    def place(self, config: Config, taken: list[str | None]) -> tuple[str | None, Config]:
+        """The GPU for this cell, the one with the fewest workers, and its settings there."""
+        if not self.names or not _on_gpu(config):
+            return None, config
+        if self.memory is not None and config.model.memory is None:
+            config = replace(config, model=replace(config.model, memory=self.memory))
+        return min(self.names, key=taken.count), config
+
+
+def _on_gpu(config: Config) -> bool:
+    with suppress(DualsftError):  # that there is none, the cell itself will say
+        return choose_device(config.model.device).type == "cuda"
+    return False
+
+
+@dataclass
+class Worker:
+    """A cell that is being made."""
+
+    cell: Cell
+    process: subprocess.Popen[bytes]
+    gpu: str | None
+    log: RunPath
+    begun: float
+
+    def lines(self) -> list[str]:
+        """What it has said."""
+        with suppress(OSError):
+            text = self.log.read_text(errors="replace")
+            return [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
+        return []
+
+    def is_past(self, stage: str) -> bool:
+        """Whether it has this stage, made now or before."""
+        words = tuple(f"[{stage}] {word}" for word in PASSED)
+        return any(line.startswith(words) for line in self.lines())
+
+
+def at_once(
+    matrix: Matrix,
+    configs: Mapping[Cell, Config],
+    out: RunPath,
+    reporter: Reporter,
+    until: str | None,
+    workers: int,
+) -> Ended:
+    """Make the cells, `workers` at a time; each is told as it ends."""
+    workers = min(workers, len(configs))
+    gpus = Gpus.here(workers) if any(map(_on_gpu, configs.values())) else Gpus((), None)
+    if gpus.memory is not None:
+        reporter.say(f"each of the {workers} workers may use {gpus.memory} GiB of its GPU")
+    shared = {cell: shared_work(cell, config) for cell, config in configs.items()}
+    waiting, running = list(configs), list[Worker]()
+    told, ended = time.monotonic(), 0
+    try:
+        while waiting or running:
+            for cell in list(waiting):
+                if len(running) < workers and not _awaits(cell, running, shared):
+                    gpu, config = gpus.place(configs[cell], [w.gpu for w in running])
+                    waiting.remove(cell)
+                    running.append(_start(matrix, cell, config, out, until, gpu, workers))
+                    reporter.say(f"{cell.title}: started ({running[-1].log})")
+            time.sleep(0.2)
+            for worker in [w for w in running if w.process.poll() is not None]:
+                running.remove(worker)
+                ended, why = ended + 1, _outcome(worker)
+                took = clock(time.monotonic() - worker.begun)
+                how = "failed" if why is not None else "done"
+                reporter.say(f"{worker.cell.title}: {how} in {took}, {ended} of {len(configs)}")
+                yield worker.cell, why
+            if time.monotonic() - told > TELL_EVERY:
+                told = time.monotonic()
+                for worker in running:
+                    reporter.say(f"{worker.cell.title}: {(worker.lines() or [''])[-1][:100]}")
+    except interrupt.Interrupted as stopped:
+        asked = list(running)
+        _stop(running, stopped.signum)
+        saved = sum(worker.process.returncode == stopped.exit_code for worker in asked)
+        stopped.saved = f"the progress of {saved} cells" if saved else ""
+        raise
+    finally:
+        _stop(running, signal.SIGTERM)
+
+
+# --- who waits for whom -------------------------------------------------------------------------
+
+
+def shared_work(cell: Cell, config: Config) -> dict[tuple[str, ...], str]:
+    """What another cell could take over from this one, and the stage that it is made by.
+
+    Names, not fingerprints: where they are alike and the work is not, a cell waits in vain; where
+    it is the other way round, something is computed twice. Neither changes a result.
+    """
+    chosen = methods.compose(settings.to_flat(config))
+    block = (cell.model.name, cell.data.name, str(cell.seed))
+    shared = ("split", *(need for need in ("warmup", "scores") if need in chosen.needs))
+    found: dict[tuple[str, ...], str] = {(stage, *block): stage for stage in shared}
+    data = chosen["data"]
+    if data is not None and data.lends:
+        found["data", data.name, cell.budget.name, *block] = "selection"
+    select = config.select
+    told = (
+        "" if chosen.name("data") == "all" else str(select.data_budget),
+        "" if chosen.name("params") == "all" else str(select.param_budget),
+    )
+    return found | {("cell", cell.method.name, *told, *block): "evaluation"}
+
+
+def _awaits(cell: Cell, running: list[Worker], shared: Shared) -> bool:
+    """Whether a running cell is computing what this one can then take over."""
+    return any(
+        what in shared[cell] and not worker.is_past(stage)
+        for worker in running
+        for what, stage in shared[worker.cell].items()
+    )
+
+
+# --- a worker -----------------------------------------------------------------------------------
+
+
+def _start(
+    matrix: Matrix,
+    cell: Cell,
+    config: Config,
+    out: RunPath,
+    until: str | None,
+    gpu: str | None,
+    workers: int,
+) -> Worker:
+    log = out.joinpath(LOGS, *cell.path.parts[1:-1], f"{cell.path.name}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    _words(log).unlink(missing_ok=True)
+    own = {"OMP_NUM_THREADS": str(threads_each(workers)), "PYTHONUNBUFFERED": "1"}
+    environment = {**own, **os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", START, *_import_path()],
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # a terminal's Ctrl-C is passed on once, by the parent
+        )
+    task = {
+        "parent": os.getpid(),
+        "config": settings.to_yaml(config),
+        "consent": settings.consent_of(config),
+        "out": str(out.root),
+        "folder": _inside(out, out / cell.path),
+        "keeps": matrix.keep == "results",
+        "until": until,
+        "lenders": [_inside(out, folder) for folder in known_folders(matrix, out)],
+        "answers": _inside(out, out / ANSWERS),
+        "failed": _inside(out, _words(log)),
+    }
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as pipe:
+        pipe.write(json.dumps(task).encode())
+    return Worker(cell, process, gpu, log, time.monotonic())
+
+
+def _import_path() -> list[str]:
+    root, here = str(Path(__file__).resolve().parents[3]), Path.cwd()
+    kept = [place for place in sys.path if place and Path(place) != here]
+    return kept if root in kept else [root, *kept]
+
+
+def _inside(out: RunPath, place: RunPath) -> str:
+    """A place as a worker is told of it: relative to the comparison's folder."""
+    return "/".join(place.parts[len(out.parts) :])
+
+
+def _words(log: RunPath) -> RunPath:
+    """Where a worker leaves why it failed."""
+    return log.with_suffix(".failed")
+
+
+def _outcome(worker: Worker) -> str | None:
+    """Why it failed, if it did."""
+    code, words = worker.process.returncode, _words(worker.log)
+    if code == 0:
+        return None
+    if words.is_file():
+        why = words.read_text()
+        words.unlink()
+        return why
+    if code < 0:
+        known = {int(number): number.name for number in signal.Signals}
+        name = known.get(-code, f"signal {-code}")
+        why = " (by hand, or by the system for want of memory)" if name == "SIGKILL" else ""
+        return f"its process died of {name}{why}; the same command goes on from what was saved"
+    return f"its process ended with exit code {code}; its last words are in {worker.log}"
+
+
+def _stop(running: list[Worker], signum: int) -> None:
+    """Ask all to save and end, and wait; those that cannot are killed, with what they started."""
+    for worker in running:
+        with suppress(ProcessLookupError):
+            worker.process.send_signal(signum)
+    deadline = time.monotonic() + SAVING
+    for worker in running:
+        try:
+            worker.process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
+            worker.process.wait()
+    running.clear()
+
+
+def work(given: str) -> int:
+    """Make the cell that the parent describes; the exit code of this process."""
+    task = json.loads(given)
+    stored = settings.apply_overrides(yaml.safe_load(task["config"]), task["consent"])
+    config, out = settings.from_mapping(stored), RunPath(task["out"])
+    lenders = [out / folder for folder in task["lenders"]]
+    cell = (config, out / task["folder"], task["keeps"], Reporter(), task["until"], lenders)
+    try:
+        with interrupt.handled():
+            _end_with(task["parent"])
+            why = run_cell(*cell, out / task["answers"])
+    except interrupt.Interrupted as stopped:
+        print(f"stopped by {stopped}: {stopped.saved or 'nothing had to be saved'}")
+        return stopped.exit_code
+    if why is None:
+        return 0
+    atomic_write_text(out / task["failed"], why)
+    print(f"error: {why}")
+    return 1
+
+
+def _end_with(parent: int) -> None:
+    """Be asked to stop when the parent dies, where the system can do that; it may be dead now."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def main() -> None:
+    """A worker's entry: its task is JSON on the standard input."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.getLogger("dualsft").addHandler(handler)
+    logging.getLogger("dualsft").setLevel(logging.INFO)
+    raise SystemExit(work(sys.stdin.buffer.read().decode()))

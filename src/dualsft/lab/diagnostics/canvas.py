@@ -1,0 +1,114 @@
+"""The paper under a diagnostic's figure: size, grid, palette, and the two files it is saved as.
+
+Figures are drawn with the Agg canvas (no display, no pyplot), as SVG and PNG, in the palette of
+`lab/compare/plots.py`, which colour-blind readers can tell apart; series differ in marker or hatch
+as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dualsft.lab.compare.plots import COLOURS, MARKERS
+from dualsft.system.paths import RunPath
+
+HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "++")
+
+
+def panels(
+    rows: int = 1, columns: int = 1, width: float = 4.6, height: float = 3.4
+) -> tuple[Any, list[Any]]:
+    """(the figure, its axes row by row), with a light grid."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = [figure.add_subplot(rows, columns, n + 1) for n in range(rows * columns)]
+    for one in axes:
+        one.grid(alpha=0.3)
+        one.set_axisbelow(True)
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def save(figure: Any, path: RunPath) -> list[RunPath]:
+    """SVG and PNG beside each other; the same bytes for the same numbers."""
+    files = [path.with_name(f"{path.name}.svg"), path.with_name(f"{path.name}.png")]
+    for file in files:
+        silent = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        kind = file.suffix[1:]
+        with file.open("wb") as out:
+            stamp = silent if kind == "svg" else None
+            figure.savefig(out, format=kind, dpi=150, metadata=stamp)
+    return files
+
+
+def bars(
+    axes: Any,
+    labels: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    form: str = "{:.2f}",
+) -> None:
+    """Grouped bars with their values on top; a missing value is an empty place."""
+    count = len(series)
+    for number, (name, values) in enumerate(series.items()):
+        at = [i + (number - (count - 1) / 2) * 0.8 / count for i in range(len(labels))]
+        heights = [0.0 if v is None else v for v in values]
+        drawn = axes.bar(
+            at,
+            heights,
+            0.8 / count,
+            color=COLOURS[number % len(COLOURS)],
+            hatch=HATCHES[number % len(HATCHES)],
+            edgecolor="white",
+            label=name,
+        )
+        texts = ["" if v is None else form.format(v) for v in values]
+        axes.bar_label(drawn, texts, fontsize=7, padding=2)
+    axes.set_xticks(range(len(labels)), labels, fontsize=8)
+    axes.margins(y=0.15)
+    if count > 1:
+        legend_above(axes)
+
+
+def lines(axes: Any, across: Sequence[float], series: Mapping[str, Sequence[float | None]]) -> None:
+    """Curves with markers over the same places; missing values break a curve."""
+    for number, (name, values) in enumerate(series.items()):
+        known = [float("nan") if v is None else v for v in values]
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        axes.plot(across, known, marker=marker, color=colour, label=name, markersize=5)
+    if len(series) > 1:
+        legend_above(axes)
+
+
+def legend_above(axes: Any, columns: int = 3) -> None:
+    """The legend over the drawing, where it hides nothing, in as many columns as it has room."""
+    longest = max((len(label) for label in axes.get_legend_handles_labels()[1]), default=0)
+    inches = axes.figure.get_figwidth() * axes.get_position().width
+    columns = max(1, min(columns, int(inches / (0.5 + 0.065 * longest))))
+    where = {"bbox_to_anchor": (0.0, 1.0), "loc": "lower left", "borderaxespad": 0.1}
+    axes.legend(fontsize=8, frameon=False, ncols=columns, **where)
+
+
+def short_names(modules: Sequence[str]) -> dict[str, str]:
+    """The last part of each name; two parts of those that have it in common (attn.c_proj)."""
+    last = [m.rsplit(".", 1)[-1] for m in modules]
+    return {
+        m: end if last.count(end) == 1 else ".".join(m.split(".")[-2:])
+        for m, end in zip(modules, last, strict=True)
+    }
+
+
+def signed_axis(axes: Any, which: str, values: Sequence[float], scale: float) -> None:
+    """An axis that is linear around zero and logarithmic far from it, with five ticks."""
+    low, high = math.asinh(min(values) / scale), math.asinh(max(values) / scale)
+    places = {scale * math.sinh(part * end) for end in (low, high) for part in (0.6, 1.0)}
+    rounded = {float(f"{place:.0e}") for place in places}  # where the label says, not beside it
+    ticks = sorted({0.0, *rounded} if low < 0 < high else rounded)
+    labels = ["0" if t == 0 else f"{t:.0e}".replace("e-0", "e-") for t in ticks]
+    getattr(axes, f"set_{which}scale")("asinh", linear_width=scale)
+    getattr(axes, f"set_{which}ticks")(ticks, labels, fontsize=7)
+    axes.minorticks_off()

@@ -1,0 +1,203 @@
+"""Short restricted trainings from one start: what fidelity, drift and reverse selection share.
+
+MaskedFT (Algorithm 1 line 12) as the run itself does it (`train/loop.py`, SparseAdamW), on given
+examples and entries, for a given number of steps, and back to the start afterwards: the weights
+that were trained are copied back, bit for bit, so one loaded model serves all trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dualsft.data.examples import Example, collate, make_batches
+from dualsft.engine.losses import distillation_objective
+from dualsft.errors import RunError
+from dualsft.model.load import text_parameters
+from dualsft.runs.context import RunContext
+from dualsft.runs.method import Job
+from dualsft.runs.stages.finetune import finetune_plan
+from dualsft.storage.resume import Pieces
+from dualsft.system.progress import Reporter
+from dualsft.train.loop import Hooks, TrainingPlan, train
+from dualsft.train.optimizer import SparseAdamW
+
+Indices = Mapping[str, Tensor | None]
+Memory = tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], None]]
+
+
+class Quiet(Reporter):
+    """Says nothing of the many small pieces of work, but passes warnings on."""
+
+    def __init__(self, outer: Reporter) -> None:
+        super().__init__(lambda _: None)
+        self.outer = outer
+
+    def warn(self, message: str) -> None:
+        self.outer.warn(message)
+
+
+def quiet(ctx: RunContext) -> RunContext:
+    """The same run for small pieces of work: silent, and without saved progress of its own."""
+    return replace(ctx, reporter=Quiet(ctx.reporter), pieces=Pieces(), plans={})
+
+
+def steps_plan(ctx: RunContext, steps: int, lr: float | None, batch: int | None) -> TrainingPlan:
+    """The run's own fine-tuning, but for exactly this many steps."""
+    plan = finetune_plan(ctx)
+    return replace(
+        plan,
+        lr=lr or plan.lr,
+        batch_size=batch or plan.batch_size,
+        epochs=1,
+        min_steps=steps,
+        max_steps=steps,
+    )
+
+
+class Trials:
+    """Trainings of one model, each from the weights that it has now."""
+
+    def __init__(
+        self, ctx: RunContext, model: PreTrainedModel, pieces: Pieces | None = None
+    ) -> None:
+        """`pieces` keeps the progress inside a trial; without, an unfinished one is lost."""
+        self.ctx, self.model, self.pieces = ctx, model, pieces
+        self._start: dict[str, Tensor] = {}
+
+    def run(
+        self,
+        examples: Sequence[Example],
+        indices: Indices | None,
+        plan: TrainingPlan,
+        label: str,
+        after_step: Callable[[int], None] | None = None,
+        constant: bool = False,
+        memory: Memory | None = None,
+    ) -> None:
+        """Train; the weights stay trained until `reset`.
+
+        `after_step` finds the model in eval mode. `constant` keeps the learning rate at its peak,
+        so that the first K steps are the same whatever the number of steps. `memory` gives what
+        `after_step` has found, to be saved with the weights, and takes it back after a kill.
+        """
+        ctx = self.ctx
+
+        def observe(done: int) -> None:
+            if after_step is not None:
+                self.model.eval()
+                after_step(done)
+                self.model.train()
+
+        def hold(optimizer: SparseAdamW) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = plan.lr
+
+        state, load_state = memory or (None, None)
+        hooks = Hooks(
+            after_step=observe,
+            before_update=hold if constant else None,
+            state=state,
+            load_state=load_state,
+        )
+        with SparseAdamW(
+            text_parameters(self.model),
+            indices,
+            lr=plan.lr,
+            weight_decay=ctx.config.finetune.weight_decay,
+            moments=ctx.config.finetune.moments,
+            seed=ctx.config.seed,
+            free_gradients=True,
+        ) as optimizer:
+            self._keep(optimizer.names)
+            train(
+                self.model,
+                examples,
+                optimizer,
+                plan,
+                ctx.reporter,
+                label,
+                pieces=self.pieces,
+                hooks=hooks,
+            )
+
+    def _keep(self, names: Sequence[str]) -> None:
+        own = dict(text_parameters(self.model))
+        for name in names:
+            if name not in self._start:
+                self._start[name] = own[name].detach().to("cpu", copy=True)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Back to the start, bit for bit."""
+        own = dict(text_parameters(self.model))
+        for name, weight in self._start.items():
+            own[name].copy_(weight)
+
+
+def new_losses(ctx: RunContext, model: PreTrainedModel, rows: Sequence[Example]) -> np.ndarray:
+    """ℓ of each row: L_new is their mean."""
+    return Job(ctx, "data", ctx.rundir.path).losses(model, rows, "validation")
+
+
+@torch.no_grad()
+def prior_losses(
+    ctx: RunContext, teacher: PreTrainedModel, model: PreTrainedModel, rows: Sequence[Example]
+) -> np.ndarray:
+    """ω τ² KL(θ_old ‖ model) of each anchor: L_prior (CWSD) is their mean."""
+    found = np.empty(len(rows))
+    for chosen in make_batches(rows, ctx.batch_tokens):
+        batch = [rows[i] for i in chosen]
+        tensors = collate(batch, ctx.pad_id, ctx.config.data.padding_side, model.device)
+        _, divergence, omega = distillation_objective(teacher, model, tensors, ctx.config.score.tau)
+        found[chosen] = (divergence * omega).cpu().numpy()
+    return found
+
+
+def sample(rng: np.random.Generator, rows: Sequence[Example], count: int | None) -> list[Example]:
+    """`count` of the rows at random in their own order; all of them when there are no more."""
+    if count is None or count >= len(rows):
+        return list(rows)
+    return [rows[i] for i in np.sort(rng.choice(len(rows), count, replace=False))]
+
+
+def stratified_mask(
+    rng: np.random.Generator, sizes: Mapping[str, int], k: int, varied: bool
+) -> dict[str, Tensor]:
+    """k entries, so many of each parameter (layer and module) as its size says; uniform inside.
+
+    `varied` draws the parameters' densities too (exponential), so that masks differ in where they
+    are and not only in which entries; the number of entries stays k.
+    """
+    room = np.array(list(sizes.values()), dtype=np.int64)
+    weights = room * (rng.exponential(size=len(room)) if varied else 1.0)
+    quota = np.zeros(len(room), dtype=np.int64)
+    while (left := k - int(quota.sum())) > 0:  # again for what did not fit into a full one
+        open_ = np.where(quota < room, weights, 0.0)
+        exact = left * open_ / open_.sum()
+        more = np.floor(exact).astype(np.int64)
+        rest = left - int(more.sum())
+        more[np.argsort(-(exact - more), kind="stable")[:rest]] += 1
+        quota = np.minimum(quota + more, room)
+    return {
+        name: torch.from_numpy(rng.choice(size, count, replace=False, shuffle=False)).sort().values
+        for (name, size), count in zip(sizes.items(), quota.tolist(), strict=True)
+    }
+
+
+def plain_training(ctx: RunContext) -> None:
+    """Refuse a run whose fine-tuning is more than a mask and examples."""
+    params = ctx.methods.load("params")
+    moving = params.refresh_every(Job(ctx, "params", ctx.rundir.path)) is not None
+    if params.adapter or moving or ctx.methods["weights"] or ctx.methods["after"]:
+        names = [e.name for e in ctx.methods.entries.values() if e is not None]
+        raise RunError(
+            f"the run's fine-tuning ({', '.join(names)}) is more than a fixed mask on fixed "
+            "examples, and this diagnostic would train something else; use it on a run of dualsft"
+        )

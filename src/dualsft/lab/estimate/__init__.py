@@ -1,0 +1,1 @@
+"""`dualsft estimate`: memory, time and disk of every stage before anything runs."""

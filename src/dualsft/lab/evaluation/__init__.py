@@ -1,0 +1,1 @@
+"""The evaluation stage: losses, benchmarks, the sandbox for generated programs."""

@@ -1,0 +1,210 @@
+"""Running generated programs: each in a process of its own that can do no harm (HumanEval).
+
+The verdict is that of the harness's `code_eval`: a candidate passes when candidate and test run to
+their end without an exception within three seconds. Every program gets a fresh interpreter
+(`lab/evaluation/sandbox_child.py`) in an empty folder, with an environment of a few harmless
+variables, limits on memory, time, file size and processes, no network, no input, and output that
+goes nowhere. When its time is over, its whole process group is killed. A program that was written
+to attack this very sandbox from inside its interpreter could still claim a pass for itself, as in
+the harness; it could not reach anything outside. No line of Algorithm 1; METHODS.md 0.1 asks for
+pass@1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dualsft.errors import RunError
+
+_CHILD = Path(__file__).with_name("sandbox_child.py")
+_START_SECONDS = 60.0
+"""For the interpreter to start and shut itself in, on a machine that is busy."""
+_MOST_ANSWER = 4096
+"""Bytes of an answer; a program that writes more into the pipe has not passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one program may use."""
+
+    seconds: float = 3.0
+    """Wall time, as in the harness."""
+    memory: int = 2 * 2**30
+    file: int = 2**20
+    processes: int = 64
+
+    def for_child(self) -> dict[str, int]:
+        return {
+            "memory": self.memory,
+            "cpu": int(self.seconds) + 1,
+            "file": self.file,
+            "processes": self.processes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one program."""
+
+    passed: bool
+    reason: str
+    """passed, failed: ERROR, timed out, or ended early (without reaching the end of its tests)."""
+    compiled: bool
+    """Whether the candidate is a program at all; unknown counts as yes."""
+    protection: dict[str, bool] = field(default_factory=dict)
+    """Which protections of the kernel took hold."""
+
+
+def run_candidate(candidate: str, test: str, limits: Limits | None = None) -> Verdict:
+    """Run candidate and test in the sandbox."""
+    limits = limits or Limits()
+    folder = os.path.realpath(tempfile.mkdtemp(prefix="dualsft-sandbox-"))
+    reading, writing = os.pipe()
+    job = {
+        "candidate": candidate,
+        "test": test,
+        "limits": limits.for_child(),
+        "token": secrets.token_hex(16),
+        "pipe": writing,
+    }
+    try:
+        try:
+            process = _start(folder, writing)
+        finally:
+            os.close(writing)
+        try:
+            return _judge(process, reading, job, limits)
+        finally:
+            _kill(process)
+    finally:
+        os.close(reading)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_candidates(
+    pairs: Sequence[tuple[str, str]],
+    limits: Limits | None = None,
+    workers: int | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> list[Verdict]:
+    """Verdicts of (candidate, test) pairs, in their order, a few at a time."""
+    workers = workers or max(1, min(8, (os.cpu_count() or 1) // 2))
+    verdicts: list[Verdict] = []
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for verdict in pool.map(lambda pair: run_candidate(pair[0], pair[1], limits), pairs):
+            verdicts.append(verdict)
+            advance(1)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return verdicts
+
+
+def describe_protection(verdicts: Sequence[Verdict]) -> dict[str, str]:
+    """What held the programs in, in words; the weakest that any of them had."""
+    found = [v.protection for v in verdicts if v.protection]
+
+    def all_have(name: str) -> bool:
+        return bool(found) and all(one[name] for one in found)
+
+    network = [("network_namespace", "network namespace"), ("seccomp", "seccomp")]
+    words = [text for name, text in network if all_have(name)]
+    inner = "audit hook of the interpreter only"
+    return {
+        "network": " and ".join(words) or inner,
+        "processes": "seccomp" if all_have("seccomp") else f"rlimit and {inner}",
+        "files": "Landlock" if all_have("landlock") else inner,
+        "limits": "rlimits and a wall clock",
+    }
+
+
+def _start(folder: str, writing: int) -> subprocess.Popen[bytes]:
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "HOME": folder,
+        "TMPDIR": folder,
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-I", "-B", str(_CHILD)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=folder,
+        env=environment,
+        pass_fds=(writing,),
+        start_new_session=True,
+    )
+
+
+def _judge(
+    process: subprocess.Popen[bytes], reading: int, job: dict[str, Any], limits: Limits
+) -> Verdict:
+    """Hand over the job; read the protections, then the answer, each within its time."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(job).encode())
+        process.stdin.close()
+    first, rest = _read_line(reading, b"", time.monotonic() + _START_SECONDS)
+    protection = _parse(first)
+    if protection is None:
+        raise RunError(
+            "the sandbox for generated code did not start (it needs Python's own interpreter as a "
+            "new process, and 2 GiB of address space); leave humaneval out of evaluation.tasks"
+        )
+    line, _ = _read_line(reading, rest, time.monotonic() + limits.seconds)
+    if line is None:
+        return Verdict(False, "timed out", True, protection)
+    answer = _parse(line)
+    forms = {"token": str, "reason": str, "compiled": bool}
+    whole = answer is not None and all(isinstance(answer.get(k), t) for k, t in forms.items())
+    if answer is None or not whole or answer["token"] != job["token"]:
+        return Verdict(False, "ended early", True, protection)
+    reason = answer["reason"]
+    return Verdict(reason == "passed", reason, answer["compiled"], protection)
+
+
+def _read_line(reading: int, rest: bytes, deadline: float) -> tuple[bytes | None, bytes]:
+    """(a line, what came behind it); None when the time is over, b"" when the pipe is closed."""
+    while b"\n" not in rest:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([reading], [], [], left)[0]:
+            return None, rest
+        piece = os.read(reading, _MOST_ANSWER)
+        rest += piece
+        if not piece or len(rest) > _MOST_ANSWER:
+            return b"", b""
+    line, _, rest = rest.partition(b"\n")
+    return line, rest
+
+
+def _parse(line: bytes | None) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line or b"")
+    except (ValueError, RecursionError):  # a program may write anything
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """The whole process group; what it started is gone with it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,244 @@
+"""Evaluation before and after: loss, perplexity and KL to the base on given files.
+
+For every file of `evaluation.files`, and for the run's own validation split, θ_old and θ* are
+compared on the same tokens: the mean example loss (as in ALGORITHM.md §2), the perplexity (exp of
+the mean over all response tokens), and for θ* the mean KL(θ_old ‖ θ*) per response token,
+averaged over examples. One prompt may be answered greedily by both. With `evaluation.tasks` both
+are asked the paper's benchmarks (`lab/evaluation/benchmarks.py`). Reads 1_split and 6_finetune;
+writes results.json, losses.parquet (every example's losses) and samples.jsonl (every benchmark
+item).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pyarrow as pa
+import torch
+from transformers import PreTrainedModel
+
+from dualsft.data.examples import Example, collate, digest, named
+from dualsft.data.templates import Template
+from dualsft.distributed.world import alone, world
+from dualsft.engine.losses import Comparison, comparison
+from dualsft.engine.walk import remaining_batches
+from dualsft.errors import RunError
+from dualsft.lab.evaluation.benchmarks import harness_model, run_benchmarks, vllm_model
+from dualsft.model.sharded import is_sharded, release
+from dualsft.runs.context import RunContext
+from dualsft.runs.folder import model_in
+from dualsft.runs.stages.split import load_examples
+from dualsft.system.paths import RunPath
+from dualsft.system.usage import Smaller, give_back, is_out_of_memory
+
+
+def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
+    """Compare θ_old with θ* and write results.json into `part`."""
+    sets = evaluation_sets(ctx)
+    before, after = ctx.theta_old(), ctx.load(ctx.folder("finetune") / "model")
+    results: dict[str, Any] = {"files": {}}
+    losses: list[pa.Table] = []
+    for name, examples in sets.items():
+        results["files"][name], rows = compare(ctx, before, after, examples, name)
+        losses.append(loss_table(name, examples, rows))
+    (part / "losses.parquet").write_table(pa.concat_tables(losses))
+    if ctx.config.evaluation.prompt:
+        results["prompt"] = {
+            "prompt": ctx.config.evaluation.prompt,
+            "before": answer(ctx, before, ctx.config.evaluation.prompt),
+            "after": answer(ctx, after, ctx.config.evaluation.prompt),
+        }
+    if ctx.config.evaluation.tasks:
+        models = None if ctx.config.evaluation.backend == "vllm" else (before, after)
+        del before, after
+        results |= _benchmarks(ctx, models, part)
+    (part / "results.json").write_json(results, ensure_ascii=False)
+    return {name: facts["after"]["loss"] for name, facts in results["files"].items()}
+
+
+def _benchmarks(
+    ctx: RunContext, pair: tuple[PreTrainedModel, PreTrainedModel] | None, part: RunPath
+) -> dict[str, Any]:
+    """Both models are asked by the first process, which needs them whole; by vLLM without them."""
+    if not world().main:
+        return {}
+    tuned = ctx.folder("finetune") / "model"
+    with alone(), ExitStack() as left:
+        if pair is None:
+            give_back(ctx.device)  # vLLM takes the memory that they had
+            makers = {
+                "before": lambda: vllm_model(ctx, ctx.model_folder),
+                "after": lambda: vllm_model(ctx, model_in(tuned)),
+            }
+            return run_benchmarks(ctx, makers, part)
+        before, after = (ctx.theta_old(), ctx.load(tuned)) if is_sharded(pair[0]) else pair
+        makers = {
+            "before": lambda: left.enter_context(harness_model(ctx, before)),
+            "after": lambda: left.enter_context(harness_model(ctx, after)),
+        }
+        return run_benchmarks(ctx, makers, part)
+
+
+def evaluation_sets(ctx: RunContext) -> dict[str, list[Example]]:
+    """The given files, tokenised as the corpus is, and the validation split."""
+    limit = ctx.config.evaluation.limit
+    sets: dict[str, list[Example]] = {}
+    for name, path in ctx.config.evaluation.files.items():
+        examples, report = load_examples(ctx, path, f"evaluation.files: {name}")
+        for note in report.notes():
+            ctx.reporter.warn(note)
+        sets[name] = examples[:limit]
+    sets["validation"] = ctx.roles()["val"][:limit]
+    return sets
+
+
+@torch.no_grad()
+def compare(
+    ctx: RunContext,
+    before: PreTrainedModel,
+    after: PreTrainedModel,
+    examples: list[Example],
+    name: str,
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Both models on the same examples, and each example's losses and KL, one row an example.
+
+    Resumable, and in smaller batches when memory is short.
+    """
+    budget = ctx.config.evaluation.batch_tokens or ctx.batch_tokens
+    piece_name = f"evaluation-{digest(name).hex()[:12]}"
+    piece = ctx.pieces.load(piece_name)
+    each = torch.zeros(len(examples), 3, dtype=torch.float64)
+    each = piece.tensors["losses"] if piece else each
+    done = piece.facts["done"] if piece else 0
+    budget = piece.facts["batch_tokens"] if piece else budget
+    label = f"evaluation ({name})"
+    waiting = world().turns(remaining_batches(examples, budget, done))
+    with (
+        ctx.reporter.track(label, len(examples), "examples", done) as progress,
+        ctx.pieces.loop(),
+    ):
+        while waiting:
+            turn = waiting[0]
+            smaller = _compare_batch(ctx, before, after, examples, turn, each, label)
+            if smaller is not None:
+                budget = smaller
+                waiting = world().turns(remaining_batches(examples, budget, done))
+                continue
+            waiting.pop(0)
+            rows = [examples[i] for batch in turn for i in batch]
+            done += len(rows)
+            progress.advance(len(rows), tokens=2 * sum(e.num_tokens for e in rows))
+            where = f"{label}: {done:,} of {len(examples):,} examples"
+            facts = {"done": done, "batch_tokens": budget, "layout": {"losses": "terms"}}
+            ctx.pieces.tick(piece_name, lambda facts=facts: ({"losses": each}, facts), where)
+    world().sum_(each)
+    return _facts(examples, each), each
+
+
+def _compare_batch(
+    ctx: RunContext,
+    before: PreTrainedModel,
+    after: PreTrainedModel,
+    examples: list[Example],
+    turn: Sequence[list[int]],
+    each: torch.Tensor,
+    label: str,
+) -> int | None:
+    """This process's batch of a turn into `each`; the smaller token budget when one has no room.
+
+    All must take part in a pass over sharded models: without a batch of its own a process repeats
+    another's and forgets the result.
+    """
+    own = world().mine(turn)
+    rows = turn[0] if own is None and world().sharded else own
+    smaller: Smaller | None = None
+    measured = None
+    if rows is not None:
+        chosen = [examples[i] for i in rows]
+        batch = collate(chosen, ctx.pad_id, ctx.config.data.padding_side, ctx.device)
+        try:
+            both = comparison(before, after, batch)
+        except Exception as problem:
+            if not is_out_of_memory(problem):
+                raise
+            smaller = Smaller.than(batch.input_ids.shape, problem, "evaluation.batch_tokens")
+            if world().sharded:
+                raise RunError(f"{label}: {world().name}: {problem}; {_LOWER}") from None
+        else:
+            _refuse_nonfinite(label, chosen, both)
+            measured = (both.loss_before, both.loss_after, both.divergence)
+    if any(world().any(smaller is not None)):  # the whole turn is dealt out again, and said
+        told = smaller and (smaller.batch_tokens, str(smaller))
+        budget, words = min(found for found in world().answers(told) if found is not None)
+        ctx.reporter.warn(f"{label}: {words}")
+        return budget
+    if own is not None and measured is not None:
+        each[own] = torch.stack([values.double().cpu() for values in measured], dim=1)
+    return None
+
+
+_LOWER = "lower evaluation.batch_tokens, or start more processes"
+
+
+def _facts(examples: list[Example], each: torch.Tensor) -> dict[str, Any]:
+    """Means over the examples, and perplexities over all response tokens."""
+    counts = torch.tensor([e.num_response_tokens for e in examples], dtype=torch.float64)
+    tokens = int(counts.sum())
+
+    def measures(losses: torch.Tensor) -> dict[str, float | None]:
+        mean = float((losses * counts).sum()) / tokens
+        return {
+            "loss": float(losses.sum()) / len(examples),
+            "perplexity": math.exp(mean) if mean < 700 else None,
+        }
+
+    loss_before, loss_after, divergence = each.T
+    return {
+        "examples": len(examples),
+        "response_tokens": tokens,
+        "before": measures(loss_before),
+        "after": {
+            **measures(loss_after),
+            "kl_to_base": float(divergence.sum()) / len(examples),
+        },
+    }
+
+
+def loss_table(name: str, examples: list[Example], each: torch.Tensor) -> pa.Table:
+    """The rows of losses.parquet: both models on one example, for paired tests."""
+    columns = dict(zip(("loss_before", "loss_after", "kl"), each.T.numpy(), strict=True))
+    return pa.table({"set": [name] * len(examples), "id": [e.id for e in examples], **columns})
+
+
+def _refuse_nonfinite(label: str, rows: list[Example], both: Comparison) -> None:
+    finite = both.loss_before.isfinite() & both.loss_after.isfinite() & both.divergence.isfinite()
+    bad = [e for e, ok in zip(rows, finite.tolist(), strict=True) if not ok]
+    if bad:
+        raise RunError(
+            f"{label}: the loss of {named(bad)} is not finite; nothing was written (look "
+            "at these rows, lower finetune.lr, or use model.dtype=float32)"
+        )
+
+
+@torch.no_grad()
+def answer(ctx: RunContext, model: PreTrainedModel, prompt: str) -> str:
+    """A greedy answer to one prompt, rendered with the corpus's own template."""
+    data = ctx.config.data
+    template = Template(
+        data.template, ctx.tokenizer, data.add_bos, ctx.model_type, data.template_file
+    )
+    ids = template.prompt_ids(prompt)
+    inputs = torch.tensor([ids], device=ctx.device)
+    output = model.generate(  # pyright: ignore[reportCallIssue]
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=ctx.config.evaluation.max_new_tokens,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=ctx.pad_id,
+    )
+    release(model)
+    return ctx.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True).strip()

@@ -1,0 +1,261 @@
+"""LESS: examples whose Adam step points where the validation gradients do (METHODS.md B1).
+
+An adapter (LoRA on the attention's linear maps) is trained on D_warm for some epochs. At the end of
+each, with its weights, moments m, v and mean learning rate w (scaled so that they sum to 1),
+
+    Γ_n   = (β₁ m + (1 − β₁) g_n) / √(β₂ v + (1 − β₂) g_n² + ε)      what Adam would do with n
+    score = Σ_epochs w ⟨Γ̃_n / ‖Γ̃_n‖, mean over D_val of g̃ / ‖g̃‖⟩
+
+where ˜ is a seeded projection to `dim` numbers, map by map (`engine/sketch.py`), and g_n the
+gradient of the example loss with respect to the adapter, dropout off. The b highest scores are
+kept. Gradients are taken in batches, the validation vectors are averaged at once, and a train
+vector is used up as it is made, so there is no store of gradients. All of D_val is one subtask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from dualsft.data.examples import Batch, Example
+from dualsft.engine.sketch import Sketch, Sketcher, Transform, per_example
+from dualsft.errors import ConfigError
+from dualsft.lab.methods.loss_ranked import top
+from dualsft.model.load import decoder_blocks, is_linear
+from dualsft.runs.entry import Entry
+from dualsft.runs.method import DataChoice, DataMethod, Job
+from dualsft.storage.vectors import accumulation_dtype
+from dualsft.train.loop import FEW_STEPS, Hooks, TrainingPlan, learning_rate, train
+from dualsft.train.optimizer import SparseAdamW
+
+NAME = "less"  # of the adapter inside the model
+CLIP = 1.0  # what the original's trainer clips the gradient norm to
+
+
+class Less(DataMethod):
+    """The b highest scores."""
+
+    def __init__(self, entry: Entry, options: Any) -> None:
+        super().__init__(entry, options)
+        self.pool_roles = ("pool",) if options.exclude_warmup else ("pool", "warm")
+
+    def choose(self, job: Job, pool: list[Example], b: int) -> DataChoice | None:
+        ctx, options = job.ctx, self.options
+        model = ctx.theta_old()
+        targets, where = target_maps(model)
+        maps = attach(model, targets, options, job.rng)
+        ctx.reporter.say(
+            f"less: an adapter of rank {options.rank} on {len(targets)} linear maps ({where})"
+        )
+        checkpoints = self._warm_up(job, model, maps)
+        dense = options.projection == "dense"
+        sketch = Sketch(options.dim, ctx.config.seed, "less", dense)
+        sketcher = Sketcher(model, maps, sketch, ctx.config.score.checkpointing)
+        scores = np.zeros(len(pool))
+        for number, checkpoint in enumerate(checkpoints, 1):
+            checkpoint.load(maps)
+            label = f"epoch {number} of {len(checkpoints)}"
+            target = validation_direction(job, sketcher, label)
+            found = score(job, sketcher, checkpoint, target, pool, label, options.eps_inside)
+            scores += checkpoint.weight * found
+        facts = {
+            "checkpoint_weights": [c.weight for c in checkpoints],
+            "adapter_entries": sum(m.get_parameter("weight").numel() for m in maps.values()),
+            "adapted_maps": len(targets),
+        }
+        return DataChoice(top(scores, pool, b), facts, scores)
+
+    def _warm_up(
+        self, job: Job, model: PreTrainedModel, maps: Mapping[str, nn.Module]
+    ) -> list[Checkpoint]:
+        """Train the adapter on D_warm; what it was at the end of each epoch."""
+        ctx, options, examples = job.ctx, self.options, job.roles["warm"]
+        if not examples:
+            raise ConfigError("split.warm: less trains its adapter on D_warm, which is empty")
+        plan = TrainingPlan(
+            lr=options.lr,
+            epochs=options.epochs,
+            batch_size=options.batch_size,
+            warmup_ratio=options.warmup_ratio,
+            max_grad_norm=CLIP,
+            micro_batch_size=None,
+            batch_tokens=ctx.training_tokens,
+            seed=ctx.config.seed,
+            pad_id=ctx.pad_id,
+            padding_side=ctx.config.data.padding_side,
+            checkpointing=ctx.config.finetune.checkpointing,
+        )
+        num_steps = plan.num_steps(len(examples))
+        if num_steps < FEW_STEPS:
+            ctx.reporter.warn(
+                f"less: its warmup has only {num_steps} steps over {len(examples):,} examples; the "
+                "moments and the directions are rough (raise split.warm or method.less.epochs, or "
+                "lower method.less.batch_size)"
+            )
+        per_epoch = num_steps // plan.epochs
+        rates = [learning_rate(s, num_steps, plan.lr, plan.warmup_ratio) for s in range(num_steps)]
+        parameters = {name: module.get_parameter("weight") for name, module in maps.items()}
+        found: list[Checkpoint] = []
+        named = [*parameters.items()]
+        with SparseAdamW(named, None, lr=plan.lr, seed=plan.seed, free_gradients=True) as optimizer:
+
+            def after_step(done: int) -> None:
+                if done % per_epoch == 0:
+                    weight = sum(rates[done - per_epoch : done]) / sum(rates)
+                    found.append(Checkpoint.of(optimizer, parameters, weight))
+
+            # no saved progress: a kill repeats the warmup, whose epochs' ends are all needed
+            hooks = Hooks(after_step=after_step)
+            train(model, examples, optimizer, plan, ctx.reporter, "less: warmup", hooks=hooks)
+        job.accounts.backward_examples += plan.epochs * len(examples)
+        return found
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An adapter at the end of an epoch, in the host's memory."""
+
+    weights: dict[str, Tensor]
+    first: dict[str, Tensor]
+    second: dict[str, Tensor]
+    weight: float
+    """Its share in the score."""
+    betas: tuple[float, float]
+    eps: float
+
+    @classmethod
+    def of(
+        cls, optimizer: SparseAdamW, parameters: Mapping[str, nn.Parameter], weight: float
+    ) -> Checkpoint:
+        """The state as it is now."""
+        kept: dict[str, dict[str, Tensor]] = {"weights": {}, "first": {}, "second": {}}
+        for name, p in parameters.items():
+            moments = optimizer.moments_of(name)
+            kept["weights"][name] = p.detach().to("cpu", copy=True)
+            kept["first"][name] = moments["exp_avg"].view(p.shape).to("cpu", copy=True)
+            kept["second"][name] = moments["exp_avg_sq"].view(p.shape).to("cpu", copy=True)
+        group = optimizer.param_groups[0]
+        return cls(**kept, weight=weight, betas=group["betas"], eps=group["eps"])
+
+    def load(self, maps: Mapping[str, nn.Module]) -> None:
+        """Put the weights into the adapter."""
+        with torch.no_grad():
+            for name, module in maps.items():
+                module.get_parameter("weight").copy_(self.weights[name])
+
+    def direction(self, device: torch.device, eps_inside: bool) -> Transform:
+        """Γ as what `engine/sketch.py` does to the gradients of one map."""
+        first = {name: m.to(device) for name, m in self.first.items()}
+        second = {name: v.to(device) for name, v in self.second.items()}
+        (beta1, beta2), eps = self.betas, self.eps
+
+        def transform(name: str, gradient_BOI: Tensor, _: slice) -> Tensor:
+            squares = gradient_BOI.square().mul_(1.0 - beta2).add_(second[name], alpha=beta2)
+            root = squares.add_(eps).sqrt_() if eps_inside else squares.sqrt_().add_(eps)
+            return gradient_BOI.mul_(1.0 - beta1).add_(first[name], alpha=beta1).div_(root)
+
+        return transform
+
+
+def validation_direction(job: Job, sketcher: Sketcher, label: str) -> Tensor:
+    """The mean over D_val of the normalised sketches of plain gradients: [dim]."""
+    with sketcher.tapped() as taps:
+
+        def compute(batch: Batch) -> Tensor:
+            found = sketcher.of_batch(taps, batch)
+            return found / _norms(found)
+
+        val, name = job.roles["val"], f"less: D_val, {label}"
+        dim = sketcher.sketch.dim
+        rows = per_example(job, sketcher.model, val, name, dim, compute, backward=True)
+    return rows.double().mean(0).to(sketcher.model.device, rows.dtype)
+
+
+def score(
+    job: Job,
+    sketcher: Sketcher,
+    checkpoint: Checkpoint,
+    target: Tensor,
+    pool: list[Example],
+    label: str,
+    eps_inside: bool,
+) -> np.ndarray:
+    """⟨Γ̃_n / ‖Γ̃_n‖, target⟩ of each example, at one checkpoint."""
+    transform = checkpoint.direction(sketcher.model.device, eps_inside)
+    with sketcher.tapped(transform) as taps:
+
+        def compute(batch: Batch) -> Tensor:
+            found = sketcher.of_batch(taps, batch)
+            return (found @ target)[:, None] / _norms(found)
+
+        name = f"less: pool, {label}"
+        rows = per_example(job, sketcher.model, pool, name, 1, compute, backward=True)
+    return rows[:, 0].double().numpy()
+
+
+def _norms(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-30)
+
+
+# --- the adapter ----------------------------------------------------------------------------------
+
+
+def target_maps(model: PreTrainedModel) -> tuple[list[str], str]:
+    """(linear maps that get an adapter, what they are): those of the attention, by their names."""
+    prefix, blocks = decoder_blocks(model)
+    linear = [path for path, m in blocks.named_modules(prefix=prefix) if is_linear(m)]
+    found = [path for path in linear if "attn" in path or "attention" in path]
+    if found:
+        return found, "the attention's"
+    return linear, "all of the blocks', since none is named after the attention"
+
+
+def attach(
+    model: PreTrainedModel,
+    targets: list[str],
+    options: Any,
+    rng: Callable[[str], np.random.Generator],
+) -> dict[str, nn.Module]:
+    """Put a LoRA adapter into the model; its linear maps by the name of their weight.
+
+    It starts as peft's does (A uniform, B zero), from the seed of `rng`, in fp32 or wider.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as problem:
+        raise ConfigError(
+            "method.data: 'less' trains a LoRA adapter by peft, which is not installed; "
+            "pip install 'dualsft[peft]'"
+        ) from problem
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        target_modules=targets,
+        fan_in_fan_out=isinstance(model.get_submodule(targets[0]), Conv1D),
+    )
+    inject_adapter_in_model(config, model, adapter_name=NAME)
+    model.eval()  # what was put in comes in training mode, with dropout on
+    dtype = accumulation_dtype(next(model.parameters()).dtype)
+    maps: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if not path.endswith((f".lora_A.{NAME}", f".lora_B.{NAME}")):
+            continue
+        weight = module.get_parameter("weight")
+        weight.data = weight.data.to(dtype)
+        with torch.no_grad():
+            if ".lora_A." in path:
+                bound = weight.shape[1] ** -0.5
+                drawn = rng(f"less/{path}").uniform(-bound, bound, tuple(weight.shape))
+                weight.copy_(torch.from_numpy(drawn))
+            else:
+                weight.zero_()
+        maps[f"{path}.weight"] = module
+    return maps

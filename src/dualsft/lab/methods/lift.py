@@ -1,0 +1,112 @@
+"""LIFT: the principal weights, largest in the low-rank part (METHODS.md A3; Liu et al., ICML 2025).
+
+Each matrix is replaced by its rank-r reconstruction U_r S_r V_rᵀ, and the entries that are largest
+there in absolute value are trained. Every matrix has its own quota. The mask is made anew from the
+present weights after every `interval` steps; entries that stay keep their moments. Only the factors
+and a tile of the reconstruction exist at a time: the top k is exact, read tile by tile
+(`algorithm/topk.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dualsft.algorithm.score_reading import ScoreSource
+from dualsft.algorithm.topk import topk_signed
+from dualsft.data.examples import digest
+from dualsft.errors import ConfigError
+from dualsft.lab.methods.matrices import Matrix, matrices, shares
+from dualsft.runs.method import Job, ParamChoice, ParamMethod
+from dualsft.storage.vectors import accumulation_dtype
+
+OVERSAMPLING = 8  # directions beyond the rank that the randomised factorisation follows
+ITERATIONS = 2  # of its subspace iteration
+TILE = 1 << 22  # entries of the reconstruction at a time
+
+
+class LIFT(ParamMethod):
+    """The largest |rank-r reconstruction| of each matrix."""
+
+    def members(self, job: Job) -> list[Matrix]:
+        """The matrices that are not frozen."""
+        frozen = set((self.options.freeze or "").split(",")) - {""}
+        chosen: list[Matrix] = []
+        for m in matrices(job):
+            held = [part for part in m.parts if part in frozen]
+            if held and len(held) < len(m.parts):
+                raise ConfigError(
+                    f"method.lift.freeze: {m.name} holds {', '.join(m.parts)} in one; freeze all "
+                    f"of them or none, not {', '.join(held)} alone"
+                )
+            if not held:
+                chosen.append(m)
+        if not chosen:
+            raise ConfigError(
+                f"method.lift.freeze: {self.options.freeze!r} leaves no matrix of the candidates; "
+                "freeze less, or widen score.candidates"
+            )
+        return chosen
+
+    def eligible(self, job: Job) -> dict[str, torch.Size]:
+        return {m.name: m.shape for m in self.members(job)}
+
+    def quotas(self, job: Job, k: int) -> list[int]:
+        """Entries of each matrix: LoRA's count at `lora_rank`, or k in proportion to its size."""
+        members, rank = self.members(job), self.options.lora_rank
+        if rank is None:
+            return shares([m.shape.numel() for m in members], k)
+        return [min(sum(m.shape) * rank, m.shape.numel()) for m in members]
+
+    def choose(self, job: Job, k: int) -> ParamChoice | None:
+        rank = self.options.lora_rank
+        facts = {} if rank is None else {"budget": f"literal: lora_rank {rank}"}
+        indices = self.refresh(job, job.ctx.theta_old(), k, 0)
+        return ParamChoice(indices, facts, literal=rank is not None)
+
+    def refresh_every(self, job: Job) -> int | None:
+        return self.options.interval
+
+    @torch.no_grad()
+    def refresh(self, job: Job, model: PreTrainedModel, k: int, step: int) -> Mapping[str, Tensor]:
+        members, parameters = self.members(job), dict(model.named_parameters())
+        found: dict[str, Tensor] = {}
+        with job.ctx.reporter.track("principal weights", len(members), "matrices") as progress:
+            for m, quota in zip(members, self.quotas(job, k), strict=True):
+                if quota:
+                    factors = self.factors(job, m.name, parameters[m.name].detach())
+                    source = reconstruction(m.name, *factors)
+                    found[m.name] = topk_signed(source, quota).indices[m.name]
+                progress.advance(1)
+        return found
+
+    def factors(self, job: Job, name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(U_r S_r, V_r): their product is the nearest matrix of rank r, or close to it."""
+        wide = weight.to(accumulation_dtype(weight.dtype))
+        rank, least = self.options.rank, min(weight.shape)
+        if self.options.svd == "exact" or rank + OVERSAMPLING >= least:
+            u, s, vh = torch.linalg.svd(wide, full_matrices=False)
+            return u[:, :rank] * s[:rank], vh[:rank].T
+        devices = [weight.device] if weight.device.type == "cuda" else []
+        seed = int.from_bytes(digest(job.ctx.config.seed, f"lift/{name}")[:7], "little")
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            u, s, v = torch.svd_lowrank(wide, q=rank + OVERSAMPLING, niter=ITERATIONS)
+        return u[:, :rank] * s[:rank], v[:, :rank]
+
+
+def reconstruction(name: str, left: Tensor, right: Tensor) -> ScoreSource:
+    """|left rightᵀ| in tiles of whole rows, computed at every reading."""
+    columns = right.shape[0]
+    rows = max(1, TILE // columns)
+    across = right.T.contiguous()
+
+    def read() -> Iterator[tuple[str, int, Tensor]]:
+        for start in range(0, left.shape[0], rows):
+            tile = (left[start : start + rows] @ across).abs_()
+            yield name, start * columns, tile.view(-1)
+
+    return read

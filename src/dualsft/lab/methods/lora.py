@@ -1,0 +1,144 @@
+"""LoRA: low-rank adapters beside every linear map of the blocks, by PEFT (METHODS.md A0).
+
+No entries are chosen: `attach` puts adapters into θ_old, the loop of Algorithm 1 line 12 trains
+them, `detach` saves them as a PEFT folder (`adapter/`, opened with `PeftModel.from_pretrained` on
+the base) and merges them, so that the result is a plain model. DoRA is an option.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from dualsft.errors import ConfigError
+from dualsft.lab.methods.params_table import LoraOptions
+from dualsft.model.load import empty_model, text_decoder
+from dualsft.runs.entry import Entry
+from dualsft.runs.method import Job, ParamChoice, ParamMethod
+from dualsft.runs.stages.selection import param_budget
+
+FOLDER = "adapter"
+
+
+class Lora(ParamMethod):
+    """Adapters of rank r in the text decoder's linear maps."""
+
+    adapter = True
+    options: LoraOptions
+    _peft: Any = None
+    """PEFT's wrapper around the model being trained."""
+
+    def __init__(self, entry: Entry, options: Any) -> None:
+        super().__init__(entry, options)
+        import_peft()  # said when the run starts, not when it has chosen its examples
+
+    def check(self, job: Job) -> None:
+        """A budget below rank 1 is said now, not when the examples have been chosen."""
+        empty = empty_model(job.ctx.model_folder, job.ctx.trusted)
+        names = linear_names(empty)
+        if self.options.r is None:
+            self._rank(job, empty, names)
+
+    def choose(self, job: Job, k: int) -> ParamChoice | None:
+        return None
+
+    def attach(self, job: Job, model: PreTrainedModel) -> dict[str, nn.Parameter]:
+        peft, options, device = import_peft(), self.options, model.device
+        total = sum(p.numel() for p in model.parameters())
+        names = linear_names(model)
+        transposed = {isinstance(model.get_submodule(name), Conv1D) for name in names}
+        rank = options.r or self._rank(job, model, names)
+        settings = peft.LoraConfig(
+            r=rank,
+            lora_alpha=options.alpha if options.alpha is not None else 2 * rank,
+            lora_dropout=options.dropout,
+            target_modules=names,
+            use_dora=options.dora,
+            fan_in_fan_out=transposed == {True},
+            bias="none",
+            task_type="CAUSAL_LM",
+        )
+        wide = options.dtype == "float32"
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(int(job.rng("adapter").integers(1 << 62)))
+            try:
+                self._peft = peft.get_peft_model(model, settings, autocast_adapter_dtype=wide)
+            except ValueError as problem:  # families that it knows to be unfit, or with limits
+                raise ConfigError(
+                    f"method.params: 'lora' cannot be put into {type(model).__name__}: PEFT says: "
+                    f"{problem} (change method.lora.*, or choose another method.params)"
+                ) from problem
+        settings.base_model_name_or_path = job.ctx.config.model.path
+        found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        count = sum(p.numel() for p in found.values())
+        kind = "DoRA" if options.dora else "LoRA"
+        job.ctx.reporter.say(
+            f"{kind}: rank {rank} beside {len(names):,} linear maps, {count:,} trainable "
+            f"entries ({100 * count / total:.2f} % of the {total:,} parameters)"
+        )
+        return found
+
+    def _rank(self, job: Job, model: PreTrainedModel, names: list[str]) -> int:
+        """The largest rank whose adapters hold at most the entries that the budget allows."""
+        per_rank, beside = 0, 0
+        for name in names:
+            module = model.get_submodule(name)
+            shape = module.get_parameter("weight").shape
+            per_rank += sum(shape)
+            if self.options.dora:  # a magnitude for every output
+                beside += shape[1 if isinstance(module, Conv1D) else 0]
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        k = param_budget(job.ctx, shapes)
+        if k < per_rank + beside:
+            raise ConfigError(
+                f"select.param_budget: {job.ctx.config.select.param_budget!r} is {k:,} entries, "
+                f"and adapters of rank 1 have {per_rank + beside:,}; raise it, or set method.lora.r"
+            )
+        return (k - beside) // per_rank
+
+    def detach(self, job: Job, model: PreTrainedModel) -> PreTrainedModel:
+        folder = job.part / FOLDER
+        folder.mkdir()
+        self._peft.save_pretrained(str(folder.checked()), save_embedding_layers=False)
+        (folder / "README.md").unlink(missing_ok=True)  # a form to fill in
+        stored = (folder / "adapter_config.json").read_json()
+        stored["target_modules"].sort()  # a set: in another order in every process
+        (folder / "adapter_config.json").write_json(stored)
+        merged = self._peft.merge_and_unload()
+        self._peft = None
+        merged.requires_grad_(True)
+        vars(merged).pop("peft_config", None)
+        return merged
+
+
+def linear_names(model: PreTrainedModel) -> list[str]:
+    """The linear maps of the text decoder, the output head left out: PEFT's "all-linear", less
+    what a multimodal model has beside its decoder."""
+    head, inside = model.get_output_embeddings(), set(text_decoder(model).modules())
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module in inside and module is not head
+    ]
+    if not names:
+        raise ConfigError(
+            f"method.params: 'lora' finds no linear map in {type(model).__name__}; choose another "
+            "method.params"
+        )
+    return names
+
+
+def import_peft() -> Any:
+    """The optional package, or what to install."""
+    try:
+        import peft
+    except ImportError as problem:
+        raise ConfigError(
+            f"method.params: 'lora' needs the package peft ({problem}); pip install "
+            "'dualsft[peft]', or choose another method.params"
+        ) from None
+    return peft

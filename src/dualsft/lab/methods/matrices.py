@@ -1,0 +1,157 @@
+"""What each matrix of a transformer block is for, and which of its entries make a unit.
+
+The structured methods of METHODS.md part A speak of query, gate or down projections, of channels
+and of heads; models call them by other names, fuse some of them, and GPT-2 stores them transposed.
+`matrices` reads that off a model without its weights. Units (channels, heads, rows, blocks) become
+sorted flat indices here, and a budget becomes whole units (`whole_units`) or shares (`shares`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from dualsft.errors import ConfigError
+from dualsft.model.load import decoder_blocks, empty_model, is_linear, locate
+from dualsft.runs.method import Job
+
+Axis = Literal["in", "out"]
+
+ROLES = {
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "o_proj": "o",
+    "out_proj": "o",
+    "dense": "o",
+    "gate_proj": "gate",
+    "w1": "gate",
+    "up_proj": "up",
+    "w3": "up",
+    "c_fc": "up",
+    "fc1": "up",
+    "dense_h_to_4h": "up",
+    "down_proj": "down",
+    "w2": "down",
+    "fc2": "down",
+    "dense_4h_to_h": "down",
+    "c_attn": "qkv",
+    "qkv_proj": "qkv",
+    "query_key_value": "qkv",
+    "in_proj_qkv": "qkv",
+    "gate_up_proj": "gate_up",
+}
+"""Last word of a module's name -> what it is; GPT-2's c_proj is told apart by its parent."""
+PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+"""What a fused matrix holds."""
+FAMILIES = {"attention": ("q", "k", "v", "qkv"), "mlp": ("gate", "up", "gate_up", "down")}
+"""SMT's two families; the output projection of attention is in neither."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A linear weight of a block that competes (`score.candidates`)."""
+
+    name: str
+    role: str
+    """q, k, v, o, gate, up, down, a fused one (qkv, gate_up), or other."""
+    shape: torch.Size
+    transposed: bool
+    """Stored as [in, out] (Conv1D) instead of [out, in]."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return PARTS.get(self.role, (self.role,))
+
+    def dim(self, axis: Axis) -> int:
+        """The dimension of the stored weight that this axis is."""
+        return int((axis == "in") != self.transposed)
+
+    def size(self, axis: Axis) -> int:
+        return self.shape[self.dim(axis)]
+
+    def lines(self, axis: Axis, chosen: Tensor) -> Tensor:
+        """Sorted flat indices of the entries at the sorted positions `chosen` of an axis."""
+        rows, columns = self.shape
+        if self.dim(axis) == 0:
+            return (chosen[:, None] * columns + torch.arange(columns)).reshape(-1)
+        return (torch.arange(rows)[:, None] * columns + chosen).reshape(-1)
+
+
+def matrices(job: Job) -> list[Matrix]:
+    """The linear weights of the blocks that are candidates, in the model's order."""
+    return job.shared("matrices", _read)
+
+
+def _read(job: Job) -> list[Matrix]:
+    model = empty_model(job.ctx.model_folder, job.ctx.trusted)
+    prefix, blocks = decoder_blocks(model)
+    candidates = job.shapes()
+    found: dict[str, Matrix] = {}
+    for path, module in blocks.named_modules(prefix=prefix):
+        name = f"{path}.weight"
+        if name in candidates and is_linear(module):
+            found[name] = Matrix(name, _role(name), candidates[name], isinstance(module, Conv1D))
+    return [found[name] for name in candidates if name in found]
+
+
+def _role(name: str) -> str:
+    parent, _, last = locate(name)[1].rpartition(".")
+    if last == "c_proj":
+        return "down" if "mlp" in parent else "o"
+    return ROLES.get(last, "other")
+
+
+def of_role(job: Job, method: str, *roles: str) -> list[Matrix]:
+    """The matrices of these roles; none at all is a refusal that says what there is."""
+    chosen = [m for m in matrices(job) if m.role in roles]
+    if not chosen:
+        there = dict.fromkeys(f"{locate(m.name)[1]} ({m.role})" for m in matrices(job))
+        raise ConfigError(
+            f"method.params={method} chooses from {' and '.join(roles)} projections, and the "
+            f"candidates of {job.ctx.model_type} have none (there are: {', '.join(there)}); widen "
+            "score.candidates, or take another method"
+        )
+    return chosen
+
+
+def whole_units(order: np.ndarray, costs: np.ndarray, budget: int) -> np.ndarray:
+    """Of the units in this order, those that fit the budget: the first ones, and behind the first
+    that does not fit every later one that still does."""
+    total = np.cumsum(costs[order])
+    count = int(np.searchsorted(total, budget, side="right"))
+    chosen, rest = [order[:count]], order[count:]
+    left = budget - (int(total[count - 1]) if count else 0)
+    while len(rest := rest[costs[rest] <= left]):
+        chosen.append(rest[:1])
+        left -= int(costs[rest[0]])
+        rest = rest[1:]
+    return np.concatenate(chosen)
+
+
+def shares(sizes: Sequence[int], k: int) -> list[int]:
+    """k entries over parts in proportion to their sizes, exactly k in all, none over its size.
+
+    Whole shares first; what is left goes to the largest remainders, the earlier of equal ones.
+    """
+    total = sum(sizes)
+    counts = [k * size // total for size in sizes]
+    order = sorted(range(len(sizes)), key=lambda i: -(k * sizes[i] % total))
+    for i in order[: k - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def refuse_empty(indices: Mapping[str, Tensor], method: str, unit: str, k: int, cure: str) -> None:
+    """A budget below one unit would train nothing."""
+    if not any(index.numel() for index in indices.values()):
+        raise ConfigError(
+            f"method.params={method}: not one {unit} fits select.param_budget ({k:,} entries); "
+            f"{cure}"
+        )

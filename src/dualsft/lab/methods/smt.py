@@ -1,0 +1,199 @@
+"""SMT: blocks of matrices with the largest summed gradient (METHODS.md A2; He et al., ICLR 2025).
+
+Plain fine-tuning of every parameter for some steps; the signed gradients of the steps are added up
+over each block of a matrix, and the blocks that score best are trained from then on. The dense
+steps are kept, as the original keeps them: fine-tuning goes on from `start/`, with a fresh
+optimizer and schedule, and the result differs from θ_old everywhere; `restart_from_base` goes back
+instead. The default score needs one number a block; the others add up whole gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from dualsft.lab.methods.matrices import FAMILIES, Matrix, of_role, refuse_empty, whole_units
+from dualsft.model.load import text_parameters
+from dualsft.model.save import save_model
+from dualsft.runs.method import Job, ParamChoice, ParamMethod
+from dualsft.runs.stages.finetune import finetune_plan
+from dualsft.storage.resume import Pieces
+from dualsft.storage.vectors import accumulation_dtype, reduction_dtype
+from dualsft.train.loop import Hooks, train
+from dualsft.train.optimizer import SparseAdamW
+
+
+class SMT(ParamMethod):
+    """The best blocks of q, k, v and of gate, up, down."""
+
+    @property
+    def ratios(self) -> dict[str, float] | None:
+        """Share of each family; None where the budget says how much."""
+        given = {"attention": self.options.attention_ratio, "mlp": self.options.mlp_ratio}
+        if all(ratio is None for ratio in given.values()):
+            return None
+        return {family: ratio or 0.0 for family, ratio in given.items()}
+
+    def members(self, job: Job) -> list[Matrix]:
+        wanted = self.ratios or dict.fromkeys(FAMILIES, 1.0)
+        roles = [role for family, share in wanted.items() if share for role in FAMILIES[family]]
+        return of_role(job, self.entry.name, *roles)
+
+    def eligible(self, job: Job) -> dict[str, torch.Size]:
+        return {m.name: m.shape for m in self.members(job)}
+
+    def choose(self, job: Job, k: int) -> ParamChoice | None:
+        members, size = self.members(job), self.options.block
+        model = job.ctx.theta_old()
+        sums = self._warm_start(job, model, members)
+        if not self.options.restart_from_base:
+            ctx = job.ctx
+            (job.part / "start").mkdir()
+            start = (job.part / "start").checked()
+            save_model(model, ctx.tokenizer, ctx.model_folder, start)
+        grids = [grid(m.shape, size) for m in members]
+        costs = np.concatenate([block_sizes(m.shape, size).ravel() for m in members])
+        scores = np.concatenate(
+            [self._score(sums[m.name], m.shape).cpu().double().numpy().ravel() for m in members]
+        )
+        family = np.concatenate(
+            [
+                np.full(rows * columns, m.role in FAMILIES["attention"])
+                for m, (rows, columns) in zip(members, grids, strict=True)
+            ]
+        )
+        order = np.argsort(-scores, kind="stable")
+        chosen = self._take(job, order, costs, family, k)
+        indices: dict[str, Tensor] = {}
+        first = 0
+        for m, (rows, columns) in zip(members, grids, strict=True):
+            picked = np.zeros(rows * columns, bool)
+            picked[chosen[(chosen >= first) & (chosen < first + len(picked))] - first] = True
+            first += len(picked)
+            indices[m.name] = block_entries(picked.reshape(rows, columns), m.shape, size)
+        refuse_empty(indices, "smt", "block", k, "raise it, or lower method.smt.block")
+        facts: dict[str, Any] = {"blocks": len(chosen), "blocks_in_all": len(costs)}
+        facts |= {"attention_blocks": int(family[chosen].sum()), "warm_steps": self.options.steps}
+        if self.ratios is not None:
+            of = self.options.ratio_of
+            facts["budget"] = "literal: " + ", ".join(
+                f"{name} {ratio} of the {of}'s blocks" for name, ratio in self.ratios.items()
+            )
+        return ParamChoice(indices, facts, literal=self.ratios is not None)
+
+    def _take(
+        self, job: Job, order: np.ndarray, costs: np.ndarray, attention: np.ndarray, k: int
+    ) -> np.ndarray:
+        """The blocks for the budget, or those of each family for its ratio."""
+        if self.ratios is None:
+            return whole_units(order, costs, k)
+        every = sum(s.numel() for s in job.ctx.parameter_shapes.values() if len(s) == 2)
+        taken: list[np.ndarray] = []
+        for name, ratio in self.ratios.items():
+            own = order[attention[order] == (name == "attention")]
+            of = len(own) if self.options.ratio_of == "family" else every / self.options.block**2
+            taken.append(own[: int(ratio * of)])
+        return np.concatenate(taken)
+
+    def _warm_start(
+        self, job: Job, model: PreTrainedModel, members: list[Matrix]
+    ) -> dict[str, Tensor]:
+        """Train everything for some steps; the summed gradients, by block or whole."""
+        ctx, steps = job.ctx, self.options.steps
+        after = finetune_plan(ctx)
+        lr = ctx.config.finetune.lr * self.entry.lr_ratio
+        plan = replace(after, lr=lr, epochs=1, min_steps=steps, max_steps=steps)
+        ctx.reporter.say(
+            f"smt: {steps:,} dense steps before the {after.num_steps(len(job.examples)):,} of "
+            "fine-tuning"
+        )
+        by_block = self.options.strategy == "mean_abs"
+        sums: dict[str, Tensor] = {}
+
+        def add(optimizer: SparseAdamW) -> None:
+            gradients = optimizer.gradients
+            for m in members:
+                if m.name not in gradients:  # a layer that nothing passed through
+                    continue
+                gradient = gradients[m.name].view(m.shape)
+                if by_block:
+                    wide = reduction_dtype(gradient.device)
+                    found = block_sums(gradient, self.options.block, wide)
+                else:
+                    found = gradient.to(accumulation_dtype(gradient.dtype))
+                sums[m.name] = found.clone() if m.name not in sums else sums[m.name].add_(found)
+
+        with SparseAdamW(
+            text_parameters(model),
+            None,
+            lr=plan.lr,
+            weight_decay=ctx.config.finetune.weight_decay,
+            moments=ctx.config.finetune.moments,
+            offload=ctx.config.warmup.offload,
+            seed=ctx.config.seed,
+            free_gradients=True,
+        ) as optimizer:
+            # no saved progress: the sums are not in it, and the warm start is short
+            hooks = Hooks(before_update=add)
+            log = _logger(job)
+            train(model, job.examples, optimizer, plan, ctx.reporter, "smt", log, Pieces(), hooks)
+        count = len(job.examples)
+        per_epoch = math.ceil(count / plan.batch_size)
+        whole, rest = divmod(steps, per_epoch)
+        job.accounts.backward_examples += whole * count + min(rest * plan.batch_size, count)
+        device = next(model.parameters()).device
+        for m in members:
+            if m.name not in sums:
+                shape = grid(m.shape, self.options.block) if by_block else m.shape
+                sums[m.name] = torch.zeros(shape, device=device)
+        return sums
+
+    def _score(self, total: Tensor, shape: torch.Size) -> Tensor:
+        """A number a block, from block sums or from the summed gradient."""
+        size, strategy = self.options.block, self.options.strategy
+        if strategy == "mean_abs":
+            return total.abs() / torch.from_numpy(block_sizes(shape, size)).to(total.device)
+        wide = reduction_dtype(total.device)
+        if strategy == "l2":
+            return block_sums(total.square(), size, wide).sqrt()
+        absolute = block_sums(total.abs(), size, wide)
+        if strategy == "l1":
+            return absolute
+        return absolute / torch.from_numpy(block_sizes(shape, size)).to(total.device)
+
+
+def grid(shape: torch.Size, size: int) -> tuple[int, int]:
+    """Blocks down and across."""
+    return math.ceil(shape[0] / size), math.ceil(shape[1] / size)
+
+
+def block_sizes(shape: torch.Size, size: int) -> np.ndarray:
+    """Entries of each block: fewer at a ragged edge."""
+    lengths = [
+        np.minimum(size, length - size * np.arange(math.ceil(length / size))) for length in shape
+    ]
+    return np.outer(*lengths)
+
+
+def block_sums(values: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Σ over each block, [blocks down, blocks across]."""
+    down, across = grid(values.shape, size)
+    short = (0, across * size - values.shape[1], 0, down * size - values.shape[0])
+    return pad(values, short).view(down, size, across, size).sum((1, 3), dtype=dtype)
+
+
+def block_entries(picked: np.ndarray, shape: torch.Size, size: int) -> Tensor:
+    """Sorted flat indices of the entries of the picked blocks."""
+    mask = torch.from_numpy(picked).repeat_interleave(size, 0)[: shape[0]]
+    return mask.repeat_interleave(size, 1)[:, : shape[1]].reshape(-1).nonzero().view(-1)
+
+
+def _logger(job: Job) -> Any:
+    return lambda **values: job.ctx.rundir.log_metrics("smt", **values)

@@ -1,0 +1,130 @@
+"""The quickstart: Algorithm 1 on a real small model and a corpus made on the spot.
+
+Runs the `quickstart` recipe, then tells in plain lines what came of it: loss on the new skill and
+on old behaviour, wrong examples in the pool and in the selection (with the recipe's relative λ,
+and with the paper's absolute λ = 0.8 beside it), the parameters selected by layer and module, one
+prompt before and after, seconds and memory of each stage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualsft.algorithm.projection import projection_terms
+from dualsft.algorithm.topk import top_b
+from dualsft.config import settings
+from dualsft.config.settings import Config
+from dualsft.data.examples import source_lines
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.walk import loss_objective, walk
+from dualsft.errors import ConfigError
+from dualsft.lab.report.markdown import load_summaries, peak_gib
+from dualsft.runs import pipeline
+from dualsft.runs.context import RunContext, pass_settings
+from dualsft.runs.folder import RunDir
+from dualsft.system.paths import RunPath
+from dualsft.system.progress import Reporter
+
+
+def check_own_task(config: Config) -> None:
+    """The closing summary tells of this very task; another one is for `dualsft run`."""
+    own, given = (settings.to_flat(c) for c in (settings.load("quickstart"), config))
+    keys = ("data.path", "data.val_path", "evaluation.files", "evaluation.prompt", "select.variant")
+    problems = [
+        f"{key}: cannot be changed in the quickstart, whose summary is about its own task; use "
+        "`dualsft run recommended …`"
+        for key in keys
+        if given[key] != own[key]
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def run_quickstart(config: Config, out: Path, reporter: Reporter) -> Iterator[str]:
+    """Run everything into `out`; yields the lines of the closing summary."""
+    pipeline.run(config, out, None, reporter)
+    ctx = RunContext(config, RunDir(out), reporter)
+    facts = load_summaries(RunPath(out))
+    wrong = list(_wrong(ctx))  # one more pass over the pool: before the table, not in its middle
+    yield ""
+    yield from _losses(facts)
+    yield from wrong
+    yield from _parameters(facts)
+    prompt = facts["evaluation"]["prompt"]
+    for title, key in (("asked", "prompt"), ("before", "before"), ("after", "after")):
+        yield f"{title:<8}{' '.join(prompt[key].split())}"
+    yield ""
+    for stage, manifest in facts["manifests"].items():
+        yield f"{stage:<12}{manifest['seconds']:8.1f} s   peak {peak_gib(manifest):.2f} GiB"
+    yield f"run folder: {out}   report: {out / 'report.md'}"
+
+
+def _losses(facts: dict[str, Any]) -> Iterator[str]:
+    yield f"{'loss':<18}{'before':>8}{'after':>9}"
+    for name, title in (("new_skill", "new skill"), ("old_behaviour", "old behaviour")):
+        result = facts["evaluation"]["files"][name]
+        before, after = result["before"]["loss"], result["after"]["loss"]
+        kl = result["after"]["kl_to_base"]
+        yield f"{title:<18}{before:8.3f}{after:9.3f}   KL to base {kl:.3f}"
+    yield ""
+
+
+def _wrong(ctx: RunContext) -> Iterator[str]:
+    """Wrong answers in the pool, in the selection, and in the selection under absolute λ."""
+    pool = ctx.roles()["pool"]
+    lines = source_lines(ctx.data_path(ctx.config.data.path), [e.index for e in pool])
+    wrong = np.array([json.loads(lines[e.index])["answer"] == "wrong" for e in pool])
+    chosen = set((ctx.folder("selection") / "ids.json").read_json())
+    selected = np.array([e.id in chosen for e in pool])
+    score = ctx.config.score
+    kind = "relative" if score.lam_relative else "absolute"
+    yield f"wrong examples      pool {100 * wrong.mean():5.1f} %"
+    yield f"  selected          {100 * wrong[selected].mean():10.1f} %   (λ = {score.lam:g} {kind})"
+    absolute = replace(ctx.config, score=replace(score, lam=0.8, lam_relative=False))
+    other = _top_under(ctx, absolute, int(selected.sum()))
+    share = 100 * wrong[other].mean()
+    yield f"  selected          {share:10.1f} %   (λ = 0.8 absolute, the paper's)"
+    yield ""
+
+
+def _top_under(ctx: RunContext, config: Config, b: int) -> np.ndarray:
+    """Positions of the top b of the pool under other score settings: one more pass."""
+    pool = ctx.roles()["pool"]
+    model = ctx.theta_bar()
+    engine = GhostEngine(model, ctx.candidates(model))
+    val_grad = ctx.vector("gradients", "val_grad", engine.candidates)
+    prior_grad = ctx.vector("gradients", "prior_grad", engine.candidates)
+    grad_sum = ctx.vector("gradients", "grad_sum", engine.candidates)
+    curvature = ctx.curvature(engine.candidates)
+    terms = projection_terms(config, len(pool), val_grad, prior_grad, curvature)
+    result = walk(
+        engine,
+        pool,
+        loss_objective(model),
+        pass_settings(ctx),
+        ctx.reporter,
+        "pool under the paper's absolute λ, for comparison",
+        direction=terms.projection(grad_sum),
+    )
+    return top_b(result.dots, [e.index for e in pool], b)
+
+
+def _parameters(facts: dict[str, Any]) -> Iterator[str]:
+    chosen = facts["selection"]
+    total = chosen["k"]
+    of, share = chosen["denominator"], 100 * chosen["share"]
+    yield f"parameters selected: {total:,} of {of:,} ({share:.2f} %)"
+    modules = Counter(chosen["per_module"]).most_common()
+    yield "  by module  " + ", ".join(
+        f"{m.split('.')[-1]} {100 * n / total:.0f} %" for m, n in modules
+    )
+    layers = Counter(chosen["per_layer"]).most_common(8)
+    yield "  by layer   " + ", ".join(f"{la}: {100 * n / total:.0f} %" for la, n in layers) + " …"
+    yield ""

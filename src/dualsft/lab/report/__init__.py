@@ -1,0 +1,1 @@
+"""report.html, report.md and the model card of a run."""

@@ -1,0 +1,342 @@
+"""What report.html embeds of a run: every example with its text, and the mask in small.
+
+Reads 1_split (ids, roles, tokens), 4_scores and 5_selection (scores, who was chosen) and the mask;
+computes ranks, who stands near the boundary, where the cut-off lies, and how densely each matrix is
+selected. The text is the run's own tokens, decoded: what the model saw, template and special tokens
+included; how all texts begin alike is counted, so that a preview can begin after it. Everything
+goes into the page as base64 of deflated JSON, in columns and in chunks of text, so that 100,000
+examples open at once and no row can break out of the page. It belongs to no line of Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import string
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+
+from dualsft.model.load import locate
+from dualsft.storage.tensor_files import TensorFile
+from dualsft.system.paths import RunPath
+
+STATES = ("selected", "rejected", "validation", "anchor", "warmup", "pool")
+CHUNK_ROWS = 200
+TOKEN_BUDGET = 16_000_000
+"""Tokens of text that a page holds, some 64 MB before compression; longer rows are cut first."""
+MAX_SWITCHES = 32
+"""Changes between prompt and response that are marked in one example."""
+WORD_ENDS = frozenset(string.whitespace + string.punctuation)
+NEAR_SHARE, NEAR_LEAST, NEAR_MOST = 0.05, 10, 500
+GRID = 24
+MANY_TENSORS, SMALL_GRID = 1000, 8
+
+
+def pack(value: Any) -> str:
+    """A value as base64 of deflated JSON; no character of it means anything to HTML."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(zlib.compress(text.encode("utf-8"), 6)).decode("ascii")
+
+
+def unpack(text: str) -> Any:
+    """The inverse of `pack`."""
+    return json.loads(zlib.decompress(base64.b64decode(text)))
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Every example of the run, in columns; texts in chunks of `CHUNK_ROWS`, already packed."""
+
+    columns: dict[str, list[Any]]
+    chunks: list[str]
+    token_cap: int | None
+    """Tokens after which texts are cut, where they are."""
+    no_text: str
+    """Why there is no text; empty when there is."""
+    alike: int = 0
+    """Length of the words that all texts begin with, in UTF-16 units, as a browser counts."""
+
+    @property
+    def count(self) -> int:
+        return len(self.columns["id"])
+
+    def numbers(self, name: str) -> np.ndarray:
+        """A column as floats, nan where there is none."""
+        return np.array([np.nan if v is None else v for v in self.columns[name]], dtype=np.float64)
+
+    def in_state(self, name: str) -> np.ndarray:
+        return np.array(self.columns["state"]) == STATES.index(name)
+
+
+def collect_examples(
+    run: RunPath, facts: Mapping[str, Any], tokenizer: Any, why: str = ""
+) -> Examples:
+    """All rows of 1_split with what the later stages know of them."""
+    tokens = (run / "1_split/tokens.parquet").parquet()
+    head = tokens.read(["id", "role"])
+    ids, roles = head["id"].to_pylist(), head["role"].to_pylist()
+    split = (run / "1_split/split.parquet").read_table(["id", "index"])
+    lines = dict(zip(split["id"].to_pylist(), split["index"].to_pylist(), strict=True))
+    counts, answers = _lengths(tokens)
+    score, bound, loss = _scores(run, facts, ids)
+    state = _states(run, facts, ids, roles)
+    chosen = np.array([s == "selected" for s in state])
+    offered = np.array([s in ("selected", "rejected", "pool") for s in state])
+    rank, near = _ranks(score, chosen, offered)
+    cap = token_cap(counts)
+    columns = {
+        "id": ids,
+        "line": [lines[i] for i in ids],
+        "state": [STATES.index(s) for s in state],
+        "score": _plain(score),
+        "bound": _plain(bound),
+        "loss": _plain(loss),
+        "response": answers.tolist(),
+        "tokens": counts.tolist(),
+        "rank": [None if r == 0 else int(r) for r in rank],
+        "near": np.flatnonzero(near).tolist(),
+    }
+    limit = cap if cap is not None else int(counts.max(initial=0))
+    if tokenizer is None:
+        return Examples(columns, [], None, why)
+    try:
+        chunks, alike = _texts(tokens, tokenizer, limit)
+        return Examples(columns, chunks, cap, "", alike)
+    except Exception as problem:  # a tokenizer's code is its author's; the numbers stand without it
+        reason = f"{type(problem).__name__}: {problem}"
+        return Examples(
+            columns, [], None, f"the tokenizer cannot decode the run's tokens ({reason})"
+        )
+
+
+def token_cap(counts: np.ndarray, budget: int = TOKEN_BUDGET) -> int | None:
+    """The length to which texts are cut so that all fit the budget; None when they fit whole."""
+    if counts.sum() <= budget:
+        return None
+    rising = np.sort(counts)
+    before = np.concatenate([[0], np.cumsum(rising)[:-1]])
+    left = len(rising) - np.arange(len(rising))
+    first_cut = int(np.flatnonzero(before + rising * left > budget)[0])
+    return max(16, int((budget - before[first_cut]) // left[first_cut]))
+
+
+def _plain(values: np.ndarray) -> list[float | None]:
+    """Floats with nine digits; None where there is no number."""
+    return [float(f"{v:.9g}") if np.isfinite(v) else None for v in values]
+
+
+def _lengths(tokens: pq.ParquetFile) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, response tokens that are predicted) of every row."""
+    counts, answers = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for offsets, _, marked in _batches(tokens, with_ids=False):
+        marked[offsets[:-1][offsets[:-1] < offsets[1:]]] = False  # the first token is not predicted
+        running = np.concatenate([[0], np.cumsum(marked)])
+        counts.append(np.diff(offsets))
+        answers.append(running[offsets[1:]] - running[offsets[:-1]])
+    return np.concatenate(counts), np.concatenate(answers)
+
+
+def _batches(
+    tokens: pq.ParquetFile, with_ids: bool = True
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(where rows begin and end, token ids, whether a token is of the response), in batches."""
+    names = ["input_ids", "labels"] if with_ids else ["labels"]
+    for batch in tokens.iter_batches(CHUNK_ROWS, columns=names):
+        labels = batch.column("labels")
+        offsets = labels.offsets.to_numpy().astype(np.int64)
+        start = offsets[0]
+        values = labels.values.to_numpy()[start : offsets[-1]]
+        ids = values
+        if with_ids:
+            rows = batch.column("input_ids")
+            own = rows.offsets.to_numpy()
+            ids = rows.values.to_numpy()[own[0] : own[-1]]
+        yield offsets - start, ids, values != -100
+
+
+def _texts(tokens: pq.ParquetFile, tokenizer: Any, cap: int) -> tuple[list[str], int]:
+    """(the rows, packed in chunks; what all their texts begin with, see `Examples.alike`)."""
+    packed: list[str] = []
+    extremes: list[str] = []  # what the first and the last in order share, all between them share
+    for rows in _chunks(tokens, tokenizer, cap):
+        packed.append(pack(rows))
+        texts = [*extremes, *("".join(row) for row in rows)]
+        extremes = [min(texts), max(texts)]
+    return packed, len(shared_words(*extremes).encode("utf-16-le", "surrogatepass")) // 2
+
+
+def shared_words(first: str = "", last: str = "") -> str:
+    """What both begin with, up to the end of a word; nothing when they are the same."""
+    common = "" if first == last else os.path.commonprefix([first, last])
+    ends = (at for at in range(len(common), 0, -1) if common[at - 1] in WORD_ENDS)
+    return common[: next(ends, 0)]
+
+
+def _chunks(tokens: pq.ParquetFile, tokenizer: Any, cap: int) -> Iterator[list[list[str]]]:
+    """Lists of rows; a row is its text in turns: outside the response, inside, outside …"""
+    for offsets, ids, marked in _batches(tokens):
+        wanted: list[list[int]] = []
+        plan: list[tuple[bool, int]] = []
+        for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
+            row, mark = ids[start : min(stop, start + cap)], marked[start : min(stop, start + cap)]
+            turns = (np.flatnonzero(mark[1:] != mark[:-1]) + 1)[:MAX_SWITCHES]
+            plan.append((bool(len(mark) and mark[0]), len(turns) + 1))
+            wanted += [row[:turn].tolist() for turn in turns] + [row.tolist()]
+        texts = tokenizer.batch_decode(
+            wanted, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        rows, at = [], 0
+        for starts_inside, pieces in plan:
+            parts, done = [""] if starts_inside else [], 0
+            for text in texts[at : at + pieces]:
+                end = max(done, min(len(text), len(texts[at + pieces - 1])))
+                parts.append(texts[at + pieces - 1][done:end])
+                done = end
+            rows.append(parts)
+            at += pieces
+        yield rows
+
+
+def _scores(
+    run: RunPath, facts: Mapping[str, Any], ids: list[str]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(best known score, how far it may be off, loss) of every row; nan where there is none."""
+    place = {name: i for i, name in enumerate(ids)}
+    score, bound, loss = (np.full(len(ids), np.nan) for _ in range(3))
+    current = facts["manifests"]
+    if "scores" in current:
+        table = (run / "4_scores/examples.parquet").read_table()
+        at = np.array([place[name] for name in table["id"].to_pylist()], dtype=np.int64)
+        for target, name in ((score, "score"), (bound, "bound"), (loss, "loss")):
+            target[at] = table[name].to_numpy().astype(np.float64)
+    if "selection" in current:
+        for name in ("rescored", "baseline_scores"):
+            path = run / f"5_selection/{name}.parquet"
+            if path.name in current["selection"]["files"]:
+                table = path.read_table(["id", "score"])
+                at = np.array([place[i] for i in table["id"].to_pylist()], dtype=np.int64)
+                score[at] = table["score"].to_numpy()
+                bound[at] = 0.0
+    return score, bound, loss
+
+
+def _states(run: RunPath, facts: Mapping[str, Any], ids: list[str], roles: list[str]) -> list[str]:
+    """What became of every row."""
+    names = {"val": "validation", "anchor": "anchor", "warm": "warmup", "pool": "pool"}
+    if "selection" not in facts["manifests"]:
+        return [names[role] for role in roles]
+    if "b" not in facts["selection"]:  # every example of D_train is trained on
+        names |= {"pool": "selected", "warm": "selected"}
+        return [names[role] for role in roles]
+    final = run / "5_selection" / facts["selection"]["final"]
+    chosen = set((final / "ids.json").read_json())
+    names["pool"] = "rejected"
+    warm = (i for i, role in zip(ids, roles, strict=True) if role == "warm")
+    if "warmup" not in facts["manifests"] or any(i in chosen for i in warm):
+        names["warm"] = "rejected"  # the method could have chosen it
+    return ["selected" if i in chosen else names[role] for i, role in zip(ids, roles, strict=True)]
+
+
+def _ranks(
+    score: np.ndarray, chosen: np.ndarray, offered: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(place by score from 1, 0 without a score; whether it stands near the boundary).
+
+    Near: the same small number of places on either side of the last one that the budget takes. A
+    selection that took the low end is ranked from there.
+    """
+    rank, near = np.zeros(len(score), np.int64), np.zeros(len(score), bool)
+    rows = np.flatnonzero(offered & np.isfinite(score))
+    if not len(rows):
+        return rank, near
+    inside = chosen[rows]
+    sign = 1.0
+    if inside.any() and not inside.all():
+        sign = 1.0 if np.median(score[rows][inside]) >= np.median(score[rows][~inside]) else -1.0
+    order = rows[np.argsort(-sign * score[rows], kind="stable")]
+    rank[order] = np.arange(1, len(order) + 1)
+    b = int(inside.sum())
+    if 0 < b < len(rows):
+        reach = int(np.clip(round(NEAR_SHARE * b), NEAR_LEAST, NEAR_MOST))
+        near[order[max(0, b - reach) : b + reach]] = True
+    return rank, near
+
+
+def cut_off(chosen: np.ndarray, rest: np.ndarray) -> float | None:
+    """The score half way between the two, whichever lies above; None where they overlap."""
+    if not len(chosen) or not len(rest):
+        return None
+    for low, high in ((rest, chosen), (chosen, rest)):
+        if low.max() <= high.min():
+            return float(low.max() + high.min()) / 2
+    return None
+
+
+def collect_mask(run: RunPath, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Per parameter of the mask: layer, module, shape, entries, and the density over a grid."""
+    if "selection" not in facts["manifests"] or "k" not in facts["selection"]:
+        return []
+    final = facts["selection"]["final"]
+    path = run / "5_selection" / final / "mask.safetensors"
+    shapes = parameter_shapes(run, facts)
+    cells = []
+    file, cpu = TensorFile(path), torch.device("cpu")
+    modules = list(facts["selection"]["per_module"])  # in the model's own order
+    names = sorted(file.forms, key=lambda name: _place(name, modules))
+    side = GRID if len(names) <= MANY_TENSORS else SMALL_GRID
+    for name in names:
+        index = file.piece(name, 0, file.forms[name].num_entries, cpu).numpy()
+        shape = shapes.get(name)
+        layer, module = locate(name)
+        cell = {
+            "name": name,
+            "layer": "other" if layer is None else str(layer),
+            "module": module,
+            "count": int(index.size),
+            "shape": shape,
+            "grid": density(index, shape, side) if shape and index.size else None,
+        }
+        cells.append(cell)
+    return cells
+
+
+def _place(name: str, modules: list[str]) -> tuple[int, int, str]:
+    layer, module = locate(name)
+    at = modules.index(module) if module in modules else len(modules)
+    return (1 << 30 if layer is None else layer, at, name)
+
+
+def density(index: np.ndarray, shape: list[int], side: int) -> list[list[float]]:
+    """The share of selected entries in each block of a grid over the matrix."""
+    rows = shape[0] if len(shape) > 1 else 1
+    columns = int(np.prod(shape)) // rows
+    high, wide = min(rows, side), min(columns, side)
+    counts = np.zeros(high * wide, np.int64)
+    for start in range(0, len(index), 1 << 22):
+        piece = index[start : start + (1 << 22)]
+        block = (piece // columns) * high // rows * wide + (piece % columns) * wide // columns
+        counts += np.bincount(block, minlength=high * wide)
+    tall = np.bincount(np.arange(rows) * high // rows, minlength=high)
+    broad = np.bincount(np.arange(columns) * wide // columns, minlength=wide)
+    shares = counts.reshape(high, wide) / np.outer(tall, broad)
+    return [[round(float(v), 5) for v in row] for row in shares]
+
+
+def parameter_shapes(run: RunPath, facts: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Shapes of the parameters, from the headers of the run's own files."""
+    files: list[RunPath] = []
+    if "finetune" in facts["manifests"]:
+        files += (run / "6_finetune/model").glob("*.safetensors")
+    if "gradients" in facts["manifests"]:
+        files.append(run / "3_gradients/grad_sum.safetensors")
+    shapes: dict[str, list[int]] = {}
+    for path in files:
+        shapes |= {name: list(form.shape) for name, form in TensorFile(path).forms.items()}
+    return shapes

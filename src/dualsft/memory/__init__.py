@@ -1,0 +1,1 @@
+"""Where G and the direction are kept while a walk runs, and what fits."""

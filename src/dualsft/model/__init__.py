@@ -1,0 +1,1 @@
+"""A model: finding, checking, loading, saving; its candidates; the sparse delta."""

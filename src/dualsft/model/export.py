@@ -1,0 +1,97 @@
+"""Export: a delta merged into its base model, or extracted from a fine-tuned one.
+
+What leaves the run folder must load in the tools people already use: a merged model is an ordinary
+Hugging Face folder with the tokenizer beside it; a delta is the compact form of the same thing
+(`model/delta.py`). Both are written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dualsft.errors import ConfigError
+from dualsft.model.delta import Delta, apply_delta, extract_delta
+from dualsft.model.load import (
+    DTYPES,
+    choose_device,
+    choose_dtype,
+    load_model,
+    load_tokenizer,
+)
+from dualsft.model.resolve import resolve_model, weights_hash
+from dualsft.model.save import save_model
+from dualsft.system.disk import explained
+from dualsft.system.paths import RunPath
+
+
+def merge(base: str, delta_path: Path, out: Path, dtype: str = "auto", force: bool = False) -> int:
+    """Write base + delta as a Hugging Face folder; returns the number of entries merged.
+
+    `auto` is the dtype that the run had, which the delta's values carry.
+    """
+    folder = resolve_model(base)
+    delta = Delta.load(delta_path)
+    check_target(out)
+    found = weights_hash(folder)
+    if delta.base_hash and delta.base_hash != found and not force:
+        raise ConfigError(
+            f"{delta_path}: made from {delta.base_model!r} with weights {delta.base_hash[:12]}…, "
+            f"but {base!r} has {found[:12]}…; give that base, or --force to merge anyway"
+        )
+    values = list(delta.values.values())
+    chosen = values[0].dtype if dtype == "auto" and values else _dtype(dtype, folder)
+    model = load_model(folder, chosen, choose_device("cpu"))
+    apply_delta(model, delta)
+    with written_whole(out) as part:
+        save_model(model, load_tokenizer(folder), folder, part)
+    return delta.num_entries
+
+
+def extract(base: str, tuned: Path, out: Path, dtype: str = "auto") -> int:
+    """Write the entries in which `tuned` differs from `base`; returns their number."""
+    check_target(out)
+    folder = resolve_model(base)
+    chosen = _dtype(dtype, folder)
+    cpu = choose_device("cpu")
+    before, after = (
+        load_model(folder, chosen, cpu),
+        load_model(resolve_model(str(tuned)), chosen, cpu),
+    )
+    origin = {"base_model": Path(base).name, "base_hash": weights_hash(folder)}
+    delta = extract_delta(before, after, **origin)
+    with written_whole(out) as part:
+        delta.save(part)
+    return delta.num_entries
+
+
+def check_target(out: Path) -> None:
+    """A new name in a folder that can be written, before anything is loaded."""
+    if out.exists():
+        raise ConfigError(f"{out}: already exists; give a new name")
+    with explained(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def written_whole(out: Path) -> Iterator[Path]:
+    """A path to write a file or folder to, which takes its name when it is whole."""
+    with explained(out):
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            part = scratch / out.name
+            yield part
+            for file in RunPath(scratch).tree()[0].values():
+                file.share()
+            part.rename(out)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _dtype(name: str, folder: Path):  # noqa: ANN202
+    if name != "auto" and name not in DTYPES:
+        raise ConfigError(f"--dtype: {name!r} is not one of auto, {', '.join(DTYPES)}")
+    return choose_dtype(name, folder, choose_device("cpu"))

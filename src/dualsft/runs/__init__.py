@@ -1,0 +1,1 @@
+"""A run: the pipeline of stages over a run folder."""

@@ -1,0 +1,256 @@
+"""What a stage is given: the settings, the run folder, and one way to load each thing it reads.
+
+Stages share nothing in memory: each reads what earlier stages wrote, so `dualsft run` and the
+single stage commands are the same computation, and any number can be recomputed from the folder
+alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from dualsft.config.settings import Config, to_flat
+from dualsft.data.corpus import BUILTIN, builtin_file
+from dualsft.data.examples import Example, pad_token_id
+from dualsft.data.sources import split_paths
+from dualsft.distributed.world import launched, world
+from dualsft.engine.walk import PassSettings
+from dualsft.lab.methods import Composition, compose
+from dualsft.memory.plans import DEFAULT_BATCH_TOKENS, TRAINING_BATCH_TOKENS, Plan, Wishes
+from dualsft.model.load import (
+    Candidates,
+    choose_device,
+    choose_dtype,
+    empty_model,
+    find_candidates,
+    load_model,
+    load_tokenizer,
+    read_model_config,
+)
+from dualsft.model.resolve import cache_root, resolve_model
+from dualsft.model.sharded import load_sharded
+from dualsft.runs.folder import RunDir, model_in
+from dualsft.runs.preflight import FOLDERS
+from dualsft.runs.stages.split import read_split
+from dualsft.storage.resume import Pieces
+from dualsft.storage.vectors import LazyVector, accumulation_dtype
+from dualsft.system.paths import Place, RunPath
+from dualsft.system.progress import Reporter
+from dualsft.system.usage import limit_memory
+
+
+@dataclass
+class RunContext:
+    """One run: its settings, its folder, its voice."""
+
+    config: Config
+    rundir: RunDir
+    reporter: Reporter
+    pieces: Pieces = field(default_factory=Pieces)
+    """Saved progress of the stage that runs now."""
+    lenders: Sequence[RunPath] = ()
+    """Run folders whose finished stages may be taken over instead of computed."""
+    answers: RunPath | None = None
+    """Folder in which the base model's answers to benchmarks are kept for other runs."""
+    plans: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The memory plan of each walk of the stage that runs now, by its label."""
+
+    def folder(self, stage: str) -> RunPath:
+        return self.rundir.path / FOLDERS[stage]
+
+    @cached_property
+    def model_folder(self) -> Path:
+        """θ_old as a local Hugging Face folder."""
+        model = self.config.model
+        if self.trusted:
+            self.reporter.warn(
+                "model.trust_remote_code is on: Python code that came with the model runs with "
+                "your rights"
+            )
+        return resolve_model(model.path, model.revision, self.trusted)
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the model's own Python code may run."""
+        return self.config.model.trust_remote_code
+
+    def data_path(self, path: str) -> str:
+        """A source of rows; `builtin:NAME/FILE` in it is a file that the package generates."""
+        return ",".join(
+            str(builtin_file(item, cache_root())) if item.startswith(BUILTIN) else item
+            for item in split_paths(path)
+        )
+
+    @cached_property
+    def device(self) -> torch.device:
+        device, memory = choose_device(self.config.model.device), self.config.model.memory
+        if device.type == "cuda" and launched():
+            device = torch.device("cuda", world().local_rank)
+        limit_memory(device, memory)
+        if memory is not None and device.type != "cuda":
+            self.reporter.warn(f"model.memory has no effect: the run is on {device.type}")
+        return device
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return choose_dtype(self.config.model.dtype, self.model_folder, self.device, self.trusted)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.model_folder, self.trusted)
+
+    @property
+    def pad_id(self) -> int:
+        """What batches are padded with; the tokenizer itself is left as it came."""
+        return pad_token_id(self.tokenizer)
+
+    @cached_property
+    def methods(self) -> Composition:
+        """The methods of this run, one an axis."""
+        return compose(to_flat(self.config))
+
+    @cached_property
+    def parameter_shapes(self) -> dict[str, torch.Size]:
+        """Every parameter's shape by name, without the weights."""
+        empty = empty_model(self.model_folder, self.trusted)
+        return {name: p.shape for name, p in empty.named_parameters()}
+
+    @cached_property
+    def candidate_shapes(self) -> dict[str, torch.Size]:
+        """The shapes of the parameters that compete."""
+        empty = empty_model(self.model_folder, self.trusted)
+        chosen = find_candidates(empty, self.config.score.candidates)
+        return {name: p.shape for name, p in chosen.items()}
+
+    @property
+    def num_candidates(self) -> int:
+        """Entries that compete."""
+        return sum(shape.numel() for shape in self.candidate_shapes.values())
+
+    @property
+    def num_parameters(self) -> int:
+        """All entries of the model."""
+        return sum(shape.numel() for shape in self.parameter_shapes.values())
+
+    @property
+    def vector_bytes(self) -> int:
+        """A vector over the candidates on disk."""
+        return self.num_candidates * accumulation_dtype(self.dtype).itemsize
+
+    @property
+    def model_bytes(self) -> int:
+        """The model's weights on disk, in the run's dtype."""
+        return self.num_parameters * self.dtype.itemsize
+
+    @cached_property
+    def model_config(self) -> Any:
+        """The text model's configuration, read without its weights."""
+        return read_model_config(self.model_folder, self.trusted)
+
+    @property
+    def model_type(self) -> str:
+        return str(self.model_config.model_type)
+
+    @property
+    def max_positions(self) -> int | None:
+        return getattr(self.model_config, "max_position_embeddings", None)
+
+    @cached_property
+    def batch_tokens(self) -> int:
+        """Padded tokens a batch: as set, or what suits the device."""
+        return self.config.score.batch_tokens or DEFAULT_BATCH_TOKENS[self.device.type]
+
+    @property
+    def training_tokens(self) -> int:
+        """Padded tokens a forward pass of training: as set, or what suits the device."""
+        return self.config.score.batch_tokens or TRAINING_BATCH_TOKENS[self.device.type]
+
+    def local(self, folder: Place) -> Path:
+        """A model folder as a path; one inside the run folder is checked first."""
+        return folder if isinstance(folder, Path) else model_in(folder)
+
+    def load(self, folder: Place) -> PreTrainedModel:
+        load = load_sharded if world().sharded else load_model
+        return load(
+            self.local(folder), self.dtype, self.device, self.config.model.attention, self.trusted
+        )
+
+    def theta_old(self) -> PreTrainedModel:
+        return self.load(self.model_folder)
+
+    def theta_bar(self) -> PreTrainedModel:
+        """The warmed-up model; equal to θ_old when there was no warmup."""
+        return self.load(self.folder("warmup") / "theta_bar")
+
+    @property
+    def warmed_up(self) -> bool:
+        """Whether there was a warmup, and so a curvature ĉ."""
+        return (self.folder("warmup") / "curvature.safetensors").is_file()
+
+    def candidates(self, model: PreTrainedModel) -> Candidates:
+        return find_candidates(model, self.config.score.candidates)
+
+    def roles(self) -> dict[str, list[Example]]:
+        """val, anchor, warm, pool: the examples of each role, in source order."""
+        return read_split(self.folder("split"))
+
+    def vector(self, stage: str, name: str, candidates: Candidates) -> LazyVector:
+        """A stored vector over the candidates, read piece by piece onto the device when asked."""
+        return LazyVector.open(
+            self.folder(stage) / f"{name}.safetensors", candidates.names, self.device
+        )
+
+    def curvature(self, candidates: Candidates) -> LazyVector | None:
+        """ĉ, or None when there was no warmup."""
+        return self.vector("warmup", "curvature", candidates) if self.warmed_up else None
+
+
+@contextmanager
+def repeatable(wanted: bool) -> Iterator[None]:
+    """Let torch use only operations that give the same bits every time (model.deterministic)."""
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def pass_settings(ctx: RunContext) -> PassSettings:
+    """How this run makes batches, and under which plan it walks over them."""
+    score = ctx.config.score
+    wishes = Wishes(
+        placement=score.plan,
+        checkpointing=score.checkpointing,
+        memory=ctx.config.model.memory,
+        exact_batch=score.batch_tokens is not None,
+    )
+
+    def note(label: str, plan: Plan, memory: int) -> None:
+        known = [facts["plan"] for facts in ctx.plans.values()]
+        ctx.plans[label] = plan.facts()
+        asked = wishes.placement != "auto" or wishes.checkpointing is not None
+        if (memory or asked) and plan.settings not in known:
+            ctx.reporter.say(f"plan: {plan.describe(memory)}")
+
+    return PassSettings(
+        batch_tokens=ctx.batch_tokens,
+        pad_id=ctx.pad_id,
+        padding_side=ctx.config.data.padding_side,
+        pieces=ctx.pieces,
+        wishes=wishes,
+        note=note,
+    )

@@ -1,0 +1,488 @@
+"""The run folder: stages that are whole or absent, and a reason for each one that is run again.
+
+The layout is that of ARCHITECTURE.md: one numbered folder for each step of Algorithm 1. A stage is
+written as `<folder>.part`, sealed by a manifest (`storage/manifest.py`), and swapped into place by
+rename; a finished stage is not removed before its successor is complete, and a reader finishes or
+undoes a swap that a crash cut short. What a stage has so far lies in `<folder>.work`
+(`storage/resume.py`). One process at a time writes.
+Writes `config.yaml`, `manifest.json`, `metrics.jsonl` and the stage folders; reads them back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import platform
+import re
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from dualsft.errors import ConfigError, RunError
+from dualsft.storage.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    Fingerprint,
+    atomic_write_bytes,
+    atomic_write_text,
+    damage,
+    is_whole,
+    jsonable,
+    read_manifest,
+    read_stage_manifest,
+    render_manifest,
+    seal,
+    sealed_text,
+    sha256_file,
+    versions,
+)
+from dualsft.system import signals as interrupt
+from dualsft.system.disk import FULL, check_room, folder_bytes, storage_failure
+from dualsft.system.paths import Place, RunPath, run_path
+from dualsft.system.peak_memory import PeakMemory
+
+try:
+    import fcntl
+except ImportError:  # Windows: two runs on one folder go unnoticed there
+    fcntl = None
+
+__all__ = [
+    "FORMAT_VERSION",
+    "Fingerprint",
+    "RunDir",
+    "StageState",
+    "StageWriter",
+    "atomic_write_bytes",
+    "atomic_write_text",
+    "sha256_file",
+]
+
+log = logging.getLogger(__name__)
+
+STAGE_FOLDER = re.compile(r"[0-9]+_[a-z_]+")
+REPORTS = ("report.md", "report.html", "model_card.md", "diagnostics")
+RUN_FILES = frozenset({"config.yaml", MANIFEST, "metrics.jsonl", *REPORTS})
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """What is on disk for a stage; only `ready` may be read."""
+
+    status: Literal["missing", "stale", "corrupt", "ready"]
+    reasons: tuple[str, ...] = ()
+    manifest: Mapping[str, Any] | None = None
+    extra: tuple[str, ...] = ()
+    """Files in the folder that its manifest does not list; they are ignored."""
+
+    @property
+    def ready(self) -> bool:
+        return self.status == "ready"
+
+
+class StageWriter:
+    """A stage while it is written: `path` is its folder, and `writer / "name"` a file in it."""
+
+    def __init__(self, path: RunPath) -> None:
+        self.path = path
+        self.facts: dict[str, Any] = {}
+        self.memory = PeakMemory()
+        self.seconds = 0.0
+        self.elsewhere = 0.0
+        """Seconds that parts of it took where they were made."""
+        self.kept = False
+        """Whether the stage is whole and in its place."""
+
+    def __truediv__(self, name: str) -> RunPath:
+        return self.path / name
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Keep facts about the stage in its manifest."""
+        self.facts |= jsonable(facts)
+
+    def count(self, seconds: float, peak_bytes: int, on_gpu: bool) -> None:
+        """A part that another run has made counts as it did there, like a stage taken over."""
+        self.elsewhere += seconds
+        if on_gpu:
+            self.memory.cuda_bytes = max(self.memory.cuda_bytes or 0, peak_bytes)
+        else:
+            self.memory.rss_bytes = max(self.memory.rss_bytes, peak_bytes)
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes: of the GPU when the stage used one, otherwise of the process."""
+        return self.memory.cuda_bytes or self.memory.rss_bytes
+
+
+def _beside(path: RunPath, suffix: str) -> RunPath:
+    return path.with_name(path.name + suffix)
+
+
+def _is_run(names: list[str]) -> bool:
+    """Whether a folder without a sound manifest.json is a run's all the same: it holds nothing but
+    a run's files, and a stage or the settings among them."""
+    stages = {name for name in names if STAGE_FOLDER.fullmatch(name.partition(".")[0])}
+    return bool(stages or "config.yaml" in names) and set(names) - stages <= RUN_FILES
+
+
+class RunDir:
+    """One run's folder; `path` need not exist before `create`."""
+
+    def __init__(self, path: Place | str) -> None:
+        self.path = run_path(path)
+        self._lock_depth = 0
+        self._lock_file = -1
+
+    def create(self) -> RunDir:
+        """Make the folder, or take up a run's; refuses a folder that holds something else."""
+        try:
+            str(self.path).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"--out: {str(self.path)!r} is not UTF-8, as the files inside must be; give "
+                "another name"
+            ) from None
+        try:
+            if os.path.lexists(self.path.location) and not self.path.is_dir():
+                raise ConfigError(f"--out: {str(self.path)!r} is not a folder; give a new folder")
+        except RunError as problem:
+            raise ConfigError(f"--out: {problem}") from None
+        names = self.path.names()
+        visible = [name for name in names if not name.startswith(".")]
+        own = MANIFEST in names and "stages" in read_manifest(self.path / MANIFEST)[0]
+        if visible and not own and not _is_run(visible):
+            raise ConfigError(
+                f"--out: {str(self.path)!r} is neither empty nor a run folder; give a new folder"
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self.lock():
+            self._write_manifest()
+        return self
+
+    def write_config(self, text: str) -> None:
+        """Write `config.yaml`, with a seal by which damage to it is found."""
+        atomic_write_text(self.path / "config.yaml", sealed_text(text))
+
+    def _write_manifest(self) -> None:
+        """Write the run's `manifest.json`: a summary of the stages that are there."""
+        stages: dict[str, Any] = {}
+        for folder in sorted(filter(STAGE_FOLDER.fullmatch, self.path.names())):
+            manifest, wrong = read_stage_manifest(self.path / folder)
+            if not wrong:
+                names = ("stage", "seconds", "peak_memory", "finished")
+                summary = {"fingerprint": manifest["fingerprint"].get("hash")}
+                stages[folder] = summary | {name: manifest[name] for name in names}
+        body = {
+            "format_version": FORMAT_VERSION,
+            "versions": versions(),
+            "platform": platform.platform(),
+            "stages": stages,
+        }
+        atomic_write_text(self.path / MANIFEST, render_manifest(body))
+
+    def log_metrics(self, stage: str, **values: Any) -> None:
+        """Append one line to `metrics.jsonl`; nan and inf, which JSON lacks, become their names."""
+        assert "time" not in values
+        record = {"time": round(time.time(), 3), "stage": stage, **values}
+        line = json.dumps(jsonable(record), allow_nan=False) + "\n"
+        try:
+            with (self.path / "metrics.jsonl").open("ab+") as file:
+                if file.seek(0, os.SEEK_END) > 0:  # a crash may have cut the last line
+                    file.seek(-1, os.SEEK_END)
+                    line = line if file.read(1) == b"\n" else "\n" + line
+                file.write(line.encode("ascii"))
+        except OSError as problem:
+            if problem.errno not in FULL:
+                raise
+            log.warning("%s: the disk is full, a line of metrics.jsonl is lost", self.path)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The records of `metrics.jsonl`; a line that a crash cut is left out."""
+        records: list[dict[str, Any]] = []
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self.path / "metrics.jsonl").read_bytes().splitlines():
+                with contextlib.suppress(ValueError):
+                    records.append(json.loads(line))
+        return records
+
+    def stage_path(self, folder: str) -> RunPath:
+        """Where a finished stage lies."""
+        assert STAGE_FOLDER.fullmatch(folder), folder
+        return self.path / folder
+
+    def stage_state(self, folder: str, fingerprint: Fingerprint) -> StageState:
+        """Whether a stage can be reused and, if not, why; hashes every file before `ready`."""
+        final = self.stage_path(folder)
+        self._recover_if_free(folder)
+        try:
+            if not final.exists():
+                return StageState("missing")
+        except RunError as problem:
+            return StageState("corrupt", (f"{folder} is no folder: {problem}",))
+        manifest, wrong = read_stage_manifest(final)
+        if wrong:
+            return StageState("corrupt", (wrong,))
+        if reasons := fingerprint.explain(manifest):
+            return StageState("stale", tuple(reasons), manifest)
+        reasons, extra = damage(final, manifest)
+        if extra:
+            log.info("%s: ignored, not written by the stage: %s", final, ", ".join(extra))
+        status = "corrupt" if reasons else "ready"
+        return StageState(status, tuple(reasons), manifest, tuple(extra))
+
+    @contextlib.contextmanager
+    def write_stage(
+        self, folder: str, fingerprint: Fingerprint, need: int = 0
+    ) -> Iterator[StageWriter]:
+        """Give an empty folder to write a stage into; on a clean exit it replaces the old stage.
+
+        `need` is what it will take on disk, in bytes, as far as that is known. On an exception the
+        new folder is removed and the old stage stays as it was.
+        """
+        final = self.stage_path(folder)
+        part = _beside(final, ".part")
+        with self.lock():
+            self._recover(folder)
+            part.remove()
+            check_room(self.path.location, need, f"the stage {folder}")
+            part.mkdir()
+            writer = StageWriter(part)
+            start = time.perf_counter()
+            with contextlib.ExitStack() as waiting:
+                try:
+                    with writer.memory:
+                        yield writer
+                    writer.seconds = time.perf_counter() - start + writer.elsewhere
+                    # the work is done: a signal waits until it is kept
+                    waiting.enter_context(interrupt.deferred())
+                    seal(part, self._stage_body(folder, fingerprint, writer))
+                except BaseException as problem:
+                    failure = storage_failure(problem, part.location, folder_bytes(part))
+                    with contextlib.suppress(OSError):
+                        part.remove()
+                    if failure is not None:
+                        raise failure from problem
+                    raise
+                self._swap(part, final)
+                writer.kept = True
+                self.discard_work(folder)
+                self._write_manifest()
+
+    def adopt(self, folder: str, lender: RunPath) -> bool:
+        """Take over the finished stage of another run folder, by hard links where there are such.
+
+        Its manifest comes with it: fingerprint, hashes, and what it took when it was made. False,
+        and nothing is taken, where files of it have gone meanwhile: another process replaces the
+        stage, or removes what a comparison does not keep.
+        """
+        final = self.stage_path(folder)
+        part = _beside(final, ".part")
+        with self.lock():
+            self._recover(folder)
+            part.remove()
+            try:
+                _copy_stage(lender / folder, part)
+            except FileNotFoundError:
+                if _has_all(lender / folder):  # then it was something else
+                    raise
+            if not _has_all(part):
+                part.remove()
+                return False
+            self._swap(part, final)
+            return True
+
+    def work_path(self, folder: str) -> RunPath:
+        """Where a stage keeps its progress while it runs."""
+        return _beside(self.stage_path(folder), ".work")
+
+    def discard_work(self, folder: str) -> None:
+        """Remove what an unfinished attempt has left beside a stage that is whole."""
+        self.work_path(folder).remove()
+        _beside(self.stage_path(folder), ".part").remove()
+
+    def sweep(self) -> None:
+        """Remove the temporary files of processes that were killed; the caller holds the lock."""
+        for file in self.path.glob(".*.tmp"):
+            file.remove()
+
+    @staticmethod
+    def _stage_body(folder: str, fingerprint: Fingerprint, writer: StageWriter) -> dict[str, Any]:
+        return {
+            "format_version": FORMAT_VERSION,
+            "stage": folder.partition("_")[2],
+            "fingerprint": fingerprint.as_dict(),
+            "facts": writer.facts,
+            "seconds": round(writer.seconds, 3),
+            "peak_memory": writer.memory.as_dict(),
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": versions(),
+        }
+
+    def _swap(self, part: RunPath, final: RunPath) -> None:
+        """Put a sealed folder in the place of the old one; a crash in between is recoverable."""
+        old = _beside(final, ".old")
+        old.remove()
+        if final.is_taken():
+            final.rename(old)
+        part.rename(final)
+        self.path.fsync()
+        old.remove()
+
+    def _recover(self, folder: str) -> None:
+        """Finish a swap that a crash cut short, or undo it; the caller holds the lock."""
+        final = self.stage_path(folder)
+        part, old = _beside(final, ".part"), _beside(final, ".old")
+        if not old.is_taken() and final.is_taken():
+            return
+        if not is_whole(final):
+            for candidate in (part, old):
+                if is_whole(candidate):
+                    log.warning("%s: taking up %s after a crash", final, candidate.name)
+                    final.remove()
+                    candidate.rename(final)
+                    self.path.fsync()
+                    break
+        old.remove()
+
+    def _recover_if_free(self, folder: str) -> None:
+        """`_recover` for a reader: not while somebody writes, nor in a read-only copy."""
+        final = self.stage_path(folder)
+        swapping = _beside(final, ".old").is_taken()
+        if not swapping and (final.is_taken() or not _beside(final, ".part").is_taken()):
+            return
+        try:
+            if not self._try_lock():
+                return
+        except OSError:
+            return
+        try:
+            self._recover(folder)
+        finally:
+            self._unlock()
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder for writing; another process is refused by name. May nest."""
+        if not self._try_lock():
+            owner = (self.path / ".lock").read_text(encoding="utf-8", errors="replace").strip()
+            raise RunError(
+                f"{self.path}: in use by {owner or 'another process'}; wait for it to end, or give"
+                " another --out"
+            )
+        try:
+            yield
+        finally:
+            self._unlock()
+
+    def _try_lock(self) -> bool:
+        if self._lock_depth == 0:
+            file = (self.path / ".lock").descriptor(os.O_RDWR | os.O_CREAT)
+            if not locked(file, self.path):
+                os.close(file)
+                return False
+            os.ftruncate(file, 0)
+            os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            self._lock_file = file
+        self._lock_depth += 1
+        return True
+
+    def _unlock(self) -> None:
+        self._lock_depth -= 1
+        if self._lock_depth == 0:
+            os.ftruncate(self._lock_file, 0)
+            os.close(self._lock_file)
+
+
+def locked(file: int, path: Place) -> bool:
+    """Lock an open file until it is closed; False when another process has it.
+
+    Without locks, on Windows and on some file systems, everybody has it.
+    """
+    try:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        log.warning("%s: this file system has no locks: %s", path, error)
+    return True
+
+
+class FollowedRunDir(RunDir):
+    """The run's folder as a process sees it that takes part in the stages and writes none."""
+
+    def create(self) -> RunDir:
+        return self
+
+    def write_config(self, text: str) -> None:
+        """The first process does."""
+
+    def log_metrics(self, stage: str, **values: Any) -> None:
+        """The first process does."""
+
+    @contextlib.contextmanager
+    def write_stage(
+        self, folder: str, fingerprint: Fingerprint, need: int = 0
+    ) -> Iterator[StageWriter]:
+        """A folder to write a stage into that is thrown away."""
+        with tempfile.TemporaryDirectory(prefix="dualsft-") as name:
+            writer = StageWriter(RunPath(name))
+            with writer.memory:
+                yield writer
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """The first process holds it."""
+        yield
+
+
+READ_BY_LOADERS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".safetensors")
+"""Files that decide what a model folder is; others, such as a README, may lie beside them."""
+
+
+def model_in(folder: RunPath, hashed: bool = False) -> Path:
+    """A model folder inside a stage as a path, once everything in it is the run's own.
+
+    `hashed` compares the hashes of all but the weights too, where nothing has done so before.
+    """
+    stage, prefix = folder.parent, f"{folder.name}/"
+    manifest, wrong = read_stage_manifest(stage)
+    if wrong:
+        raise RunError(f"{stage}: {wrong}; run the same `dualsft run` again")
+    small = [name for name in manifest["files"] if not name.endswith(".safetensors")]
+    wanted = {name for name in small if name.startswith(prefix)} if hashed else set[str]()
+    reasons, extra = damage(stage, manifest, only=wanted)
+    reasons += [
+        f"{name} is not a file that the run wrote; remove it"
+        for name in extra
+        if name.startswith(prefix) and name.endswith(READ_BY_LOADERS)
+    ]
+    if reasons:
+        cure = "the same `dualsft run` makes again what was changed since it was written"
+        raise RunError("\n".join([*(f"{stage}: {reason}" for reason in reasons), cure]))
+    return folder.checked()
+
+
+def _has_all(stage: RunPath) -> bool:
+    """Whether every file that the manifest names is there, in its size."""
+    manifest, wrong = read_stage_manifest(stage)
+    if wrong:
+        return False
+    places = [(stage / name, entry["size"]) for name, entry in manifest["files"].items()]
+    return all(file.is_file() and file.size == size for file, size in places)
+
+
+def _copy_stage(source: RunPath, target: RunPath) -> None:
+    """A stage's files under a second name, or copied; what is no plain file is left behind."""
+    target.mkdir()
+    for name, file in source.tree()[0].items():
+        copy = target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.link_to(file)

@@ -1,0 +1,429 @@
+"""The table of contents: Algorithm 1 as ordered stages over a run folder.
+
+    split → warmup → gradients → scores → selection → finetune → evaluation → report
+
+Each stage names the settings it depends on and the stages it reads. Its fingerprint is made of
+both, so a finished stage is reused while nothing it depends on has changed, and a changed setting
+re-runs exactly what depends on it, saying why. A stage is written whole or not at all
+(`runs/folder.py`); one that was interrupted goes on from its last saved piece
+(`storage/resume.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dualsft.config import settings
+from dualsft.config.settings import Config
+from dualsft.distributed.heartbeat import watched
+from dualsft.distributed.world import (
+    alone,
+    joined,
+    launched,
+    place_of_meeting,
+    settled,
+    world,
+)
+from dualsft.errors import ConfigError, RunError
+from dualsft.lab.evaluation import stage as evaluation
+from dualsft.lab.evaluation.tasks import check_room
+from dualsft.lab.report.markdown import outdated, read_manifests, write_report
+from dualsft.memory.scaling import ModelShape, scoring_memory, warmup_memory
+from dualsft.model.load import choose_device, empty_model
+from dualsft.runs.context import RunContext, repeatable
+from dualsft.runs.fingerprints import (
+    Settings,
+    evaluation_settings,
+    finetune_settings,
+    gradients_settings,
+    gradients_with_product,
+    scores_settings,
+    selection_settings,
+    split_settings,
+    warmup_settings,
+)
+from dualsft.runs.folder import Fingerprint, FollowedRunDir, RunDir, atomic_write_text
+from dualsft.runs.method import Job
+from dualsft.runs.preflight import FOLDERS, STAGE_NAMES, check_consent, check_paths, check_stage
+from dualsft.runs.stages import finetune, gradients, scores, selection, split, warmup
+from dualsft.storage.manifest import read_stage_manifest, sha256_text, versions
+from dualsft.storage.resume import Pieces
+from dualsft.system.disk import explained
+from dualsft.system.paths import Place, RunPath
+from dualsft.system.progress import Reporter, clock
+from dualsft.system.signals import Interrupted
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the flow: what it runs, what it depends on, what it reads."""
+
+    name: str
+    run: Callable[[RunContext, RunPath], dict[str, Any]]
+    settings: Callable[[RunContext], Settings]
+    reads: tuple[str, ...]
+    richer: Callable[[RunContext], Settings | None] = lambda _: None
+    """Settings of a finished stage that holds all this one would, and more."""
+    need: Callable[[RunContext], int] = lambda _: 0
+    """Bytes that its result takes on disk, as far as shapes tell."""
+    needed: str | None = None
+    """What a method must read for this stage to run; None is always."""
+    together: Callable[[RunContext], bool] = lambda _: True
+    """Whether all processes take part; otherwise the first computes it while the others wait."""
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage("split", split.run, split_settings, (), together=lambda _: False),
+    Stage(
+        "warmup",
+        warmup.run,
+        warmup_settings,
+        ("split",),
+        need=lambda ctx: ctx.model_bytes + ctx.vector_bytes,
+        needed="warmup",
+    ),
+    Stage(
+        "gradients",
+        gradients.run,
+        gradients_settings,
+        ("split", "warmup"),
+        gradients_with_product,
+        need=lambda ctx: 3 * ctx.vector_bytes,
+        needed="scores",
+    ),
+    Stage(
+        "scores",
+        scores.run,
+        scores_settings,
+        ("split", "warmup", "gradients"),
+        need=lambda ctx: len(scores.kept_vectors(ctx)) * ctx.vector_bytes,
+        needed="scores",
+    ),
+    Stage(
+        "selection",
+        selection.run,
+        selection_settings,
+        ("split", "warmup", "gradients", "scores"),
+        together=lambda ctx: ctx.methods.parallel,
+    ),
+    Stage(
+        "finetune",
+        finetune.run,
+        finetune_settings,
+        ("split", "selection"),
+        need=lambda ctx: ctx.model_bytes,
+        together=finetune.together,
+    ),
+    Stage("evaluation", evaluation.run, evaluation_settings, ("split", "finetune")),
+)
+assert [*(stage.name for stage in STAGES), "report"] == list(STAGE_NAMES)
+
+
+def run(
+    config: Config,
+    out: str | Place = "run",
+    until: str | None = None,
+    reporter: Reporter | None = None,
+    lenders: Sequence[RunPath] = (),
+    answers: RunPath | None = None,
+) -> Path:
+    """Run Algorithm 1 into the folder `out`, up to and including the stage `until`.
+
+    Finished stages whose settings have not changed are reused, those of the run folders `lenders`
+    too; the base model's answers to benchmarks are kept in the folder `answers` for other runs.
+    Returns the run folder.
+    """
+    settings.validate(config)
+    check_paths(config)
+    check_consent(config, until)
+    last = check_stage(until)
+    reporter = reporter or Reporter()
+    use_cuda = choose_device(config.model.device).type == "cuda"
+    if meeting := place_of_meeting():
+        reporter.say(meeting)
+    with joined(use_cuda, config.parallel.mode == "shard") as present:
+        kind = RunDir if present.main else FollowedRunDir
+        rundir, voice = kind(out), reporter if present.main else Reporter(lambda _: None)
+        ctx = RunContext(config, rundir, voice, lenders=lenders, answers=answers)
+        for warning in settings.warnings(config):
+            ctx.reporter.warn(warning)
+        if last == STAGE_NAMES[-1]:
+            check_room(config.evaluation.tasks, ctx.max_positions)
+        with watched(present, log.error), explained(rundir.path.location), ExitStack() as held:
+            rundir.create()
+            held.enter_context(rundir.lock())
+            _check_same(rundir, config)
+            held.enter_context(_described_by(rundir, config))
+            held.enter_context(repeatable(config.model.deterministic))
+            held.enter_context(_settled(ctx))
+            _run_stages(ctx, last)
+    return rundir.path.location
+
+
+def _check_same(rundir: RunDir, config: Config) -> None:
+    """Every process must have the same settings, packages and run folder."""
+    present = world()
+    if present.size == 1:
+        return
+    text = "\n".join([settings.to_yaml(config), *settings.consent_of(config)])
+    present.agreed(sha256_text(text), "the configuration (its hash)")
+    present.agreed(json.dumps(versions(), sort_keys=True), "what is installed")
+    word = rundir.path / f".{present.told(secrets.token_hex(8))}.tmp"
+    if present.main:
+        atomic_write_text(word, "")
+    present.barrier()
+    missing = present.answers(word.is_file()).count(False)
+    if present.main:
+        word.unlink()
+    if missing:
+        raise RunError(
+            f"--out: {missing} of {present.size} processes do not see what the first one writes to "
+            f"{rundir.path}; give a folder on a file system that all machines share"
+        )
+
+
+def _warn_of_noise(ctx: RunContext) -> None:
+    """Dropout is drawn by each process for its own examples."""
+    rates = {
+        name: value
+        for name, value in ctx.model_config.to_dict().items()
+        if "drop" in name and isinstance(value, float) and 0 < value < 1
+    }
+    if rates:
+        name, value = next(iter(rates.items()))
+        ctx.reporter.warn(
+            f"the model has dropout ({name}={value}): what is drawn depends on the number of "
+            "processes, and so does the result, by more than rounding"
+        )
+
+
+@contextmanager
+def _settled(ctx: RunContext) -> Iterator[None]:
+    """The present world with the model held as `parallel.mode` says."""
+    parallel, present = ctx.config.parallel, world()
+    present.decided(lambda: str(ctx.model_folder))  # brought here once, before the others look
+    sharded = launched(parallel.mode == "shard") and present.decided(lambda: _is_sharded(ctx))
+    if sharded and (problems := _not_sharded(ctx.config)):
+        raise ConfigError(problems)
+    with settled(sharded=sharded, offload=sharded and parallel.offload):
+        if present.size > 1:
+            how = "each with its rows of the model" if sharded else "each with the whole model"
+            ctx.reporter.say(f"{present.size} processes, {how}")
+            _warn_of_noise(ctx)
+        elif parallel.mode == "shard" and not sharded:
+            ctx.reporter.warn("parallel.mode=shard has no effect: there is no launcher (torchrun)")
+        yield
+
+
+def _not_sharded(config: Config) -> list[str]:
+    """What a sharded model cannot have."""
+    cure = "with a sharded model; or use parallel.mode=replicate"
+    problems = [
+        f"{name}.moments: int8 has one scale for a whole parameter; use bfloat16 or float32 {cure}"
+        for name, part in (("warmup", config.warmup), ("finetune", config.finetune))
+        if part.moments == "int8"
+    ]
+    if config.score.preservation == "fisher" and config.score.candidates != "block_linear":
+        problems.append(
+            "score.preservation: fisher squares whole gradients, also of embeddings and heads; use "
+            f"cwsd or l2, or score.candidates=block_linear, {cure}"
+        )
+    return problems
+
+
+def _is_sharded(ctx: RunContext) -> bool:
+    """`parallel.mode`; auto: what scoring or the warmup holds would fill most of one GPU."""
+    mode, device = ctx.config.parallel.mode, ctx.device
+    if mode != "auto" or device.type != "cuda" or world().size == 1:
+        return mode == "shard"
+    empty = empty_model(ctx.model_folder, ctx.trusted)
+    shape = ModelShape.of(empty, ctx.candidates(empty).parameters, ctx.dtype.itemsize)
+    needs = [scoring_memory(shape, 1, sharded=False)]
+    warmup = ctx.config.warmup
+    if warmup.epochs and not warmup.offload and warmup.trainable == "all":
+        needs.append(warmup_memory(shape, 1, sharded=False))
+    return max(needs) > MOST_OF_GPU * torch.cuda.mem_get_info(device)[1]
+
+
+MOST_OF_GPU = 0.7  # what a stage may hold of a GPU beside its activations when nothing is sharded
+
+
+def finished(config: Config, out: RunPath) -> bool:
+    """Whether a run folder's stages were all made with these settings, by their manifests alone.
+
+    Large files may have been removed since (`dualsft compare` with keep: results).
+    """
+    ctx = RunContext(config, RunDir(out), Reporter(lambda _: None))
+    hashes: dict[str, str] = {}
+    for stage in STAGES:
+        if stage.needed is not None and stage.needed not in ctx.methods.needs:
+            continue
+        manifest, wrong = read_stage_manifest(out / FOLDERS[stage.name])
+        if wrong:
+            return False
+        reads = {name: hashes[name] for name in stage.reads if name in hashes}
+        made = [stage.settings(ctx), stage.richer(ctx)]
+        known = [Fingerprint(one, reads) for one in made if one is not None]
+        match = next((one for one in known if not one.explain(manifest)), None)
+        if match is None:
+            return False
+        hashes[stage.name] = match.hash
+    return True
+
+
+def _run_stages(ctx: RunContext, last: str) -> None:
+    """Every stage up to the last, then the report when all are wanted."""
+    rundir = ctx.rundir
+    if world().main:
+        rundir.sweep()
+    assert ctx.device, "a device that is not there is said before any work"
+    hashes: dict[str, str] = {}
+    for stage in STAGES:
+        if stage.needed is None or stage.needed in ctx.methods.needs:
+            hashes[stage.name] = _ensure(ctx, stage, hashes)
+        else:
+            ctx.reporter.say(f"[{stage.name}] not needed by {ctx.methods.title}")
+        if stage.name == "split":
+            check_budgets(ctx, last)
+        if stage.name == last:
+            for name in outdated(read_manifests(rundir.path)[0]):
+                ctx.reporter.say(f"[{name}] is now out of date; `dualsft run` makes it again")
+            return
+    if world().main:
+        write_report(rundir.path)
+    ctx.reporter.say(f"report: {rundir.path / 'report.md'}")
+
+
+@contextmanager
+def _described_by(rundir: RunDir, config: Config) -> Iterator[None]:
+    """config.yaml holds the settings of this run; a run that fails leaves the earlier ones."""
+    if not world().main:
+        yield
+        return
+    path = rundir.path / "config.yaml"
+    before = path.read_text() if path.is_file() else None
+    rundir.write_config(settings.to_yaml(config))
+    try:
+        yield
+    except Exception:
+        if before is not None:
+            atomic_write_text(path, before)
+        raise
+
+
+def check_budgets(ctx: RunContext, last: str = "report") -> None:
+    """b must fit the pool and k the candidates: said after the split, not after the scoring."""
+    if STAGE_NAMES.index(last) < STAGE_NAMES.index("selection"):
+        return
+    counts = {role: len(rows) for role, rows in ctx.roles().items()}
+    data, params = ctx.methods.load("data"), ctx.methods.load("params")
+    if data.entry.uses_budget:
+        num_pool = sum(counts[role] for role in data.pool_roles)
+        selection.data_budget(ctx, sum(counts.values()), num_pool)
+    job = Job(ctx, "params", ctx.folder("selection"))
+    params.check(job)
+    if params.entry.uses_budget:
+        selection.param_budget(ctx, params.eligible(job))
+
+
+def _lender(ctx: RunContext, folder: str, fingerprint: Fingerprint) -> RunPath | None:
+    """Another run that has this very stage, finished and whole."""
+    for other in ctx.lenders:
+        same = other.location.absolute() == ctx.rundir.path.location.absolute()
+        manifest, wrong = ({}, "itself") if same else read_stage_manifest(other / folder)
+        stated = not wrong and not fingerprint.explain(manifest)
+        if stated and RunDir(other).stage_state(folder, fingerprint).ready:
+            return other
+    return None
+
+
+@dataclass(frozen=True)
+class _Due:
+    """A stage's fingerprint, and whether it is there already."""
+
+    fingerprint: Fingerprint
+    ready: bool
+
+
+def _due(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> _Due:
+    """Look for the finished stage, here and in the lenders, and say what is found."""
+    folder = FOLDERS[stage.name]
+    reads = {name: hashes[name] for name in stage.reads if name in hashes}
+    fingerprint = Fingerprint(stage.settings(ctx), reads)
+    state = ctx.rundir.stage_state(folder, fingerprint)
+    richer = stage.richer(ctx)
+    if state.status == "stale" and richer is not None:
+        other = Fingerprint(richer, reads)
+        if ctx.rundir.stage_state(folder, other).ready:
+            ctx.rundir.discard_work(folder)
+            ctx.reporter.say(f"[{stage.name}] reused: it holds all that is needed, and more")
+            return _Due(other, ready=True)
+    if state.ready:
+        ctx.rundir.discard_work(folder)
+        ctx.reporter.say(f"[{stage.name}] reused: nothing it depends on has changed")
+        return _Due(fingerprint, ready=True)
+    for wanted in [fingerprint, *([] if richer is None else [Fingerprint(richer, reads)])]:
+        lender = _lender(ctx, folder, wanted)
+        if lender is not None and ctx.rundir.adopt(folder, lender):
+            ctx.rundir.discard_work(folder)
+            ctx.reporter.say(f"[{stage.name}] taken over from {lender}")
+            return _Due(wanted, ready=True)
+    redo = state.status in ("stale", "corrupt")
+    why = f"again ({'; '.join(state.reasons)})" if redo else "started"
+    ctx.reporter.say(f"[{stage.name}] {why}")
+    return _Due(fingerprint, ready=False)
+
+
+def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
+    """Reuse the finished stage or run it; returns its fingerprint's hash."""
+    present = world()
+    due = present.decided(lambda: _due(ctx, stage, hashes))
+    if not due.ready:
+        if stage.together(ctx):
+            _compute_stage(ctx, stage, due.fingerprint)
+        elif present.main:
+            if present.size > 1 and stage.name != "split":
+                what = ctx.methods.title
+                ctx.reporter.say(f"[{stage.name}] by the first process alone: {what} is not shared")
+            with alone():
+                _compute_stage(ctx, stage, due.fingerprint)
+        present.barrier()  # the stage is in its place
+    return due.fingerprint.hash
+
+
+def _compute_stage(ctx: RunContext, stage: Stage, fingerprint: Fingerprint) -> None:
+    folder, present = FOLDERS[stage.name], world()
+    ctx.reporter.warnings.clear()
+    ctx.plans.clear()
+    ctx.reporter.metrics = lambda **values: ctx.rundir.log_metrics(stage.name, **values)
+    work, every = ctx.rundir.work_path(folder), ctx.config.resume.every
+    ctx.pieces = Pieces(work, fingerprint.hash, every, ctx.reporter.say)
+    writer = None
+    try:
+        with ctx.rundir.write_stage(folder, fingerprint, stage.need(ctx)) as writer:
+            facts = stage.run(ctx, writer.path)
+            if lent := facts.get("taken_over"):
+                writer.count(lent["seconds"], lent["peak_bytes"], ctx.device.type == "cuda")
+            plans = {"plans": dict(ctx.plans)} if ctx.plans else {}
+            shared = {"processes": present.size, "sharded": present.sharded}
+            many = {"parallel": shared} if present.size > 1 or present.sharded else {}
+            writer.note(facts | plans | many | {"warnings": list(ctx.reporter.warnings)})
+    except Interrupted as stopped:  # outside of a loop: what the last one had is not lost
+        if writer is not None and writer.kept:
+            stopped.saved = f"the stage {stage.name}"
+        stopped.saved = stopped.saved or ctx.pieces.rescue()
+        raise
+    ctx.pieces = Pieces()
+    peak = writer.peak_memory / 2**30
+    ctx.reporter.say(f"[{stage.name}] done in {clock(writer.seconds)}, peak memory {peak:.2f} GiB")

@@ -1,0 +1,1 @@
+"""The steps of Algorithm 1, one module each, in the order in which `runs/pipeline.py` runs them."""

@@ -1,0 +1,151 @@
+"""What a selection leaves on disk, and the parameter scores it is made from.
+
+s_θ = u ⊙ G (Algorithm 1 line 8) is formed chunk by chunk at each reading of the top-k. A mask is
+written as sorted flat indices under the parameters' names, a subset as the source's own lines, byte
+for byte: the files of 5_selection and of each of its rounds, for the selection, re-selection and
+fine-tuning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from dualsft.algorithm.projection import param_scores
+from dualsft.algorithm.score_reading import ScoreSource
+from dualsft.algorithm.topk import TopK
+from dualsft.data.examples import Example, source_lines
+from dualsft.distributed.world import world
+from dualsft.model.load import locate
+from dualsft.runs.context import RunContext
+from dualsft.storage.tensor_files import TensorFile
+from dualsft.storage.vectors import CHUNK, ParamVector, Vector, of_all
+from dualsft.system.paths import Place, RunPath
+from dualsft.system.usage import free_memory
+
+CARD_CHUNK = 1 << 26
+"""Entries of a chunk of what is held on a GPU: small ones leave it waiting for launches (2.8e9
+scores took 2.3 s on an H200 in chunks of 2^22)."""
+ROOM_SHARE = 0.5
+"""Share of a GPU's free memory that a vector may take which could as well be read again."""
+
+
+def at_hand(vector: Vector) -> Vector:
+    """The vector held on its GPU when there is room for it, otherwise as it is.
+
+    Every reading of a lazy u reads its parts' files, up to four of the vector's own size, and sends
+    them over: held, that happens once, for 4 bytes an entry of the GPU's memory. On a CPU a lazy
+    reading costs some 9 ns an entry more than a held one, which is nothing beside the pool's
+    gradients there, and the memory is left to the system, which keeps the files in it.
+    """
+    on_gpu = vector.device.type == "cuda" and not world().sharded
+    fits = on_gpu and vector.num_bytes <= ROOM_SHARE * free_memory(vector.device)
+    return vector.held() if fits else vector
+
+
+def product_source(left: Vector, right: Vector, eta_sc: float) -> ScoreSource:
+    """eta_sc · left ⊙ right in chunks, recomputed at every reading; this process's rows alone."""
+    left, right = at_hand(left), at_hand(right)
+    scores = param_scores(eta_sc, left, right)
+    on_card = all(isinstance(v, ParamVector) and v.device.type == "cuda" for v in (left, right))
+    size = CARD_CHUNK if on_card else CHUNK
+
+    def read() -> Iterator[tuple[str, int, Tensor]]:
+        for name, form in scores.forms.items():
+            for start, stop in world().own_chunks(form.shape, size):
+                yield name, start, scores.piece(name, start, stop)
+
+    return read
+
+
+def write_mask(
+    ctx: RunContext, folder: RunPath, indices: Mapping[str, Tensor], denominator: int
+) -> dict[str, Any]:
+    """mask.safetensors, and the numbers that say how much was selected where."""
+    every = of_all(own_part(indices, ctx.parameter_shapes))
+    every.write(folder / "mask.safetensors", {})
+    counts = {name: form.num_entries for name, form in every.forms.items()}
+    layers: dict[str, int] = defaultdict(int)
+    modules: dict[str, int] = defaultdict(int)
+    for name, entries in counts.items():
+        layer, module = locate(name)
+        layers["other" if layer is None else str(layer)] += entries
+        modules[module] += entries
+    count, of = sum(counts.values()), ctx.config.method.denominator
+    share = count / denominator
+    named = {"candidates": "candidates", "all": "parameters", "eligible": "eligible entries"}[of]
+    ctx.reporter.say(f"parameters: {count:,} of {denominator:,} {named} ({100 * share:.2f} %)")
+    return {
+        "k": count,
+        "denominator": denominator,
+        "denominator_of": of,
+        "share": share,
+        "per_layer": dict(layers),
+        "per_module": dict(modules),
+    }
+
+
+def describe_entries(ctx: RunContext, mask: TopK) -> dict[str, Any]:
+    """What the scores say about a top-k: threshold, gap, entries that they do not recommend."""
+    if mask.num_nonpositive:
+        ctx.reporter.warn(
+            f"{mask.num_nonpositive:,} of the {mask.num_selected:,} selected entries have a score "
+            "≤ 0: the budget exceeds what the scores recommend (lower select.param_budget)"
+        )
+    gap = None if mask.next_score is None else mask.threshold - mask.next_score
+    return {
+        "threshold": mask.threshold,
+        "param_boundary_gap": gap,
+        "num_nonpositive_params": mask.num_nonpositive,
+    }
+
+
+def write_baseline_scores(path: RunPath, pool: list[Example], scores: np.ndarray) -> None:
+    """id, score of every example that a data method ranked; larger is better."""
+    columns = {"id": [e.id for e in pool], "score": np.asarray(scores, dtype=np.float64)}
+    path.write_table(pa.table(columns))
+
+
+def write_selected(ctx: RunContext, folder: RunPath, chosen: list[Example]) -> None:
+    """selected.jsonl: the chosen rows in source order, JSON lines byte for byte as they came, rows
+    of another kind as compact JSON; ids.json."""
+    rows = sorted(chosen, key=lambda e: e.index)
+    data = ctx.config.data
+    lines = source_lines(ctx.data_path(data.path), {e.index: e.id for e in rows}, data)
+    with (folder / "selected.jsonl").open("wb") as out:
+        for row in rows:
+            out.write(lines[row.index] + b"\n")
+    (folder / "ids.json").write_text(json.dumps([row.id for row in rows]) + "\n")
+
+
+def read_mask(
+    folder: Place, shapes: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, Tensor]:
+    """The selected flat indices by parameter name; parameters without any are left out.
+
+    Given the parameters' shapes, a process of a sharded world keeps those in its own rows.
+    """
+    found: dict[str, Tensor] = {}
+    for name, index in TensorFile(folder / "mask.safetensors").tensors().items():
+        if index.numel():
+            found[name] = index if shapes is None else own_part({name: index}, shapes)[name]
+    return found
+
+
+def own_part(
+    indices: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Tensor]:
+    """The indices that lie in what this process holds of each parameter."""
+    found = {}
+    for name, index in indices.items():
+        borders = torch.tensor(world().held(shapes[name])).to(index)
+        first, last = torch.searchsorted(index, borders).tolist()
+        found[name] = index[first:last]
+    return found

@@ -1,0 +1,214 @@
+"""Fine-tuning: Algorithm 1 line 12, θ* ← MaskedFT(θ_old, D_sel, m_θ), and every other method's.
+
+Restarts from θ_old (or from where the method of the entries left its own start). What is trained,
+and on what, is the selection's: a mask or every parameter, D_sel or all of D_train. The run's
+methods may move the mask, put an adapter in, weigh tokens, or edit the result (`runs/method.py`).
+Gradients, moments and decay exist only at the selected entries; all others keep their bits. Reads
+1_split and 5_selection; writes delta.safetensors where few entries changed, model/ (the merged
+Hugging Face folder) and summary.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dualsft.data.examples import Example
+from dualsft.model.delta import Delta, extract_delta, take_delta
+from dualsft.model.load import text_parameters
+from dualsft.model.resolve import weights_hash
+from dualsft.model.save import save_model
+from dualsft.runs.context import RunContext
+from dualsft.runs.folder import sha256_file
+from dualsft.runs.method import AfterMethod, Job, ParamMethod, WeightMethod
+from dualsft.runs.stages.chosen import read_mask
+from dualsft.system.paths import RunPath
+from dualsft.train.loop import FEW_STEPS, Hooks, TrainingPlan, train
+from dualsft.train.optimizer import SparseAdamW
+from dualsft.train.sharded import make_optimizer
+
+
+def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
+    """Fine-tune and write the delta and the merged model into `part`."""
+    selection = ctx.folder("selection")
+    chosen = (selection / "summary.json").read_json()
+    final = selection / chosen["final"]
+    params: ParamMethod = ctx.methods.load("params")
+    shapes = ctx.parameter_shapes
+    indices = read_mask(final, shapes) if (final / "mask.safetensors").is_file() else None
+    examples = training_examples(ctx, final)
+    job = Job(ctx, "params", part, examples)
+    start = selection / "start"
+    model = ctx.load(start) if start.is_dir() else ctx.theta_old()
+    plan = finetune_plan(ctx)
+    num_steps = plan.num_steps(len(examples))
+    if num_steps < FEW_STEPS:
+        ctx.reporter.warn(
+            f"fine-tuning has only {num_steps} steps over {len(examples):,} examples and will "
+            "change little (lower finetune.batch_size, raise finetune.epochs "
+            "or select.data_budget)"
+        )
+    weights: WeightMethod | None = ctx.methods.load("weights")
+    weighing = Job(ctx, "weights", part, examples)
+    hooks = Hooks() if weights is None else _weighting(weights, weighing, model)
+    named = [*params.attach(job, model).items()] if params.adapter else text_parameters(model)
+    with make_optimizer(
+        model,
+        named,
+        indices,
+        lr=plan.lr,
+        weight_decay=ctx.config.finetune.weight_decay,
+        moments=ctx.config.finetune.moments,
+        seed=ctx.config.seed,
+    ) as optimizer:
+        trained = optimizer.num_selected
+        every = params.refresh_every(job)
+        if every is not None and indices is not None:
+            if every >= num_steps:
+                ctx.reporter.warn(
+                    f"the mask of {params.entry.name} never moves: its interval is {every:,} "
+                    f"steps, and there are {num_steps:,} (lower the interval, or train longer)"
+                )
+            hooks = _moving(params, job, model, optimizer, indices, every, hooks, num_steps)
+        log = _logger(ctx)
+        train(model, examples, optimizer, plan, ctx.reporter, "fine-tuning", log, ctx.pieces, hooks)
+    if params.adapter:
+        model = params.detach(job, model)
+    facts: dict[str, Any] = {}
+    accounts: dict[str, Any] = {}
+    if weights is not None:
+        accounts["weights"] = weighing.accounts.as_dict()
+        if weights.facts:
+            facts[weights.entry.name] = {**weights.facts}
+    after: AfterMethod | None = ctx.methods.load("after")
+    if after is not None:
+        editing = Job(ctx, "after", part, examples)
+        facts |= after.apply(editing, ctx.theta_old(), model)
+        accounts["after"] = editing.accounts.as_dict()
+    still = every is None and after is None and not start.is_dir()
+    delta, changed = _delta(ctx, model, indices if still else None)
+    if every is not None and changed is not None:
+        ctx.reporter.say(
+            f"moving mask: {trained:,} entries at a time, {changed:,} in all differ from θ_old"
+        )
+    if delta is not None:
+        delta.save(part / "delta.safetensors")
+    (part / "model").mkdir()
+    save_model(model, ctx.tokenizer, ctx.model_folder, (part / "model").checked())
+    summary = {
+        "variant": ctx.config.select.variant,
+        "methods": {axis: entry.name for axis, entry in ctx.methods.entries.items()},
+        "selection": final.name if final != selection else ".",
+        "steps": num_steps,
+        "examples": len(examples),
+        "trained_entries": trained,
+        "num_parameters": ctx.num_parameters,
+        "changed_entries": changed,
+        "lr": plan.lr,
+        "base_hash": weights_hash(ctx.model_folder),
+        "weights": {p.name: sha256_file(p) for p in sorted((part / "model").glob("*.safetensors"))},
+        **facts,
+    }
+    (part / "summary.json").write_json(summary)
+    counts = {"steps": num_steps, "examples": len(examples), "trained_entries": trained}
+    return counts | ({"accounts": accounts} if accounts else {})
+
+
+def together(ctx: RunContext) -> bool:
+    """Whether all processes train: a mask that stays, and nothing but the mean loss."""
+    params: ParamMethod = ctx.methods.load("params")
+    job = Job(ctx, "params", ctx.folder("selection"))
+    still = not params.adapter and params.refresh_every(job) is None
+    return still and ctx.methods["weights"] is None and ctx.methods["after"] is None
+
+
+def _weighting(weights: WeightMethod, job: Job, model: PreTrainedModel) -> Hooks:
+    with job.measured():
+        return weights.hooks(job, model)
+
+
+def _moving(
+    params: ParamMethod,
+    job: Job,
+    model: PreTrainedModel,
+    optimizer: SparseAdamW,
+    indices: Mapping[str, Tensor],
+    every: int,
+    hooks: Hooks,
+    num_steps: int,
+) -> Hooks:
+    """`hooks`, and a new mask every so many steps, as long as one more step follows."""
+    k = sum(index.numel() for index in indices.values())
+
+    def after_step(done: int) -> None:
+        if hooks.after_step is not None:
+            hooks.after_step(done)
+        if done % every == 0 and done < num_steps:
+            optimizer.set_indices(params.refresh(job, model, k, done), params.carry)
+
+    return replace(hooks, after_step=after_step, moving=tuple(params.eligible(job)))
+
+
+def _delta(
+    ctx: RunContext, model: PreTrainedModel, indices: Mapping[str, Tensor] | None
+) -> tuple[Delta | None, int | None]:
+    """What changed, and how much: the mask's entries, or those that differ from θ_old (of a mask
+    that moved: the union); no delta when that is not sparse (it takes up to five times an entry's
+    own bytes)."""
+    origin = (Path(ctx.config.model.path).name, weights_hash(ctx.model_folder))
+    if indices is not None:
+        delta = take_delta(model, indices, *origin)
+        return delta, delta.num_entries
+    dense = ctx.methods.name("params") in ("all", None) or ctx.methods.load("params").adapter
+    if dense and ctx.methods["after"] is None:
+        return None, None
+    before = ctx.theta_old()
+    delta = extract_delta(before, model, base_model=origin[0], base_hash=origin[1])
+    dense = delta.num_entries > DENSE * sum(p.numel() for p in before.parameters())
+    return None if dense else delta, delta.num_entries
+
+
+DENSE = 0.2  # of all parameters: more changed entries than this are better kept as a model
+
+
+def training_examples(ctx: RunContext, final: RunPath) -> list[Example]:
+    """D_sel, or all of D_train where the data method chose everything."""
+    roles = ctx.roles()
+    everything = sorted(roles["pool"] + roles["warm"], key=lambda e: e.index)
+    if not (final / "ids.json").is_file():
+        return everything
+    wanted = set((final / "ids.json").read_json())
+    return [e for e in everything if e.id in wanted]
+
+
+def learning_rate(ctx: RunContext) -> float:
+    """finetune.lr times the ratio of what trains (`method.lr_ratio`)."""
+    given = ctx.config.method.lr_ratio
+    ratio = ctx.methods.entries["params"].lr_ratio if given is None else given
+    return ctx.config.finetune.lr * ratio
+
+
+def finetune_plan(ctx: RunContext) -> TrainingPlan:
+    config = ctx.config
+    return TrainingPlan(
+        lr=learning_rate(ctx),
+        epochs=config.finetune.epochs,
+        batch_size=config.finetune.batch_size,
+        warmup_ratio=config.finetune.warmup_ratio,
+        max_grad_norm=config.finetune.max_grad_norm,
+        micro_batch_size=config.finetune.micro_batch_size,
+        batch_tokens=ctx.training_tokens,
+        seed=config.seed,
+        pad_id=ctx.pad_id,
+        padding_side=config.data.padding_side,
+        checkpointing=config.finetune.checkpointing,
+    )
+
+
+def _logger(ctx: RunContext) -> Any:
+    return lambda **values: ctx.rundir.log_metrics("finetune", **values)

@@ -1,0 +1,131 @@
+"""Gradients at θ̄: Algorithm 1 lines 3 to 6 (G, v_new, v_prior).
+
+v_new is the gradient of the mean validation loss, G the sum over the scoring pool. In one-pass mode
+(ALGORITHM.md §4) the same pool pass also gives f_n = ⟨U₀, g_n⟩ for a direction U₀ known in advance,
+and the inner sums of the bound on what U₀ misses. DualSFT-Param needs G alone. Each vector is
+written as soon as it is there and read again when it is needed: during the pool pass, G and the
+direction are all that is held of their size, and the teacher of v_prior is gone. Reads 1_split and
+2_warmup; writes grad_sum, val_grad, prior_grad (safetensors), pool.parquet and summary.json.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dualsft.algorithm.projection import projection_terms
+from dualsft.algorithm.self_checks import TOLERANCE, check_fused_loss
+from dualsft.data.examples import Example
+from dualsft.distributed.world import world
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.precision import precise
+from dualsft.engine.walk import PassResult, loss_objective, walk
+from dualsft.memory.placement import blank
+from dualsft.runs.context import RunContext, pass_settings
+from dualsft.runs.stages.preservation import prior_gradient
+from dualsft.storage.vectors import LazyVector, Vector
+from dualsft.system.paths import RunPath
+from dualsft.system.usage import give_back
+
+
+def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
+    """Write the three gradients, and in one-pass mode the pool's f, into `part`."""
+    roles = ctx.roles()
+    model = ctx.theta_bar()
+    engine = GhostEngine(model, ctx.candidates(model))
+    settings = pass_settings(ctx)
+    check_fused_loss(model, roles["val"][0], settings, TOLERANCE[ctx.dtype])
+    say = ctx.reporter
+
+    sums, label = blank(engine.candidates, engine.candidates.dtype), "v_new (validation)"
+    with precise(ctx, "directions", label, model) as (wide,):
+        validation = walk(
+            engine.on(wide), roles["val"], loss_objective(wide), settings, say, label, sums=sums
+        )
+    mean = sums.scaled(1.0 / len(roles["val"]))
+    del sums
+    val_grad = _stored(ctx, mean, part / "val_grad.safetensors")
+    del mean
+    prior_grad, prior_loss = prior_gradient(ctx, engine, roles["anchor"], settings)
+    prior_grad = _stored(ctx, prior_grad, part / "prior_grad.safetensors")
+    give_back(ctx.device)  # the teacher, and what the two walks held
+
+    pool = roles["pool"]
+    one_pass = one_pass_wanted(ctx)
+    direction = None
+    if one_pass:
+        curvature = ctx.curvature(engine.candidates)
+        terms = projection_terms(ctx.config, len(pool), val_grad, prior_grad, curvature)
+        direction = terms.estimate()
+    grad_sum = blank(engine.candidates, engine.candidates.dtype)
+    label = "pool (G and f)" if one_pass else "pool (G)"
+    with precise(ctx, "pool", label, model) as (wide,):
+        result = walk(
+            engine.on(wide),
+            pool,
+            loss_objective(wide),
+            settings,
+            say,
+            label,
+            sums=grad_sum,
+            direction=direction,
+            bounds=one_pass,
+        )
+    grad_sum.save(part / "grad_sum.safetensors", n_sc=len(pool))
+    write_pool(part / "pool.parquet", pool, result, list(engine.columns), one_pass)
+    return {
+        "n_sc": len(pool),
+        "validation_loss": float(validation.values.mean()),
+        "preservation_loss": prior_loss,
+        "pool_loss": float(result.values.mean()),
+        "candidates": engine.candidates.num_entries,
+        "tokens": {role: sum(e.num_tokens for e in rows) for role, rows in roles.items()},
+    }
+
+
+def _stored(ctx: RunContext, vector: Vector, path: RunPath) -> Vector:
+    """Write a vector, and give it back as what is read from there when it is asked for."""
+    vector.save(path)
+    path = world().told(path)  # the first process's own: it has written it
+    if ctx.device.type == "cuda":
+        ctx.pieces.forget()  # the saved progress of its walk would hold its memory
+    return LazyVector.open(path, list(vector), ctx.device)
+
+
+def one_pass_wanted(ctx: RunContext) -> bool:
+    """Whether the pool pass also makes the per-example product."""
+    return ctx.config.score.mode == "one_pass" and ctx.methods.scored("data")
+
+
+def write_pool(
+    path: RunPath, pool: list[Example], result: PassResult, columns: list[str], one_pass: bool
+) -> None:
+    """id, loss, response_tokens; in one-pass mode f and the inner sums (names in the schema)."""
+    table: dict[str, Any] = {
+        "id": [e.id for e in pool],
+        "loss": result.values,
+        "response_tokens": pa.array([e.num_response_tokens for e in pool], pa.int32()),
+    }
+    if one_pass:
+        table["f"] = result.dots
+        flat = pa.array(result.inner_sums.reshape(-1))
+        table["inner_sums"] = pa.FixedSizeListArray.from_arrays(flat, len(columns))
+    built = pa.table(table)
+    metadata = {"parameters": "\n".join(columns)} if one_pass else {}
+    path.write_table(built.replace_schema_metadata(metadata))
+
+
+def read_pool(path: RunPath) -> dict[str, np.ndarray]:
+    """The columns of pool.parquet as arrays; `inner_sums` is [N, L]."""
+    table = path.read_table()
+    columns = {
+        name: np.asarray(table[name].to_pylist() if name == "id" else table[name].to_numpy())
+        for name in table.column_names
+        if name != "inner_sums"
+    }
+    if "inner_sums" in table.column_names:
+        sums = table["inner_sums"].combine_chunks()
+        columns["inner_sums"] = sums.flatten().to_numpy().reshape(len(table), -1)
+    return columns

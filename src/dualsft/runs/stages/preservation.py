@@ -1,0 +1,109 @@
+"""v_prior, the preservation direction: Algorithm 1 line 6.
+
+`cwsd` is the paper's confidence-weighted self-distillation (Eq. cwsd): teacher θ_old, student θ̄,
+on the anchors' own text. `l2` is θ̄ − θ_old; `fisher` is F ⊙ (θ̄ − θ_old) with F the mean over
+the anchors of the squared gradient of one example at θ_old, true labels; `none` is zero. Without
+a warmup θ̄ = θ_old and all of them are exactly zero. Stored unscaled: λ comes later.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dualsft.data.examples import Example, collate
+from dualsft.distributed.world import world
+from dualsft.engine.fused import fused_blocks
+from dualsft.engine.ghost import GhostEngine, alone
+from dualsft.engine.precision import precise
+from dualsft.engine.walk import PassSettings, cwsd_objective, loss_objective, walk
+from dualsft.memory.placement import blank
+from dualsft.model.sharded import weights_vector
+from dualsft.runs.context import RunContext
+from dualsft.storage.resume import State
+from dualsft.storage.vectors import ParamVector, Vector
+
+
+def prior_gradient(
+    ctx: RunContext, engine: GhostEngine, anchors: list[Example], settings: PassSettings
+) -> tuple[Vector, float]:
+    """(v_prior over the candidates, the preservation loss itself)."""
+    kind = ctx.config.score.preservation
+    if kind == "none" or not ctx.warmed_up:
+        if kind != "none":
+            ctx.reporter.say(f"no warmup, so θ̄ = θ_old and v_prior ({kind}) is exactly zero")
+        return _weights(engine, engine.model).combine(torch.zeros_like), 0.0
+    theta_old = ctx.theta_old()
+    if kind == "cwsd":
+        label = "v_prior (CWSD on the anchors)"
+        sums = blank(engine.candidates, engine.candidates.dtype)
+        with (
+            precise(ctx, "directions", label, engine.model, theta_old) as (student, teacher),
+            fused_blocks(teacher, wide=True),  # the teacher computes as the student does
+        ):
+            objective, at = (
+                cwsd_objective(teacher, student, ctx.config.score.tau),
+                engine.on(student),
+            )
+            result = walk(at, anchors, objective, settings, ctx.reporter, label, sums=sums)
+        return sums.scaled(1.0 / len(anchors)), float(result.values.mean())
+    moved = _weights(engine, engine.model).plus(_weights(engine, theta_old), -1.0)  # θ̄ − θ_old
+    if kind == "l2":
+        return moved, 0.5 * moved.norm() ** 2
+    fisher = _fisher(ctx, theta_old, anchors, settings)
+    weighted = moved.combine(torch.mul, fisher)
+    return weighted, 0.5 * weighted.dot(moved)
+
+
+def _weights(engine: GhostEngine, model: PreTrainedModel) -> Vector:
+    """A model's own weights over the candidates, in G's dtype when they are asked for."""
+    return weights_vector(model, engine.candidates).to(engine.device, engine.candidates.dtype)
+
+
+def _fisher(
+    ctx: RunContext, theta_old: PreTrainedModel, anchors: list[Example], settings: PassSettings
+) -> Vector:
+    """Mean over the anchors of the squared gradient of one example: in batches, or one at a time
+    where a weight is used twice."""
+    candidates, label = ctx.candidates(theta_old), "v_prior (Fisher on the anchors)"
+    engine = GhostEngine(theta_old, candidates)
+    if engine.separable:
+        squares = blank(candidates, candidates.dtype)
+        objective = loss_objective(theta_old)
+        walk(engine, anchors, objective, settings, ctx.reporter, label, sums=squares, squared=True)
+        return squares.scaled(1.0 / len(anchors))
+    total = ParamVector.zeros(candidates)
+
+    def add_square(name: str, gradient: Tensor) -> None:
+        wide = gradient.to(total[name].dtype)
+        total[name].addcmul_(wide, wide)
+
+    piece, done = settings.pieces.load("fisher"), 0
+    if piece is not None:
+        done = piece.facts["done"]
+        for name, block in total.items():
+            block.copy_(piece.tensors[f"squares.{name}"])
+    with (
+        ctx.reporter.track(label, len(anchors), "examples", done) as progress,
+        settings.pieces.loop(),
+    ):
+        for turn in world().turns(anchors[done:]):
+            if (example := world().mine(turn)) is not None:
+                batch = collate([example], settings.pad_id, settings.padding_side, ctx.device)
+                alone(theta_old, candidates, batch, add_square)
+            done += len(turn)
+            progress.advance(len(turn), tokens=sum(e.num_tokens for e in turn))
+            where = f"{label}: {done:,} of {len(anchors):,} examples"
+            settings.pieces.tick("fisher", partial(_squares, total, done), where)
+    for block in total.values():
+        world().sum_(block)
+    return total.scaled(1.0 / len(anchors))
+
+
+def _squares(total: ParamVector, done: int) -> State:
+    """For a piece: each process has the squares of its own examples."""
+    tensors = {f"squares.{name}": block for name, block in total.items()}
+    return tensors, {"done": done, "layout": {"squares": "terms"}}

@@ -1,0 +1,121 @@
+"""A choice of examples that another run of a comparison has made: Algorithm 1 line 11, once.
+
+Rows of a table that differ on the parameter side alone (LESS, LESS + S²FT, LESS + NanoAdam) have
+the same question on the data side, and its answer may cost more than all the rest. A selection
+therefore notes in its manifest what its choice of examples depends on (`data_choice`), and one that
+finds the same note, in a lender (`pipeline.run`) or in the selection that it replaces, takes the
+examples, the scores, the warnings and the accounts from there. DualSFT's own choice reads the
+scores, a stage that is shared as a whole. Reads 5_selection of other runs; writes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dualsft.data.examples import Example
+from dualsft.distributed.world import world
+from dualsft.errors import RunError
+from dualsft.runs.context import RunContext
+from dualsft.runs.fingerprints import data_choice_settings
+from dualsft.runs.method import Accounts, DataChoice
+from dualsft.runs.preflight import FOLDERS
+from dualsft.storage.manifest import Fingerprint, read_stage_manifest
+from dualsft.system.paths import RunPath
+
+IDS, SCORES = "ids.json", "baseline_scores.parquet"
+
+
+@dataclass(frozen=True)
+class Lent:
+    """What another run chose, what it took and warned of there, and where that is."""
+
+    choice: DataChoice
+    accounts: Accounts
+    warnings: Sequence[str]
+    folder: RunPath
+
+
+def identity(ctx: RunContext) -> str | None:
+    """A hash of everything that the choice of examples depends on.
+
+    None where it is not to be lent, and where several processes would have to agree on it.
+    """
+    if not ctx.methods.entries["data"].lends or world().size > 1:
+        return None
+    reads: dict[str, str] = {}
+    for name in ("split", *ctx.methods.needs_of("data")):
+        manifest, wrong = read_stage_manifest(ctx.folder(name))
+        if wrong:
+            return None
+        reads[name] = manifest["fingerprint"]["hash"]
+    return Fingerprint(data_choice_settings(ctx), reads).hash
+
+
+def note(
+    asked: str | None, choice: DataChoice, warnings: Sequence[str], lent: Lent | None
+) -> dict[str, Any]:
+    """What a selection's manifest says of its choice of examples."""
+    if asked is None:
+        return {}
+    noted = {"fingerprint": asked, "facts": dict(choice.facts), "warnings": list(warnings)}
+    noted["scored"] = choice.scores is not None
+    if lent is None:
+        return {"data_choice": noted}
+    cost = {"seconds": lent.accounts.seconds, "peak_bytes": lent.accounts.peak_bytes}
+    return {"data_choice": noted, "taken_over": cost}
+
+
+def find(ctx: RunContext, asked: str | None, pool: Sequence[Example], b: int) -> Lent | None:
+    """The same choice in a lender, whole; None where there is none."""
+    for run in (ctx.rundir.path, *ctx.lenders) if asked is not None else ():
+        folder = run / FOLDERS["selection"]
+        manifest, wrong = read_stage_manifest(folder)
+        if wrong:
+            continue
+        try:
+            facts = manifest["facts"]
+            noted = facts.get("data_choice") or {}
+            if noted.get("fingerprint") == asked:
+                choice = _read(folder, manifest["files"], pool, b, noted)
+                accounts = Accounts(**facts["accounts"]["data"])
+                return Lent(choice, accounts, list(noted["warnings"]), folder)
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, RunError) as problem:
+            why = f"{type(problem).__name__}: {problem}"  # another version's, or damaged
+            ctx.reporter.say(f"{folder}: its choice of examples cannot be taken over ({why})")
+    return None
+
+
+def _read(
+    folder: RunPath,
+    files: Mapping[str, Any],
+    pool: Sequence[Example],
+    b: int,
+    noted: Mapping[str, Any],
+) -> DataChoice:
+    place = {example.id: i for i, example in enumerate(pool)}
+    chosen = json.loads(_verified(folder, files, IDS))
+    positions = np.sort(np.array([place[one] for one in chosen], np.int64))
+    if len(set(chosen)) != b:
+        raise ValueError(f"{len(set(chosen))} examples instead of {b}")
+    scores = None
+    if noted["scored"]:
+        table = pq.read_table(pa.BufferReader(_verified(folder, files, SCORES)))
+        of = dict(zip(table["id"].to_pylist(), table["score"].to_numpy(), strict=True))
+        scores = np.array([of[example.id] for example in pool])
+    return DataChoice(positions, noted["facts"], scores)
+
+
+def _verified(folder: RunPath, files: Mapping[str, Any], name: str) -> bytes:
+    """The very bytes that the manifest's hash is of."""
+    content = (folder / name).read_bytes(limit=files[name]["size"])
+    if hashlib.sha256(content).hexdigest() != files[name]["sha256"]:
+        raise ValueError(f"{name} has another SHA-256 than when it was written")
+    return content

@@ -1,0 +1,171 @@
+"""Pilot warmup: Algorithm 1 line 1, (θ̄, ĉ) ← Warmup(θ_old, D_warm).
+
+One epoch of AdamW over D_warm, all parameters (`warmup.trainable: candidates`: only those that
+compete), unclipped; bf16 weights have an fp32 master. ĉ = sqrt(r / (1 − β₂^t)) + ε comes from this
+very optimizer's second moment, with its own β₂, step count and ε, and is written piece by piece.
+`warmup.moments` and `warmup.offload` make the optimizer smaller (`train/optimizer.py`). Reads
+1_split; writes 2_warmup/theta_bar (a Hugging Face folder), curvature.safetensors. `warmup.epochs:
+0` writes θ_old as θ̄ and no ĉ, and that is said. In half precision θ̄ is the masters rounded; how
+much that is beside the warmup's own movement is measured, and told when it is much.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from dualsft.algorithm.self_checks import TOLERANCE, check_fused_loss
+from dualsft.config.settings import Config
+from dualsft.distributed.world import world
+from dualsft.engine.fused import HALF_DTYPES
+from dualsft.engine.ghost import GhostEngine
+from dualsft.model.load import Candidates, text_parameters
+from dualsft.model.save import save_model
+from dualsft.model.sharded import weights_vector
+from dualsft.runs.context import RunContext, pass_settings
+from dualsft.storage.tensor_files import Form
+from dualsft.storage.vectors import LazyVector, Seen, accumulation_dtype
+from dualsft.system.paths import RunPath
+from dualsft.system.usage import give_back, is_out_of_memory
+from dualsft.train.loop import FEW_STEPS, TrainingPlan, train
+from dualsft.train.optimizer import SparseAdamW
+from dualsft.train.sharded import make_optimizer
+
+ROUNDED_SHARE = 0.3
+"""Of θ̄'s movement: more than this from rounding is told. At 0.6 a bf16 run of SmolLM2-135M chose
+half of an fp32 run's examples (docs/results.md)."""
+PART = 1 << 24
+
+
+def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
+    """Write θ̄ and ĉ into `part`."""
+    examples = ctx.roles()["warm"]
+    plan = warmup_plan(ctx)
+    num_steps = plan.num_steps(len(examples))
+    if num_steps == 0:
+        ctx.reporter.say(
+            "warmup.epochs is 0: gradients are taken at θ_old, there is no curvature ĉ and CWSD is "
+            "exactly zero"
+        )
+        _save(ctx, ctx.theta_old(), part)
+        return {"steps": 0, "examples": 0}
+    if num_steps < FEW_STEPS:
+        ctx.reporter.warn(
+            f"the warmup has only {num_steps} steps over {len(examples)} examples; ĉ and θ̄ are "
+            "rough (raise split.warm, lower warmup.batch_size, or set warmup.min_steps)"
+        )
+    model = ctx.theta_old()
+    candidates = ctx.candidates(model)
+    GhostEngine(model, candidates)  # what no rule covers is said now, not after the warmup
+    check_fused_loss(model, examples[0], pass_settings(ctx), TOLERANCE[ctx.dtype])
+    only_candidates = ctx.config.warmup.trainable == "candidates"
+    with make_optimizer(
+        model,
+        text_parameters(model),
+        dict.fromkeys(candidates.names) if only_candidates else None,
+        lr=plan.lr,
+        moments=ctx.config.warmup.moments,
+        offload=ctx.config.warmup.offload,
+        seed=ctx.config.seed,
+    ) as optimizer:
+        train(model, examples, optimizer, plan, ctx.reporter, "warmup", _logger(ctx), ctx.pieces)
+        curvature = adam_rms(optimizer, candidates)
+        curvature.save(part / "curvature.safetensors")
+        norm, names = curvature.norm(), optimizer.names
+        rounding = rounding_norm(optimizer) if ctx.dtype in HALF_DTYPES else None
+    _save(ctx, model, part)
+    facts = {"steps": num_steps, "examples": len(examples), "curvature_norm": norm}
+    if rounding is not None:
+        movement = _movement(ctx, model, names)
+        facts |= {"movement": movement, "rounding": rounding}
+        if movement is not None:
+            _warn_of_rounding(ctx, movement, rounding)
+    return facts
+
+
+@torch.no_grad()
+def rounding_norm(optimizer: SparseAdamW) -> float:
+    """‖θ̄ − its fp32 masters‖: how far θ̄ is from where the optimizer went."""
+    total = torch.zeros((), dtype=torch.float64)
+    for name in optimizer.names:
+        weight = optimizer.weight(name)
+        for first in range(0, weight.numel(), PART):
+            last = min(first + PART, weight.numel())
+            exact = optimizer.master(name, first, last)
+            apart = torch.linalg.vector_norm(exact - weight[first:last].to(exact))
+            total += apart.cpu().double() ** 2
+    return float((world().sum_(total) if world().sharded else total).sqrt())
+
+
+def _movement(ctx: RunContext, model: PreTrainedModel, names: list[str]) -> float | None:
+    """‖θ̄ − θ_old‖ over the parameters that were trained; None, and said, without room for both."""
+    wide = accumulation_dtype(ctx.dtype)
+    try:
+        here, before = (weights_vector(m, names) for m in (model, ctx.theta_old()))
+        return here.to(ctx.device, wide).plus(before.to(ctx.device, wide), -1.0).norm()
+    except Exception as problem:
+        if not is_out_of_memory(problem) or world().sharded:  # sharded, all must take part
+            raise
+    give_back(ctx.device)
+    ctx.reporter.warn("no room for θ̄ and θ_old at once: how far the warmup moved is not measured")
+    return None
+
+
+def _warn_of_rounding(ctx: RunContext, movement: float, rounding: float) -> None:
+    if rounding <= ROUNDED_SHARE * movement:
+        return
+    dtype = str(ctx.dtype).removeprefix("torch.")
+    ctx.reporter.warn(
+        f"rounding θ̄ to {dtype} moved it by {rounding:.3g}, and warmup and rounding together by "
+        f"{movement:.3g}: scores at θ̄ depend on that rounding, and a run in float32 may choose "
+        "other examples (set model.dtype=float32, or lengthen the warmup: split.warm, "
+        "warmup.min_steps, warmup.lr)"
+    )
+
+
+def _save(ctx: RunContext, model: PreTrainedModel, part: RunPath) -> None:
+    (part / "theta_bar").mkdir()
+    save_model(model, ctx.tokenizer, ctx.model_folder, (part / "theta_bar").checked())
+
+
+def adam_rms(optimizer: SparseAdamW, candidates: Candidates) -> LazyVector:
+    """ĉ over the candidates, read from the optimizer's own state piece by piece."""
+    group = optimizer.param_groups[0]
+    beta2, eps = group["betas"][1], group["eps"]
+
+    def piece(name: str, start: int, stop: int, _: Seen) -> torch.Tensor:
+        first = world().held(candidates[name].shape)[0]
+        if start == stop:
+            return torch.empty(0, dtype=candidates.dtype)
+        second = optimizer.second_moment(name, start - first, stop - first)
+        # a parameter that the warmup never reached has second moment zero: any divisor will do
+        unbiased = second / (1.0 - beta2 ** float(optimizer.num_updates(name) or 1))
+        return unbiased.sqrt_().add_(eps).to(candidates.dtype)
+
+    forms = {name: Form(candidates.dtype, p.shape) for name, p in candidates.items()}
+    return LazyVector(forms, next(iter(candidates.values())).device, piece)
+
+
+def warmup_plan(ctx: RunContext) -> TrainingPlan:
+    """warmup.* where it is set, otherwise fine-tuning's own settings; never clipped."""
+    config: Config = ctx.config
+    return TrainingPlan(
+        lr=config.warmup.lr or config.finetune.lr,
+        epochs=config.warmup.epochs,
+        batch_size=config.warmup.batch_size or config.finetune.batch_size,
+        warmup_ratio=config.finetune.warmup_ratio,
+        max_grad_norm=0.0,
+        micro_batch_size=config.finetune.micro_batch_size,
+        batch_tokens=ctx.training_tokens,
+        seed=config.seed,
+        pad_id=ctx.pad_id,
+        padding_side=config.data.padding_side,
+        min_steps=config.warmup.min_steps,
+        checkpointing=config.finetune.checkpointing,
+    )
+
+
+def _logger(ctx: RunContext) -> Any:
+    return lambda **values: ctx.rundir.log_metrics("warmup", **values)

@@ -1,0 +1,1 @@
+"""Files of a run: manifests, tensors, vectors over the candidates, saved progress."""

@@ -1,0 +1,234 @@
+"""What a finished stage was made from, and whether it is still what was written.
+
+A stage folder holds a manifest, written last: the fingerprint (settings + hashes of what the stage
+reads), and size and SHA-256 of each file. This module makes, reads and checks it, and writes files
+that are whole or absent; `runs/folder.py` moves the folders. Nothing is unpickled, no symlink is
+followed. It belongs to no line of Algorithm 1: it is why a line need not be computed twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import math
+import platform
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dualsft.errors import RunError
+from dualsft.system.paths import Place, RunPath, run_path
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+
+def _canonical(value: Any) -> str:
+    """One text for one value: 1 and 1.0 differ, the order of keys does not matter."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def sha256_text(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def sha256_file(path: Place) -> str:
+    """SHA-256 of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def atomic_write_bytes(path: Place | str, content: bytes) -> None:
+    """Replace a file so that a reader, or a crash, sees the old content or the new one."""
+    if not isinstance(path, RunPath):
+        path = RunPath(Path(path).parent, Path(path).name)
+    path.replace_bytes(content)
+
+
+def atomic_write_text(path: Place | str, text: str) -> None:
+    """`atomic_write_bytes` of UTF-8."""
+    atomic_write_bytes(path, text.encode("utf-8"))
+
+
+def jsonable(value: Any) -> Any:
+    """A value as JSON can hold it: array scalars as numbers, nan and inf as their names."""
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(inner) for inner in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    return jsonable(value.item()) if hasattr(value, "item") else str(value)
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of what computes the numbers; imports none of it."""
+    found = {"python": platform.python_version()}
+    for name in ("dualsft", "torch", "transformers"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What decides a stage's content: its settings, and a hash for each thing that it reads."""
+
+    settings: Mapping[str, Any]
+    reads: Mapping[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"hash": self.hash, "settings": dict(self.settings), "reads": dict(self.reads)}
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 over the canonical JSON of both parts."""
+        return sha256_text(_canonical({"settings": self.settings, "reads": self.reads}))
+
+    def explain(self, old_manifest: Mapping[str, Any]) -> list[str]:
+        """Why the stage behind a manifest is not this one; empty when it is."""
+        old = old_manifest["fingerprint"]
+        if old.get("hash") == self.hash:
+            return []
+        reasons: list[str] = []
+        for key in [*self.settings, *(k for k in old["settings"] if k not in self.settings)]:
+            parts = [part for part in (old["settings"], self.settings) if key in part]
+            if len(parts) < 2 or _canonical(parts[0][key]) != _canonical(parts[1][key]):
+                before, now = (_show(part, key) for part in (old["settings"], self.settings))
+                reasons.append(f"{key}: {before} -> {now}")
+        for name in [*self.reads, *(k for k in old["reads"] if k not in self.reads)]:
+            if name not in old["reads"]:
+                reasons.append(f"reads {name}, which it did not before")
+            elif name not in self.reads:
+                reasons.append(f"no longer reads {name}")
+            elif old["reads"][name] != self.reads[name]:
+                reasons.append(f"reads {name}, which changed")
+        return reasons
+
+
+def _show(settings: Mapping[str, Any], key: str) -> str:
+    """A setting in a message: as typed, long ones (hashes) cut."""
+    if key not in settings:
+        return "not set"
+    value = settings[key]
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else f"{text[:16]}…"
+
+
+SEAL_LINE = "# written by dualsft; sha256 of the lines below: "
+
+
+def sealed_text(text: str) -> str:
+    """A text file under a comment that holds its hash."""
+    return f"{SEAL_LINE}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+
+
+def broken_seal(text: str) -> bool:
+    """Whether a text has such a comment and is no longer what was written."""
+    first, _, rest = text.partition("\n")
+    return first.startswith(SEAL_LINE) and sealed_text(rest) != text
+
+
+def render_manifest(body: Mapping[str, Any]) -> str:
+    """A manifest's text; `seal` is a hash of the rest, so that damage to the file itself shows."""
+    sealed = {**body, "seal": sha256_text(_canonical(body))}
+    return json.dumps(sealed, indent=1, allow_nan=False) + "\n"
+
+
+def read_manifest(path: RunPath) -> tuple[dict[str, Any], str]:
+    """(manifest, what is wrong with it); a newer format is refused by a `RunError`."""
+    try:
+        text = path.read_bytes().decode("ascii")
+        manifest = json.loads(text)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}, f"{path.name} is missing"
+    except (OSError, ValueError, RecursionError, RunError) as error:
+        return {}, f"{path.name} is damaged: {error}"
+    body = dict(manifest) if isinstance(manifest, dict) else {}
+    version = body.get("format_version")
+    stated = body.pop("seal", None)
+    try:
+        sealed, intact = stated == sha256_text(_canonical(body)), render_manifest(body) == text
+    except (ValueError, RecursionError):
+        sealed = intact = False
+    if sealed and isinstance(version, int) and version > FORMAT_VERSION:
+        raise RunError(
+            f"{path}: format_version {version} is newer than {FORMAT_VERSION}, the newest that this"
+            f" dualsft ({versions()['dualsft']}) reads; upgrade dualsft, or give another --out"
+        )
+    if intact and version == FORMAT_VERSION:
+        return manifest, ""
+    return {}, f"{path.name} is damaged: its seal does not fit"
+
+
+def read_stage_manifest(folder: Place) -> tuple[dict[str, Any], str]:
+    """`read_manifest` of a stage folder; also wrong when it does not describe a stage."""
+    manifest, wrong = read_manifest(run_path(folder) / MANIFEST)
+    fingerprint, files = manifest.get("fingerprint"), manifest.get("files")
+    described = (
+        isinstance(fingerprint, dict)
+        and isinstance(fingerprint.get("settings"), dict)
+        and isinstance(fingerprint.get("reads"), dict)
+        and isinstance(files, dict)
+        and all(
+            isinstance(entry, dict) and {"size", "sha256"} <= set(entry) for entry in files.values()
+        )
+        and {"stage", "seconds", "peak_memory", "finished"} <= set(manifest)
+    )
+    if not wrong and not described:
+        return {}, f"{MANIFEST} does not describe a stage"
+    return manifest, wrong
+
+
+def seal(part: RunPath, body: Mapping[str, Any]) -> None:
+    """Make every file of a stage durable, then write the manifest that makes it one."""
+    files, refused = part.tree()
+    if refused:
+        raise RunError(f"{part}: cannot become a stage: {'; '.join(refused)}; write plain files")
+    assert MANIFEST not in files, f"{part}: {MANIFEST} is written here, not by the stage"
+    entries: dict[str, Any] = {}
+    for name, path in files.items():
+        path.share()
+        path.fsync()
+        entries[name] = {"size": path.size, "sha256": sha256_file(path)}
+    for folder in {path.parent for path in files.values()}:
+        folder.fsync()
+    atomic_write_text(part / MANIFEST, render_manifest({**body, "files": entries}))
+
+
+def damage(
+    folder: Place, manifest: Mapping[str, Any], only: Collection[str] | None = None
+) -> tuple[list[str], list[str]]:
+    """(what is wrong with a stage's files, the files that its manifest does not list).
+
+    `only` limits the check to the files that will be read.
+    """
+    present, reasons = run_path(folder).tree()
+    present.pop(MANIFEST, None)
+    for name, entry in manifest["files"].items():
+        if only is not None and name not in only:
+            continue
+        try:
+            if name not in present:
+                reasons.append(f"{name} is missing")
+            elif (size := present[name].size) != entry["size"]:
+                reasons.append(f"{name} has {size} bytes, not {entry['size']}")
+            elif sha256_file(present[name]) != entry["sha256"]:
+                reasons.append(f"{name} has another SHA-256 than when it was written")
+        except (OSError, RunError) as error:
+            reasons.append(f"{name} cannot be read: {error}")
+    return reasons, [name for name in present if name not in manifest["files"]]
+
+
+def is_whole(folder: RunPath) -> bool:
+    """Whether a folder is a finished stage: sealed, and every hash fits."""
+    manifest, wrong = read_stage_manifest(folder)
+    return not wrong and not damage(folder, manifest)[0]

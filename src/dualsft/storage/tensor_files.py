@@ -1,0 +1,187 @@
+"""Safetensors files written and read piece by piece, so that none is ever whole in memory.
+
+Every vector over the candidates of ALGORITHM.md §1 is stored so, under the parameters' own names
+and shapes; masks, deltas and saved progress are too. The bytes of a file depend on its content
+alone: they are those of the safetensors library (tensors by falling alignment of their dtype, then
+by name, in a header padded to eight bytes), with the header's metadata in order, which the library
+writes in a random one. It belongs to no line of Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dualsft.errors import RunError
+from dualsft.system.paths import Place
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+CHUNK = 1 << 22  # entries handled at a time where a temporary copy is needed
+
+_CODES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
+"""By rising alignment, in the library's own order: a file holds the last ones first."""
+_RANKS = {dtype: rank for rank, dtype in enumerate(_CODES)}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+@dataclass(frozen=True)
+class Form:
+    """dtype and shape of a tensor."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def num_entries(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_entries * self.dtype.itemsize
+
+    def chunks(self, size: int = CHUNK) -> Iterator[tuple[int, int]]:
+        """Borders of its flat chunks; one empty chunk when there is no entry."""
+        for start in range(0, max(1, self.num_entries), size):
+            yield start, min(start + size, self.num_entries)
+
+
+def file_order(forms: Mapping[str, Form]) -> list[str]:
+    """The tensors in the order of a file."""
+    return sorted(forms, key=lambda name: (-_RANKS[forms[name].dtype], name))
+
+
+def write_tensors(
+    path: Place,
+    forms: Mapping[str, Form],
+    pieces: Callable[[str], Iterable[Tensor]],
+    header: Mapping[str, str],
+) -> None:
+    """A file of these tensors; `pieces` gives the flat entries of one of them, bit by bit.
+
+    Whatever goes wrong, no half of a file is left.
+    """
+    order = file_order(forms)
+    stored: dict[str, object] = {"__metadata__": dict(sorted({"format": "pt", **header}.items()))}
+    offset = 0
+    for name in order:
+        form = forms[name]
+        borders = [offset, offset := offset + form.num_bytes]
+        code, shape = _CODES[form.dtype], list(form.shape)
+        stored[name] = {"dtype": code, "shape": shape, "data_offsets": borders}
+    text = json.dumps(stored, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    try:
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little"))
+            file.write(text)
+            for name in order:
+                count = 0
+                for piece in pieces(name):
+                    entries = piece.detach().cpu().contiguous()
+                    assert entries.dtype == forms[name].dtype
+                    count += len(entries)
+                    file.write(entries.view(torch.uint8).numpy().data)
+                assert count == forms[name].num_entries, f"{name}: {count} entries"
+    except BaseException:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        raise
+
+
+class TensorFile:
+    """A stored file's tensors, read flat piece by flat piece; no handle is kept open."""
+
+    def __init__(self, path: Place) -> None:
+        self.path = path
+        self.forms: dict[str, Form] = {}
+        self.metadata: dict[str, str] = {}
+        self._offsets: dict[str, int] = {}
+        self._staging: Tensor | None = None
+        try:
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                if size > MAX_HEADER_BYTES:
+                    raise ValueError(f"its header claims {size:,} bytes")
+                stored = json.loads(file.read(size))
+                room = file.seek(0, os.SEEK_END) - 8 - size
+            self.metadata = dict(stored.pop("__metadata__", {}))
+            for name, entry in stored.items():
+                form = Form(_DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
+                begin, end = entry["data_offsets"]
+                if end - begin != form.num_bytes:
+                    raise ValueError(f"{name} has {end - begin} bytes, not {form.num_bytes}")
+                if not 0 <= begin <= end <= room:
+                    raise ValueError(f"{name} lies outside the file")
+                self.forms[name], self._offsets[name] = form, 8 + size + begin
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as problem:
+            raise RunError(f"{path}: cannot be read as safetensors: {problem}") from problem
+
+    def piece(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
+        """The flat entries from start to stop, on a device."""
+        if device.type != "cuda":
+            entries = torch.empty(stop - start, dtype=self.forms[name].dtype)
+            self._read(name, start, entries)
+            return entries.to(device)
+        entries = torch.empty(stop - start, dtype=self.forms[name].dtype, device=device)
+        for begin in range(start, stop, CHUNK):
+            end = min(begin + CHUNK, stop)
+            staging = self._pinned(entries.dtype)[: end - begin]
+            self._read(name, begin, staging)
+            entries[begin - start : end - start].copy_(staging)  # done before it is read into again
+        return entries
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, whole, on the CPU."""
+        cpu = torch.device("cpu")
+        return {
+            name: self.piece(name, 0, form.num_entries, cpu).view(form.shape)
+            for name, form in self.forms.items()
+        }
+
+    def _pinned(self, dtype: torch.dtype) -> Tensor:
+        """Host memory that a GPU copies from at full speed, kept for the next piece."""
+        if self._staging is None or self._staging.dtype != dtype:
+            self._staging = torch.empty(CHUNK, dtype=dtype, pin_memory=True)
+        return self._staging
+
+    def _read(self, name: str, start: int, entries: Tensor) -> None:
+        if not entries.numel():
+            return
+        wanted = entries.view(torch.uint8).numpy().data
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self._offsets[name] + start * entries.element_size())
+            done = 0
+            while done < len(wanted):
+                count = file.readinto(wanted[done:])
+                if not count:
+                    raise RunError(f"{self.path}: it ends within {name}: the file is damaged")
+                done += count

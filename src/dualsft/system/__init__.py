@@ -1,0 +1,1 @@
+"""What touches the operating system: run folder paths, disk, memory, signals, progress."""

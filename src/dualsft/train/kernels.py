@@ -1,0 +1,347 @@
+"""Triton kernels of SparseAdamW: gather inside backward, and the whole step in one pass a tensor.
+
+Algorithm 1, lines 1 and 12 (Warmup, MaskedFT). `update` reads index, gradient, moments and the low
+half of the master once, and writes weight, low half and moments once; what each number means is in
+`train/step.py` and `train/moments.py`, whose plain PyTorch path is the reference that the tests
+compare with. A masked parameter is walked bucket by bucket (of 2^16 positions each,
+`train/compact_index.py`), a whole one straight through. Offsets are 64-bit.
+
+This module needs Triton and is imported only where a CUDA tensor asks for it
+(`adam_step.kernels_for`), or by the tests with TRITON_INTERPRET=1.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dualsft.train import moments as adam_moments
+from dualsft.train.compact_index import CompactIndex
+from dualsft.train.step import Held, Numbers
+
+_BLOCK = 1024  # entries that a program holds at a time
+_MOST_PROGRAMS = 16  # that share a bucket
+
+_F1, _F2, _F3 = (tl.constexpr(bits) for bits in adam_moments.FOURTHS[1:])
+_E1, _E2, _E3, _E4, _E5, _E6, _E7 = (tl.constexpr(bits) for bits in adam_moments.EIGHTHS[1:])
+_MIX_1 = tl.constexpr(adam_moments.MIX_1)
+_MIX_2 = tl.constexpr(adam_moments.MIX_2)
+_MIX_3 = tl.constexpr(adam_moments.MIX_3)
+_RATIO = tl.constexpr(8 * adam_moments.RATIO_TOP - 127)
+_TINY = tl.constexpr(1.0 / 65536.0)
+
+_EXACT, _BFLOAT16, _INT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_OWN, _HALVES, _BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Where the master is: the weight itself; weight and low half; a vector beside the weight."""
+
+
+# --- random bits and codes, as in adam_moments.py ----------------------------------------------
+
+
+@triton.jit
+def _mixed(x):
+    x = (x ^ (x >> 16)) * _MIX_1
+    x = (x ^ (x >> 15)) * _MIX_2
+    x = (x ^ (x >> 13)) * _MIX_3
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _noise(entry, key_0, key_1):
+    low = entry.to(tl.uint32)
+    high = (entry >> 32).to(tl.uint32)
+    return _mixed(_mixed(low ^ key_0.to(tl.uint32)) + (high ^ key_1.to(tl.uint32)))
+
+
+@triton.jit
+def _chance(bits):
+    return (bits.to(tl.float32) + 0.5) * _TINY
+
+
+@triton.jit
+def _fourth(number):
+    """2^(number / 4)."""
+    j = number & 3
+    mantissa = tl.where(j == 1, _F1, tl.where(j == 2, _F2, tl.where(j == 3, _F3, 0)))
+    return ((((number >> 2) + 127) << 23) | mantissa).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _eighth(number):
+    """2^(number / 8)."""
+    j = number & 7
+    upper = tl.where(j == 4, _E4, tl.where(j == 5, _E5, tl.where(j == 6, _E6, _E7)))
+    lower = tl.where(j == 1, _E1, tl.where(j == 2, _E2, tl.where(j == 3, _E3, 0)))
+    mantissa = tl.where(j >= 4, upper, lower)
+    return ((((number >> 3) + 127) << 23) | mantissa).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round_fourth(x, bits):
+    raw = x.to(tl.int32, bitcast=True)
+    f = raw & 0x7FFFFF
+    number = ((raw >> 23) - 127) << 2
+    number += (f >= _F1).to(tl.int32) + (f >= _F2).to(tl.int32) + (f >= _F3).to(tl.int32)
+    low = _fourth(number)
+    return number + (_chance(bits) * (_fourth(number + 1) - low) < x - low).to(tl.int32)
+
+
+@triton.jit
+def _round_eighth(x, bits):
+    raw = x.to(tl.int32, bitcast=True)
+    f = raw & 0x7FFFFF
+    number = ((raw >> 23) - 127) << 3
+    number += (f >= _E1).to(tl.int32) + (f >= _E2).to(tl.int32) + (f >= _E3).to(tl.int32)
+    number += (f >= _E4).to(tl.int32) + (f >= _E5).to(tl.int32) + (f >= _E6).to(tl.int32)
+    number += (f >= _E7).to(tl.int32)
+    low = _eighth(number)
+    return number + (_chance(bits) * (_eighth(number + 1) - low) < x - low).to(tl.int32)
+
+
+@triton.jit
+def _clamped(x, least, most):
+    return tl.minimum(tl.maximum(x, least), most)
+
+
+@triton.jit
+def _encode_second(v, top, bits):
+    number = _round_fourth(tl.maximum(v, _fourth(8 * top - 254)), bits) + 255 - 8 * top
+    return tl.where(v > 0, _clamped(number, 1, 255), 0)
+
+
+@triton.jit
+def _encode_first(m, second, top, bits):
+    shift = second - 255 + 8 * top + _RATIO
+    least = _eighth(shift + 1)
+    size = tl.abs(m)
+    below = (_chance(bits) * least < size).to(tl.int32)
+    number = _clamped(_round_eighth(tl.maximum(size, least), bits) - shift, 0, 127)
+    code = tl.where(second > 0, tl.where(size < least, below, number), 0)
+    return code + tl.where((m < 0) & (code > 0), 128, 0)
+
+
+@triton.jit
+def _decode_first(code, second, top):
+    number = code & 127
+    size = tl.where(number > 0, _eighth(number + second - 255 + 8 * top + _RATIO), 0.0)
+    return tl.where(code > 127, -size, size)
+
+
+@triton.jit
+def _round_bfloat16(x, bits):
+    return ((x.to(tl.int32, bitcast=True) + bits.to(tl.int32)) >> 16).to(tl.int16)
+
+
+@triton.jit
+def _widen(bits):
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+# --- the step ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _step(
+    place, entry, inside, first, weight, beside, grad, exp_avg, exp_avg_sq, scale, top, new_top,
+    decay, step_size, take_1, beta_2, take_2, correction, eps, key_0, key_1,
+    MASTER: tl.constexpr, MOMENTS: tl.constexpr,
+):  # fmt: skip
+    """One block of entries: flat `place` in the weight, number `entry` among the selected."""
+    at = entry - first
+    g = tl.load(grad + at, inside, other=0.0).to(tl.float32) * tl.load(scale)
+    if MASTER == _HALVES:
+        high = tl.load(weight + place, inside, other=0).to(tl.int32) << 16
+        low = tl.load(beside + at, inside, other=0).to(tl.int32)
+        master = (high + low).to(tl.float32, bitcast=True)
+    elif MASTER == _BESIDE:
+        master = tl.load(beside + at, inside, other=0.0)
+    else:
+        master = tl.load(weight + place, inside, other=0.0)
+    if MOMENTS == _INT8:
+        now = tl.load(top)
+        code_1 = tl.load(exp_avg + at, inside, other=0).to(tl.int32)
+        code_2 = tl.load(exp_avg_sq + at, inside, other=0).to(tl.int32)
+        m = _decode_first(code_1, code_2, now)
+        v = tl.where(code_2 > 0, _fourth(code_2 - 255 + 8 * now), 0.0)
+    elif MOMENTS == _BFLOAT16:
+        m = _widen(tl.load(exp_avg + at, inside, other=0))
+        v = _widen(tl.load(exp_avg_sq + at, inside, other=0))
+    else:
+        m = tl.load(exp_avg + at, inside, other=0.0)
+        v = tl.load(exp_avg_sq + at, inside, other=0.0)
+    m = m + take_1 * (g - m)
+    v = v * beta_2 + take_2 * g * g
+    master = master * decay - step_size * m / (tl.sqrt(v) / correction + eps)
+    if MOMENTS == _EXACT:
+        tl.store(exp_avg + at, m, inside)
+        tl.store(exp_avg_sq + at, v, inside)
+    else:
+        bits = _noise(entry, key_0, key_1)
+        if MOMENTS == _INT8:
+            later = tl.load(new_top)
+            second = _encode_second(v, later, bits >> 16)
+            code = _encode_first(m, second, later, bits & 0xFFFF)
+            tl.store(exp_avg + at, code.to(tl.uint8), inside)
+            tl.store(exp_avg_sq + at, second.to(tl.uint8), inside)
+        else:
+            tl.store(exp_avg + at, _round_bfloat16(m, bits & 0xFFFF), inside)
+            tl.store(exp_avg_sq + at, _round_bfloat16(v, bits >> 16), inside)
+    if MASTER == _HALVES:
+        raw = master.to(tl.int32, bitcast=True)
+        high = (raw + 0x8000) >> 16
+        tl.store(weight + place, high.to(tl.int16), inside)
+        tl.store(beside + at, (raw - (high << 16)).to(tl.int16), inside)
+    elif MASTER == _BESIDE:
+        tl.store(weight + place, master.to(weight.dtype.element_ty), inside)
+        tl.store(beside + at, master, inside)
+    else:
+        tl.store(weight + place, master, inside)
+
+
+@triton.jit(do_not_specialize=["first", "count", "key_0", "key_1"])
+def _update_whole(
+    first, count, weight, beside, grad, exp_avg, exp_avg_sq, scale, top, new_top,
+    decay, step_size, take_1, beta_2, take_2, correction, eps, key_0, key_1,
+    MASTER: tl.constexpr, MOMENTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    entry = first.to(tl.int64) + at
+    _step(
+        entry, entry, at < count, first, weight, beside, grad, exp_avg, exp_avg_sq, scale, top,
+        new_top, decay, step_size, take_1, beta_2, take_2, correction, eps, key_0, key_1,
+        MASTER, MOMENTS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["bucket", "first", "last", "key_0", "key_1"])
+def _update_masked(
+    bucket, first, last, offsets, pointers, weight, beside, grad, exp_avg, exp_avg_sq, scale, top,
+    new_top, decay, step_size, take_1, beta_2, take_2, correction, eps, key_0, key_1,
+    MASTER: tl.constexpr, MOMENTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0).to(tl.int64) + bucket
+    begin = tl.maximum(tl.load(pointers + number), first.to(tl.int64))
+    end = tl.minimum(tl.load(pointers + number + 1), last.to(tl.int64))
+    for start in range(begin + tl.program_id(1) * BLOCK, end, BLOCK * tl.num_programs(1)):
+        entry = start + tl.arange(0, BLOCK).to(tl.int64)
+        inside = entry < end
+        offset = tl.load(offsets + entry, inside, other=0).to(tl.int64) & 0xFFFF
+        _step(
+            (number << 16) + offset, entry, inside, first, weight, beside, grad, exp_avg,
+            exp_avg_sq, scale, top, new_top, decay, step_size, take_1, beta_2, take_2, correction,
+            eps, key_0, key_1, MASTER, MOMENTS,
+        )  # fmt: skip
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
+
+
+def update(
+    weight: Tensor,
+    index: CompactIndex | None,
+    grad: Tensor,
+    held: Held,
+    first: int,
+    numbers: Numbers,
+    scale: Tensor | None,
+    top: Tensor | None,
+) -> None:
+    """`adam_step.update` in one pass; the same arguments, everything on one device."""
+    if grad.numel() == 0:
+        return
+    exp_avg, exp_avg_sq = held["exp_avg"], held["exp_avg_sq"]
+    kinds = {torch.float32: _EXACT, torch.bfloat16: _BFLOAT16, torch.uint8: _INT8}
+    moments = kinds[exp_avg.dtype].value
+    if exp_avg.dtype == torch.bfloat16:
+        exp_avg, exp_avg_sq = exp_avg.view(torch.int16), exp_avg_sq.view(torch.int16)
+    master, beside = _OWN, grad
+    if weight.dtype == torch.bfloat16:
+        master, beside, weight = _HALVES, held["low"], weight.view(torch.int16)
+    elif weight.dtype == torch.float16:
+        master, beside = _BESIDE, held["master"]
+    scale = _one(grad.device) if scale is None else scale.float()
+    rest = (
+        weight,
+        beside,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        scale,
+        held.get("top", grad),
+        grad if top is None else top,
+        1 - numbers.lr * numbers.weight_decay,
+        numbers.step_size,
+        1 - numbers.betas[0],
+        numbers.betas[1],
+        1 - numbers.betas[1],
+        numbers.root_correction,
+        numbers.eps,
+        *numbers.key,
+    )
+    kind = {"MASTER": master.value, "MOMENTS": moments, "BLOCK": _BLOCK}
+    with torch.cuda.device_of(grad):
+        if index is None:
+            grid = (triton.cdiv(grad.numel(), _BLOCK),)
+            _update_whole[grid](first, grad.numel(), *rest, **kind)
+            return
+        last = first + grad.numel()
+        begin, end = index.buckets(first, last)
+        grid = _grid(end - begin, grad.numel())
+        places = (index.offsets, index.pointers)
+        _update_masked[grid](begin, first, last, *places, *rest, **kind)
+
+
+# --- the gradient ------------------------------------------------------------------------------
+
+
+@triton.jit
+def _gather(dense, offsets, pointers, sums, out, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    number = tl.program_id(0).to(tl.int64)
+    begin = tl.load(pointers + number)
+    end = tl.load(pointers + number + 1)
+    for start in range(begin + tl.program_id(1) * BLOCK, end, BLOCK * tl.num_programs(1)):
+        entry = start + tl.arange(0, BLOCK).to(tl.int64)
+        inside = entry < end
+        offset = tl.load(offsets + entry, inside, other=0).to(tl.int64) & 0xFFFF
+        value = tl.load(dense + (number << 16) + offset, inside, other=0.0)
+        if ADD:
+            before = tl.load(sums + entry, inside, other=0.0).to(tl.float32)
+            value = before + value.to(tl.float32)
+        tl.store(out + entry, value, inside)
+
+
+def gather(dense: Tensor, index: CompactIndex, sums: Tensor | None) -> Tensor:
+    """The selected entries of a dense gradient; added to `sums` in fp32 when there are some."""
+    count = len(index)
+    if sums is None:
+        out = torch.empty(count, dtype=dense.dtype, device=dense.device)
+    elif sums.dtype == torch.float32:
+        out = sums
+    else:
+        out = torch.empty(count, dtype=torch.float32, device=dense.device)
+    with torch.cuda.device_of(dense):
+        _gather[_grid(index.pointers.numel() - 1, count)](
+            dense,
+            index.offsets,
+            index.pointers,
+            out if sums is None else sums,
+            out,
+            ADD=sums is not None,
+            BLOCK=_BLOCK,
+        )
+    return out
+
+
+def _grid(num_buckets: int, num_entries: int) -> tuple[int, int]:
+    """Programs along the buckets, and how many share one."""
+    a_bucket = triton.cdiv(num_entries, num_buckets * _BLOCK)
+    return num_buckets, max(1, min(_MOST_PROGRAMS, a_bucket))

@@ -1,7 +1,7 @@
 # make quickstart   environment, then the main job on an embedded default
 # make test         environment, then the fast tests (under 15 minutes on 2 cores)
 # make test-all     the slow tier too (under 60 minutes)
-# make lint         ruff and pyright
+# make lint         ruff, pyright and the layers of the package (import-linter)
 # make bench        what everything costs on the CPU, as ratios (docs/performance.md); JSON in runs/
 # make bench-gpu    the same on a GPU, at the size of a 3B model
 
@@ -37,6 +37,7 @@ lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+	$(BIN)/lint-imports --no-logo
 
 bench: env
 	$(BIN)/python -m benchmarks --device cpu --out runs/bench_cpu.json

@@ -15,10 +15,11 @@ from conftest import corpus_rows, small_run, write_jsonl
 from places import place
 
 from dualsft.config import settings
-from dualsft.lab.report.markdown import load_summaries, write_report
+from dualsft.lab.report.markdown import write_report
 from dualsft.model.load import load_tokenizer
 from dualsft.runs import pipeline
 from dualsft.runs.preflight import FOLDERS
+from dualsft.runs.summaries import load_summaries
 from dualsft.storage.manifest import render_manifest, sha256_file
 from dualsft.system.progress import Reporter
 

@@ -18,7 +18,7 @@ from conftest import corpus_rows, small_run, write_jsonl
 from safetensors.torch import load_file
 
 import dualsft
-from dualsft.lab.methods import registry
+from dualsft.config.methods import registry
 
 Folders = Callable[[str], Path]
 

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from dualsft.cli import app
 from dualsft.config import settings as config
+from dualsft.config.methods import AXES, names_of, registry, row_name
 from dualsft.errors import ConfigError
 from dualsft.lab.compare import matrix as comparison_matrix
 from dualsft.lab.compare import pages as comparison_tables
@@ -28,7 +29,6 @@ from dualsft.lab.compare import tables as comparison
 from dualsft.lab.compare.cells import run_matrix
 from dualsft.lab.compare.matrix import Matrix, load_matrix
 from dualsft.lab.evaluation.benchmarks import Item, paired_rows
-from dualsft.lab.methods import AXES, names_of, registry, row_name
 from dualsft.runs import pipeline
 from dualsft.storage.manifest import render_manifest
 from dualsft.system.paths import RunPath

@@ -13,8 +13,8 @@ from places import place
 from typer.testing import CliRunner
 
 from dualsft.cli import app
+from dualsft.config import methods
 from dualsft.config import settings as config
-from dualsft.lab import methods
 from dualsft.lab.compare import matrix as comparison_matrix
 from dualsft.lab.compare import pages as comparison_tables
 from dualsft.lab.compare import tables as comparison

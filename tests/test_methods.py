@@ -19,8 +19,8 @@ import torch
 from conftest import Runner, corpus_rows, write_jsonl
 from safetensors.torch import load_file
 
+from dualsft.config.methods import AXES, ROWS, Axis, Entry, registry, row, row_name
 from dualsft.config.settings import ConfigError
-from dualsft.lab.methods import AXES, ROWS, Axis, Entry, registry, row, row_name
 from dualsft.storage.resume import Pieces
 from dualsft.system.signals import Interrupted
 

@@ -23,11 +23,12 @@ from torch import Tensor
 from benchmarks import less as benchmark
 from benchmarks.__main__ import parse
 from dualsft.config import settings
+from dualsft.config.methods import find
 from dualsft.data.examples import Example, collate
 from dualsft.engine.losses import plain_example_loss
 from dualsft.engine.sketch import Sketch
 from dualsft.errors import ConfigError, RunError
-from dualsft.lab.methods import find, fishersft, spice
+from dualsft.lab.methods import fishersft, spice
 from dualsft.lab.methods.data_table import DavIROptions, LessOptions
 from dualsft.lab.methods.fishersft import Information, factor, features, lazy_greedy, pooled
 from dualsft.lab.methods.less import Less, attach, target_maps

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from dualsft.algorithm.topk import topk_signed
 from dualsft.config import settings
+from dualsft.config.methods import registry
 from dualsft.data.examples import Example, collate, training_order
 from dualsft.engine.losses import last_hidden, plain_example_loss
 from dualsft.errors import ConfigError
-from dualsft.lab.methods import registry
 from dualsft.lab.methods.lift import reconstruction
 from dualsft.lab.methods.matrices import Matrix, matrices, shares, whole_units
 from dualsft.lab.methods.nanoadam import smallest
@@ -424,7 +424,7 @@ def test_smt_score_and_warm_start_by_brute_force(make_job: JobMaker, strategy: s
         want = torch.cat([*parts, torch.empty(0, dtype=torch.int64)]).sort().values
         assert torch.equal(choice.indices[name], want), name
     assert job.accounts.backward_examples == 10 + 4, "batches of 4, 4, 2, then 4"
-    start = dict(job.ctx.load(job.part / "start").named_parameters())
+    start = dict(job.ctx.load((job.part / "start").location).named_parameters())
     for name, p in model.named_parameters():
         torch.testing.assert_close(start[name], p, rtol=1e-5, atol=1e-7)
 

@@ -29,9 +29,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from dualsft.config import settings
+from dualsft.config.methods import compose
 from dualsft.data.examples import Example, collate
 from dualsft.errors import ConfigError, RunError
-from dualsft.lab.methods import compose
 from dualsft.lab.methods.fapm import prune
 from dualsft.lab.methods.flow import flow_weights
 from dualsft.lab.methods.lora import Lora, linear_names

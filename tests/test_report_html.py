@@ -28,11 +28,12 @@ from dualsft.lab.report.examples import (
     token_cap,
     unpack,
 )
-from dualsft.lab.report.markdown import load_summaries, write_report
+from dualsft.lab.report.markdown import write_report
 from dualsft.lab.report.parts import LOSS_NOTE, colour, numbers_of, table
 from dualsft.lab.report.side_by_side import write_reports
 from dualsft.lab.report.warnings import concerns
 from dualsft.model.load import load_tokenizer
+from dualsft.runs.summaries import load_summaries
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from dualsft.config import settings
 from dualsft.data.examples import Example, collate
-from dualsft.engine import sketch as module
 from dualsft.engine.ghost import alone
-from dualsft.engine.sketch import Sketch, Sketcher, per_example, sides
+from dualsft.engine.sketch import Sketch, Sketcher, sides
 from dualsft.errors import RunError
+from dualsft.lab.methods import per_example as module
+from dualsft.lab.methods.per_example import per_example
 from dualsft.lab.methods.spice import linear_maps
 from dualsft.model.load import find_candidates
 from dualsft.runs.context import RunContext

@@ -226,7 +226,11 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
     random_vector(1).save(path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-4])
+    with pytest.raises(RunError, match=r"v\.safetensors: cannot be read .* outside the file"):
+        LazyVector.open(path, list(SHAPES))
+    path.write_bytes(whole)
     cut = LazyVector.open(path, list(SHAPES))
+    path.write_bytes(whole[:-4])  # after it was opened
     with pytest.raises(RunError, match=r"v\.safetensors: it ends within"):
         cut.norm()
     lies = whole.replace(b'"shape":[5,9]', b'"shape":[5,8]')

@@ -15,8 +15,10 @@ Symbols of the paper and their names here:
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from dualsft.config.parts import add_part
 from dualsft.config.settings import (
     Config,
     DataConfig,
@@ -39,6 +41,14 @@ if TYPE_CHECKING:
     from dualsft.train.optimizer import SparseAdamW
 
 __version__ = "0.1.0"
+
+# What lower layers are handed by the top; the core works without `lab`.
+add_part("methods", "dualsft.runs.own_table:ENTRIES")
+if find_spec("dualsft.lab") is not None:
+    add_part("methods", "dualsft.lab.methods:ENTRIES")
+    add_part("stages", "dualsft.lab.evaluation.stage:STAGE")
+    add_part("report", "dualsft.lab.report.markdown:write_report")
+    add_part("checks", "dualsft.lab.evaluation.tasks:task_problems")
 
 _LAZY = {
     "run": "dualsft.runs.pipeline",

@@ -28,10 +28,10 @@ from rich.table import Table
 
 from dualsft import __version__
 from dualsft.config import settings
+from dualsft.config.methods import registry
 from dualsft.config.settings import Config
 from dualsft.distributed import launch
 from dualsft.errors import ConfigError, DualsftError
-from dualsft.lab.methods import registry
 from dualsft.runs.preflight import STAGE_NAMES, check_run_folder, check_stage, load_checked
 from dualsft.system import signals as interrupt
 from dualsft.system.paths import RunPath

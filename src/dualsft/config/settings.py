@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import hashlib
 import importlib.resources
 import inspect
 import sys
@@ -24,6 +25,7 @@ from typing import Annotated, Any
 import yaml
 
 from dualsft.config import fields as config_fields
+from dualsft.config import methods
 from dualsft.config.checks import contradictions, idle_options
 from dualsft.config.fields import (
     DataConfig,
@@ -52,8 +54,6 @@ from dualsft.config.parse import (
     unknown_key,
 )
 from dualsft.errors import ConfigError, RunError
-from dualsft.lab import methods
-from dualsft.storage.manifest import broken_seal
 from dualsft.system.paths import Place, RunPath
 
 METHOD = "method."
@@ -303,18 +303,32 @@ def _read(source: str | Place) -> tuple[dict[str, Any], list[str]]:
     path = source if isinstance(source, RunPath) else _own_file(Path(source))
     try:
         if path.size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path}: over {MAX_CONFIG_BYTES} bytes; give a YAML config file")
+            raise ConfigError(f"{source}: over {MAX_CONFIG_BYTES} bytes; give a YAML config file")
         text = path.read_bytes(MAX_CONFIG_BYTES).decode("utf-8-sig")
         if broken_seal(text) and path.name == "config.yaml":
             raise ConfigError(
-                f"{path}: changed or damaged since the run wrote it; give the settings as "
+                f"{source}: changed or damaged since the run wrote it; give the settings as "
                 "key=value instead, or, if the change is yours, delete the file's first line"
             )
-        return parse_yaml(text, str(path))
+        return parse_yaml(text, str(source))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}; give a UTF-8 YAML file") from None
+        raise ConfigError(f"{source}: cannot be read: {error}; give a UTF-8 YAML file") from None
     except RunError as error:
         raise ConfigError(str(error)) from None
+
+
+SEAL_LINE = "# written by dualsft; sha256 of the lines below: "
+
+
+def sealed_text(text: str) -> str:
+    """A text file under a comment that holds its hash."""
+    return f"{SEAL_LINE}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+
+
+def broken_seal(text: str) -> bool:
+    """Whether a text has such a comment and is no longer what was written."""
+    first, _, rest = text.partition("\n")
+    return first.startswith(SEAL_LINE) and sealed_text(rest) != text
 
 
 def _own_file(path: Path) -> RunPath:

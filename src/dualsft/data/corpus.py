@@ -15,7 +15,7 @@ import itertools
 import json
 from pathlib import Path
 
-from dualsft.runs.folder import atomic_write_text
+from dualsft.storage.manifest import atomic_write_text
 
 BUILTIN = "builtin:"
 VERSION = 2

@@ -42,7 +42,6 @@ import torch.distributed as dist
 from dualsft.distributed.store import How, Line, Peer, Word, agent_store
 from dualsft.distributed.world import World
 from dualsft.errors import ConfigError, DualsftError, RunError
-from dualsft.storage.resume import Pieces
 from dualsft.system import signals as interrupt
 from dualsft.system.signals import Interrupted
 
@@ -289,7 +288,7 @@ class _Watch:
         stalled = began is not None and time.monotonic() - began > self._beat and not closing
         if self._counted("stalled", stalled, passed) >= self._patience:
             return _Verdict(f"{self._holder_name} has not answered for {self._patience:g} s")
-        stuck = self._asked_to_stop() and not _is_saving()
+        stuck = self._asked_to_stop() and not interrupt.SAVING.is_set()
         if self._counted("stop", stuck, passed) >= self._stop_patience:
             name = signal.Signals(self._signum).name
             text = f"{name} came {self._stop_patience:g} s ago, and the step has not come to an end"
@@ -462,16 +461,6 @@ def _ends_the_run(number: int) -> bool:
     """Whether a signal is one that is handled by ending the work, here or by Python itself."""
     ours: tuple[Any, ...] = (interrupt._on_signal, signal.default_int_handler)
     return number in interrupt.SIGNALS and signal.getsignal(number) in ours
-
-
-def _is_saving() -> bool:
-    """Whether the main thread has come to the end of its step and is saving its state."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if frame.f_code is Pieces.save.__code__:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _is_broken(error: BaseException) -> bool:

@@ -33,7 +33,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from dualsft.errors import ConfigError, RunError
-from dualsft.storage.tensor_files import CHUNK
 
 T = TypeVar("T")
 
@@ -44,6 +43,8 @@ MEETING = timedelta(minutes=10)
 PATIENCE = timedelta(days=30)
 """A collective waits as long as its peers live: that they do is watched by
 `distributed/heartbeat.py`."""
+
+CHUNK = 1 << 22  # entries handled at a time where a temporary copy is needed
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ extra work whatever the size of the pool. `half` does without, `full` walks the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Literal
 
@@ -19,39 +19,41 @@ from dualsft.distributed.world import world
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import widened
 from dualsft.model.sharded import local_rows
-from dualsft.runs.context import RunContext
 from dualsft.system.usage import free_memory
 
 MOST_OF_FREE = 0.45  # fp32 weights may take this share of what is free; the walk needs the rest
 
 
-def wanted(ctx: RunContext, what: Literal["directions", "pool"]) -> bool:
-    """Whether this walk of this run is to have fp32 weights."""
-    precision = ctx.config.score.precision
-    levels = ("mixed", "full") if what == "directions" else ("full",)
-    return ctx.dtype in HALF_DTYPES and precision in levels
+Precision = Literal["half", "mixed", "full"]
+"""`score.precision`: which walks of a half-precision run have fp32 weights."""
 
 
 @contextmanager
 def precise(
-    ctx: RunContext, what: Literal["directions", "pool"], label: str, *models: PreTrainedModel
+    precision: Precision,
+    what: Literal["directions", "pool"],
+    label: str,
+    warn: Callable[[str], None],
+    *models: PreTrainedModel,
 ) -> Iterator[tuple[PreTrainedModel, ...]]:
-    """The models to compute with: these, with fp32 weights where `score.precision` asks for it.
+    """The models to compute with: these, with fp32 weights where `precision` asks for them.
 
-    When the memory does not allow it the walk stays in half precision, and that is said.
+    A walk whose fp32 weights do not fit into memory stays in half precision, with a warning.
     """
+    levels = ("mixed", "full") if what == "directions" else ("full",)
+    wanted = models[0].dtype in HALF_DTYPES and precision in levels
     more = sum(
         local_rows(p).numel() * (4 - p.itemsize)
         for model in models
         for p in model.parameters()
         if p.dtype in HALF_DTYPES
     )
-    fits = world().told(more <= MOST_OF_FREE * free_memory(ctx.device))
-    if wanted(ctx, what) and not fits:
-        ctx.reporter.warn(
+    fits = world().told(more <= MOST_OF_FREE * free_memory(models[0].device))
+    if wanted and not fits:
+        warn(
             f"{label}: fp32 weights would take {more / 2**30:.1f} GiB more and leave too little; "
             "it stays in half precision (score.precision=half says so from the start)"
         )
-    use = wanted(ctx, what) and fits
-    with widened(*models, tensor_cores=True) if use else nullcontext(models) as wide:
+    used = widened(*models, tensor_cores=True) if wanted and fits else nullcontext(models)
+    with used as wide:
         yield wide

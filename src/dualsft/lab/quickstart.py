@@ -25,10 +25,11 @@ from dualsft.data.examples import source_lines
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import loss_objective, walk
 from dualsft.errors import ConfigError
-from dualsft.lab.report.markdown import load_summaries, peak_gib
+from dualsft.lab.report.markdown import peak_gib
 from dualsft.runs import pipeline
 from dualsft.runs.context import RunContext, pass_settings
 from dualsft.runs.folder import RunDir
+from dualsft.runs.summaries import load_summaries
 from dualsft.system.paths import RunPath
 from dualsft.system.progress import Reporter
 

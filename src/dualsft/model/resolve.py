@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import shutil
 import subprocess
@@ -29,6 +28,7 @@ from typing import BinaryIO
 from dualsft.errors import ConfigError, RunError
 from dualsft.model.safety import check_folder, check_neighbours, check_weights, weight_files
 from dualsft.storage.manifest import damage, read_stage_manifest
+from dualsft.system.disk import cache_root
 
 log = logging.getLogger(__name__)
 
@@ -68,15 +68,6 @@ SHORT_NAMES: dict[str, WheelModel] = {
         "tokenizer adds no BOS, and the model needs it: data.add_bos=always",
     ),
 }
-
-
-def cache_root() -> Path:
-    """Where converted models live."""
-    chosen = os.environ.get("DUALSFT_CACHE")
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "dualsft"
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")

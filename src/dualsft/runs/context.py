@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
+from dualsft.config.methods import Composition, compose
 from dualsft.config.settings import Config, to_flat
 from dualsft.data.corpus import BUILTIN, builtin_file
 from dualsft.data.examples import Example, pad_token_id
 from dualsft.data.sources import split_paths
 from dualsft.distributed.world import launched, world
+from dualsft.engine.precision import precise
 from dualsft.engine.walk import PassSettings
-from dualsft.lab.methods import Composition, compose
 from dualsft.memory.plans import DEFAULT_BATCH_TOKENS, TRAINING_BATCH_TOKENS, Plan, Wishes
 from dualsft.model.load import (
     Candidates,
@@ -36,13 +37,14 @@ from dualsft.model.load import (
     load_tokenizer,
     read_model_config,
 )
-from dualsft.model.resolve import cache_root, resolve_model
+from dualsft.model.resolve import resolve_model
 from dualsft.model.sharded import load_sharded
 from dualsft.runs.folder import RunDir, model_in
 from dualsft.runs.preflight import FOLDERS
 from dualsft.runs.stages.split import read_split
 from dualsft.storage.resume import Pieces
 from dualsft.storage.vectors import LazyVector, accumulation_dtype
+from dualsft.system.disk import cache_root
 from dualsft.system.paths import Place, RunPath
 from dualsft.system.progress import Reporter
 from dualsft.system.usage import limit_memory
@@ -195,6 +197,13 @@ class RunContext:
     def warmed_up(self) -> bool:
         """Whether there was a warmup, and so a curvature ĉ."""
         return (self.folder("warmup") / "curvature.safetensors").is_file()
+
+    def precise(
+        self, what: Literal["directions", "pool"], label: str, *models: PreTrainedModel
+    ) -> AbstractContextManager[tuple[PreTrainedModel, ...]]:
+        """The models to walk with, in the precision that `score.precision` asks for."""
+        precision, warn = self.config.score.precision, self.reporter.warn
+        return precise(precision, what, label, warn, *models)
 
     def candidates(self, model: PreTrainedModel) -> Candidates:
         return find_candidates(model, self.config.score.candidates)

@@ -8,26 +8,24 @@ has its stage.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from dualsft.config import settings
+from dualsft.config.methods import Entry
 from dualsft.data.sources import source_hash
 from dualsft.engine.fused import HALF_DTYPES
-from dualsft.lab.evaluation.tasks import task_files, wanted_tasks
 from dualsft.memory.plans import TRAINING_BATCH_TOKENS
 from dualsft.model.resolve import code_hash, tokenizer_hash, weights_hash
 from dualsft.runs.context import RunContext
-from dualsft.runs.entry import Entry
 from dualsft.runs.folder import sha256_file
 from dualsft.runs.stages import finetune, gradients
 
 Settings = dict[str, Any]
 
 
-def _pick(ctx: RunContext, *keys: str) -> Settings:
+def pick(ctx: RunContext, *keys: str) -> Settings:
     """Config values by full key; `section.*` takes the whole section."""
     flat = settings.to_flat(ctx.config)
     chosen: Settings = {}
@@ -40,14 +38,14 @@ def _pick(ctx: RunContext, *keys: str) -> Settings:
 
 
 def split_settings(ctx: RunContext) -> Settings:
-    chosen = _pick(ctx, "seed", "data.*", "split.*")
+    chosen = pick(ctx, "seed", "data.*", "split.*")
     del chosen["data.padding_side"]
     for key in ("data.path", "data.val_path"):
         name = chosen.pop(key)
         if name is None:
             continue
         chosen[f"rows of {key}"] = source_hash(ctx.data_path(name), ctx.config.data, key)
-    _hash_template(ctx, chosen)
+    hash_template(ctx, chosen)
     if ctx.config.model.trust_remote_code:
         chosen["code of model.path"] = code_hash(ctx.model_folder)
     return chosen | {
@@ -57,7 +55,7 @@ def split_settings(ctx: RunContext) -> Settings:
     }
 
 
-def _hash_template(ctx: RunContext, chosen: Settings) -> None:
+def hash_template(ctx: RunContext, chosen: Settings) -> None:
     """A template file counts by its content."""
     if ctx.config.data.template_file is not None:
         chosen["data.template_file"] = sha256_file(Path(ctx.config.data.template_file).expanduser())
@@ -66,7 +64,7 @@ def _hash_template(ctx: RunContext, chosen: Settings) -> None:
 def _compute(ctx: RunContext) -> Settings:
     """What decides the bits of any pass through the model."""
     dtype = str(ctx.dtype).removeprefix("torch.")
-    chosen = _pick(ctx, "model.attention", "model.deterministic", "data.padding_side")
+    chosen = pick(ctx, "model.attention", "model.deterministic", "data.padding_side")
     return {"dtype": dtype, "device": ctx.device.type, "batch_tokens": ctx.batch_tokens} | chosen
 
 
@@ -78,11 +76,11 @@ def _training(ctx: RunContext) -> Settings:
 
 def _precision(ctx: RunContext) -> Settings:
     """Which walks have fp32 weights; without half precision all of them do."""
-    return _pick(ctx, "score.precision") if ctx.dtype in HALF_DTYPES else {}
+    return pick(ctx, "score.precision") if ctx.dtype in HALF_DTYPES else {}
 
 
 def warmup_settings(ctx: RunContext) -> Settings:
-    chosen = _pick(
+    chosen = pick(
         ctx, "warmup.*", "finetune.warmup_ratio", "finetune.micro_batch_size", "score.candidates"
     )
     del chosen["warmup.offload"]  # where the optimizer's state is changes no result
@@ -110,12 +108,12 @@ _DIRECTION = (
 
 
 def gradients_settings(ctx: RunContext, product: bool | None = None) -> Settings:
-    chosen = _pick(ctx, "score.preservation") | _compute(ctx) | _precision(ctx)
+    chosen = pick(ctx, "score.preservation") | _compute(ctx) | _precision(ctx)
     if ctx.config.score.preservation == "cwsd":
-        chosen |= _pick(ctx, "score.tau")
+        chosen |= pick(ctx, "score.tau")
     product = gradients.one_pass_wanted(ctx) if product is None else product
     chosen["per-example product in the pool pass"] = product
-    return chosen | (_pick(ctx, *_DIRECTION) if product else {})
+    return chosen | (pick(ctx, *_DIRECTION) if product else {})
 
 
 def gradients_with_product(ctx: RunContext) -> Settings | None:
@@ -126,16 +124,16 @@ def gradients_with_product(ctx: RunContext) -> Settings | None:
 
 def scores_settings(ctx: RunContext) -> Settings:
     per_example = ctx.methods.scored("data")
-    chosen = _pick(ctx, *_DIRECTION, "score.mode", "score.keep")
+    chosen = pick(ctx, *_DIRECTION, "score.mode", "score.keep")
     return chosen | {"per-example scores": per_example} | _precision(ctx)
 
 
 def selection_settings(ctx: RunContext) -> Settings:
-    chosen, methods = _pick(ctx, "select.*"), ctx.methods
+    chosen, methods = pick(ctx, "select.*"), ctx.methods
     if not methods.entries["data"].uses_budget:
         del chosen["select.data_budget"]
     if methods.entries["params"].uses_budget:
-        chosen |= _pick(ctx, "method.denominator")
+        chosen |= pick(ctx, "method.denominator")
     else:
         del chosen["select.param_budget"]
     if not ctx.config.select.rounds:
@@ -147,7 +145,7 @@ def selection_settings(ctx: RunContext) -> Settings:
 def data_choice_settings(ctx: RunContext) -> Settings:
     """The part of the selection's that its examples depend on (`runs/stages/reuse.py`)."""
     own = _own_passes(ctx, [ctx.methods.entries["data"]])
-    return _pick(ctx, "select.data_budget") | ctx.methods.settings("data") | own
+    return pick(ctx, "select.data_budget") | ctx.methods.settings("data") | own
 
 
 def _own_passes(ctx: RunContext, entries: Iterable[Entry]) -> Settings:
@@ -157,9 +155,9 @@ def _own_passes(ctx: RunContext, entries: Iterable[Entry]) -> Settings:
     chosen: Settings = {}
     if others:
         chosen |= _weights(ctx) | _compute(ctx) | _training(ctx)
-        chosen |= _pick(ctx, "score.candidates", "seed")
+        chosen |= pick(ctx, "score.candidates", "seed")
     if any(entry.trains for entry in others):
-        chosen |= _pick(ctx, "finetune.*")
+        chosen |= pick(ctx, "finetune.*")
         del chosen["finetune.checkpointing"]
     return chosen
 
@@ -168,11 +166,11 @@ def _adapter_budget(ctx: RunContext) -> Settings:
     """The budget of an adapter, which the fine-tuning itself makes."""
     adapter = ctx.methods.load("params").adapter
     keys = ("select.param_budget", "method.denominator", "score.candidates")
-    return _pick(ctx, *keys) | ctx.methods.settings("params") if adapter else {}
+    return pick(ctx, *keys) | ctx.methods.settings("params") if adapter else {}
 
 
 def finetune_settings(ctx: RunContext) -> Settings:
-    chosen = _pick(ctx, "finetune.*", "seed")
+    chosen = pick(ctx, "finetune.*", "seed")
     del chosen["finetune.checkpointing"]  # changes memory, no result
     chosen["learning rate"] = finetune.learning_rate(ctx)
     chosen |= (
@@ -180,29 +178,3 @@ def finetune_settings(ctx: RunContext) -> Settings:
     )  # nothing else need name the model: all, all
     chosen |= {} if ctx.methods.entries["params"].uses_budget else _adapter_budget(ctx)
     return chosen | ctx.methods.settings("weights") | ctx.methods.settings("after")
-
-
-def evaluation_settings(ctx: RunContext) -> Settings:
-    chosen = _pick(ctx, "evaluation.*", "data.*")
-    del chosen["data.path"], chosen["data.val_path"]
-    del chosen["evaluation.allow_code_execution"]
-    files = ctx.config.evaluation.files
-    hashes = {
-        name: source_hash(ctx.data_path(path), ctx.config.data, f"evaluation.files: {name}")
-        for name, path in files.items()
-    }
-    _hash_template(ctx, chosen)
-    return chosen | {"evaluation.files": hashes, "losses of examples": True} | _task_settings(ctx)
-
-
-def _task_settings(ctx: RunContext) -> Settings:
-    """Benchmarks: the harness's version decides their prompts, local rows count by content."""
-    evaluation = ctx.config.evaluation
-    if evaluation.tasks is None:
-        return {}
-    files = task_files(wanted_tasks(evaluation.tasks), evaluation.data_dir)
-    rows = {stem: sha256_file(path) for stem, path in files.items()}
-    return {
-        "lm_eval": importlib.metadata.version("lm_eval"),
-        "evaluation.data_dir": rows or None,
-    }

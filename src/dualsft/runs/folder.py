@@ -26,6 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from dualsft.config.settings import sealed_text
 from dualsft.errors import ConfigError, RunError
 from dualsft.storage.manifest import (
     FORMAT_VERSION,
@@ -40,7 +41,6 @@ from dualsft.storage.manifest import (
     read_stage_manifest,
     render_manifest,
     seal,
-    sealed_text,
     sha256_file,
     versions,
 )

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dualsft.config.methods import Axis, Entry
 from dualsft.data.examples import Batch, Example, collate, digest, make_batches
 from dualsft.engine.losses import token_losses
 from dualsft.runs.context import RunContext
-from dualsft.runs.entry import Axis, Entry
 from dualsft.system.paths import RunPath
 from dualsft.system.peak_memory import PeakMemory
 from dualsft.train.loop import Hooks

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from dualsft.config import settings
+from dualsft.config.parts import parts
 from dualsft.config.settings import Config
 from dualsft.distributed.heartbeat import watched
 from dualsft.distributed.world import (
@@ -34,15 +35,11 @@ from dualsft.distributed.world import (
     world,
 )
 from dualsft.errors import ConfigError, RunError
-from dualsft.lab.evaluation import stage as evaluation
-from dualsft.lab.evaluation.tasks import check_room
-from dualsft.lab.report.markdown import outdated, read_manifests, write_report
 from dualsft.memory.scaling import ModelShape, scoring_memory, warmup_memory
 from dualsft.model.load import choose_device, empty_model
 from dualsft.runs.context import RunContext, repeatable
 from dualsft.runs.fingerprints import (
     Settings,
-    evaluation_settings,
     finetune_settings,
     gradients_settings,
     gradients_with_product,
@@ -55,6 +52,7 @@ from dualsft.runs.folder import Fingerprint, FollowedRunDir, RunDir, atomic_writ
 from dualsft.runs.method import Job
 from dualsft.runs.preflight import FOLDERS, STAGE_NAMES, check_consent, check_paths, check_stage
 from dualsft.runs.stages import finetune, gradients, scores, selection, split, warmup
+from dualsft.runs.summaries import outdated, read_manifests
 from dualsft.storage.manifest import read_stage_manifest, sha256_text, versions
 from dualsft.storage.resume import Pieces
 from dualsft.system.disk import explained
@@ -81,6 +79,8 @@ class Stage:
     """What a method must read for this stage to run; None is always."""
     together: Callable[[RunContext], bool] = lambda _: True
     """Whether all processes take part; otherwise the first computes it while the others wait."""
+    check: Callable[[RunContext], None] = lambda _: None
+    """Refuses what would fail in this stage, before the first stage runs."""
 
 
 STAGES: tuple[Stage, ...] = (
@@ -125,9 +125,12 @@ STAGES: tuple[Stage, ...] = (
         need=lambda ctx: ctx.model_bytes,
         together=finetune.together,
     ),
-    Stage("evaluation", evaluation.run, evaluation_settings, ("split", "finetune")),
 )
-assert [*(stage.name for stage in STAGES), "report"] == list(STAGE_NAMES)
+
+
+def stages() -> tuple[Stage, ...]:
+    """Every stage of a run in order: those above, and what the top of the package adds to them."""
+    return (*STAGES, *parts("stages"))
 
 
 def run(
@@ -158,8 +161,9 @@ def run(
         ctx = RunContext(config, rundir, voice, lenders=lenders, answers=answers)
         for warning in settings.warnings(config):
             ctx.reporter.warn(warning)
-        if last == STAGE_NAMES[-1]:
-            check_room(config.evaluation.tasks, ctx.max_positions)
+        for stage in stages():
+            if STAGE_NAMES.index(stage.name) <= STAGE_NAMES.index(last):
+                stage.check(ctx)
         with watched(present, log.error), explained(rundir.path.location), ExitStack() as held:
             rundir.create()
             held.enter_context(rundir.lock())
@@ -266,7 +270,7 @@ def finished(config: Config, out: RunPath) -> bool:
     """
     ctx = RunContext(config, RunDir(out), Reporter(lambda _: None))
     hashes: dict[str, str] = {}
-    for stage in STAGES:
+    for stage in stages():
         if stage.needed is not None and stage.needed not in ctx.methods.needs:
             continue
         manifest, wrong = read_stage_manifest(out / FOLDERS[stage.name])
@@ -289,7 +293,7 @@ def _run_stages(ctx: RunContext, last: str) -> None:
         rundir.sweep()
     assert ctx.device, "a device that is not there is said before any work"
     hashes: dict[str, str] = {}
-    for stage in STAGES:
+    for stage in stages():
         if stage.needed is None or stage.needed in ctx.methods.needs:
             hashes[stage.name] = _ensure(ctx, stage, hashes)
         else:
@@ -301,7 +305,8 @@ def _run_stages(ctx: RunContext, last: str) -> None:
                 ctx.reporter.say(f"[{name}] is now out of date; `dualsft run` makes it again")
             return
     if world().main:
-        write_report(rundir.path)
+        for write_report in parts("report"):
+            write_report(rundir.path)
     ctx.reporter.say(f"report: {rundir.path / 'report.md'}")
 
 

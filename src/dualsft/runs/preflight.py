@@ -13,11 +13,11 @@ from typing import Any
 
 from dualsft.config import settings
 from dualsft.config.checks import missing_consent
+from dualsft.config.parts import parts
 from dualsft.config.settings import Config, DataConfig
 from dualsft.data.corpus import BUILTIN, builtin_names
 from dualsft.data.sources import find_files, split_paths
 from dualsft.errors import ConfigError
-from dualsft.lab.evaluation.tasks import task_problems
 from dualsft.model.resolve import check_model
 from dualsft.system.paths import Place, RunPath
 
@@ -100,7 +100,7 @@ def path_problems(values: Mapping[str, Any]) -> list[str]:
     template = data.template_file
     if template is not None and not _is_file(template):
         problems.append(f"data.template_file: {template!r} is not a file; give a Jinja file")
-    return problems + task_problems(values)
+    return problems + [problem for check in parts("checks") for problem in check(values)]
 
 
 def _is_file(path: str) -> bool:

@@ -123,20 +123,6 @@ def _show(settings: Mapping[str, Any], key: str) -> str:
     return text if len(text) <= 40 else f"{text[:16]}…"
 
 
-SEAL_LINE = "# written by dualsft; sha256 of the lines below: "
-
-
-def sealed_text(text: str) -> str:
-    """A text file under a comment that holds its hash."""
-    return f"{SEAL_LINE}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
-
-
-def broken_seal(text: str) -> bool:
-    """Whether a text has such a comment and is no longer what was written."""
-    first, _, rest = text.partition("\n")
-    return first.startswith(SEAL_LINE) and sealed_text(rest) != text
-
-
 def render_manifest(body: Mapping[str, Any]) -> str:
     """A manifest's text; `seal` is a hash of the rest, so that damage to the file itself shows."""
     sealed = {**body, "seal": sha256_text(_canonical(body))}

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dualsft.distributed.world import CHUNK
 from dualsft.errors import RunError
 from dualsft.system.paths import Place
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-CHUNK = 1 << 22  # entries handled at a time where a temporary copy is needed
 
 _CODES = {
     torch.bool: "BOOL",
@@ -119,6 +119,7 @@ class TensorFile:
         self.metadata: dict[str, str] = {}
         self._offsets: dict[str, int] = {}
         self._staging: Tensor | None = None
+        spans: list[tuple[int, int]] = []
         try:
             with path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
@@ -134,7 +135,12 @@ class TensorFile:
                     raise ValueError(f"{name} has {end - begin} bytes, not {form.num_bytes}")
                 if not 0 <= begin <= end <= room:
                     raise ValueError(f"{name} lies outside the file")
+                spans.append((begin, end))
                 self.forms[name], self._offsets[name] = form, 8 + size + begin
+            spans.sort()
+            ends = [0, *(end for _, end in spans)]
+            if [begin for begin, _ in spans] != ends[:-1] or ends[-1] != room:
+                raise ValueError("its tensors overlap, or leave bytes of the file unused")
         except (
             OSError,
             ValueError,

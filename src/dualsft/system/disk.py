@@ -35,6 +35,15 @@ def storage_errno(problem: BaseException) -> int | None:
     return None
 
 
+def cache_root() -> Path:
+    """Where converted models and downloaded data are kept."""
+    chosen = os.environ.get("DUALSFT_CACHE")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "dualsft"
+
+
 def free_bytes(path: Path) -> int:
     """Free space where a path is, or will be."""
     existing = next(parent for parent in (path, *path.parents) if parent.exists())

@@ -19,6 +19,9 @@ SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 
+SAVING = threading.Event()
+"""Set while progress is being saved: whoever watches this process leaves it the time."""
+
 
 class Interrupted(BaseException):
     """The process was asked to stop; not an error, so nothing but the command line catches it."""

@@ -16,10 +16,9 @@ import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 
-from dualsft.config import settings
+from dualsft.config import methods, settings
 from dualsft.config.settings import Config
 from dualsft.errors import ConfigError, DualsftError
-from dualsft.lab import methods
 from dualsft.lab.compare.matrix import Cell, Matrix, effective_rate
 from dualsft.runs import pipeline
 from dualsft.runs.folder import atomic_write_text

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dualsft.config import settings
+from dualsft.config import methods, settings
+from dualsft.config.methods import Axis
 from dualsft.config.parse import Text, show
 from dualsft.config.settings import Config
 from dualsft.errors import ConfigError
-from dualsft.lab import methods
-from dualsft.lab.methods import Axis
 
 SEEDS = (42, 123, 2026)
 KEYS = (

@@ -28,11 +28,10 @@ from pathlib import Path
 import torch
 import yaml
 
-from dualsft.config import settings
+from dualsft.config import methods, settings
 from dualsft.config.settings import Config
 from dualsft.distributed.launch import SAVING, threads_each
 from dualsft.errors import DualsftError
-from dualsft.lab import methods
 from dualsft.lab.compare.cells import ANSWERS, Ended, known_folders, run_cell
 from dualsft.lab.compare.matrix import Cell, Matrix
 from dualsft.model.load import choose_device

@@ -11,11 +11,11 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
+from dualsft.config.methods import NoOptions, option_docs, option_specs
 from dualsft.config.parse import FieldSpec, Text, convert
 from dualsft.errors import ConfigError
 from dualsft.lab.diagnostics.table_scores import SCORES
 from dualsft.lab.diagnostics.table_training import TRAINING
-from dualsft.runs.entry import NoOptions, option_docs, option_specs
 
 
 @dataclass(frozen=True, kw_only=True)

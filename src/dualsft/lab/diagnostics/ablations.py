@@ -25,7 +25,6 @@ from dualsft.algorithm.topk import TopK
 from dualsft.data.examples import Example
 from dualsft.engine.fused import fused_blocks
 from dualsft.engine.ghost import GhostEngine
-from dualsft.engine.precision import precise
 from dualsft.engine.walk import cwsd_objective, walk
 from dualsft.errors import ConfigError
 from dualsft.lab.diagnostics.job import DiagnosticJob
@@ -117,7 +116,7 @@ def _cwsd_sum(
     sums = blank(engine.candidates, engine.candidates.dtype)
     objective = cwsd_objective(teacher, engine.model, tau)
     with (
-        precise(ctx, "directions", label, engine.model, teacher),
+        ctx.precise("directions", label, engine.model, teacher),
         fused_blocks(teacher, wide=True),
     ):
         walk(engine, anchors, objective, pass_settings(ctx), ctx.reporter, label, sums=sums)

@@ -26,7 +26,6 @@ from dualsft.algorithm.projection import param_scores
 from dualsft.data.examples import Batch, Example, collate
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.losses import plain_example_loss
-from dualsft.engine.precision import precise
 from dualsft.engine.walk import loss_objective, walk
 from dualsft.lab.diagnostics.hessian import plain_cwsd
 from dualsft.lab.diagnostics.job import DiagnosticJob
@@ -105,7 +104,7 @@ def _examples(
 
     def make() -> np.ndarray:
         objective, settings = loss_objective(at.engine.model), pass_settings(ctx)
-        with precise(ctx, "pool", label, at.engine.model):
+        with ctx.precise("pool", label, at.engine.model):
             found = walk(
                 at.engine,
                 pool,

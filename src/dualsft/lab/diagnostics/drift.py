@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine, alone
-from dualsft.engine.precision import precise
 from dualsft.engine.walk import collate_for, loss_objective, walk
 from dualsft.errors import RunError
 from dualsft.lab.diagnostics.agreement import mean_of, number, pair_agreement
@@ -134,7 +133,7 @@ class _Place:
 def _sum(ctx: RunContext, engine: GhostEngine, rows: list[Example]) -> ParamVector:
     sums = blank(engine.candidates, engine.candidates.dtype)
     objective, settings = loss_objective(engine.model), pass_settings(ctx)
-    with precise(ctx, "directions", "score drift", engine.model):
+    with ctx.precise("directions", "score drift", engine.model):
         walk(engine, rows, objective, settings, ctx.reporter, "drift", sums=sums)
     return sums
 
@@ -157,7 +156,7 @@ def _compare(job: DiagnosticJob, old: _Place, new: _Place) -> dict[str, Any]:
     total_old, total_new = (ParamVector.zeros(old.engine.candidates) for _ in range(2))
     scores, norms, moved = [], [], []
     models = old.engine.model, new.engine.model
-    with precise(old.ctx, "directions", "score drift", *models):
+    with old.ctx.precise("directions", "score drift", *models):
         for example in old.probes:
             before, after = old.gradient(example), new.gradient(example)
             vectors = {"v0": old.direction, "v1": new.direction, "g0": before, "g1": after}

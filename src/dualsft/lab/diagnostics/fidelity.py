@@ -29,7 +29,6 @@ from transformers import PreTrainedModel
 from dualsft.algorithm.projection import ProjectionTerms, effective_lambda
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
-from dualsft.engine.precision import precise
 from dualsft.engine.walk import loss_objective, walk
 from dualsft.errors import ConfigError
 from dualsft.lab.diagnostics.agreement import Bootstrap, interval, mean_of, number, pair_agreement
@@ -445,5 +444,5 @@ def predicted(forms: Mapping[Form, Vector], gradient: Vector) -> dict[str, float
 def _walk(ctx: RunContext, engine: GhostEngine, rows: Sequence[Example], **what: Any) -> np.ndarray:
     """A short walk with nothing said or saved; returns the dots."""
     objective, settings = loss_objective(engine.model), pass_settings(ctx)
-    with precise(ctx, "directions", "score fidelity", engine.model):
+    with ctx.precise("directions", "score fidelity", engine.model):
         return walk(engine, rows, objective, settings, ctx.reporter, "set", **what).dots

@@ -10,7 +10,6 @@ kill loses little. It belongs to no line of Algorithm 1.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -23,16 +22,17 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from dualsft.config import settings
+from dualsft.config.parts import load_target
 from dualsft.data.examples import Example, digest
 from dualsft.engine.ghost import GhostEngine
 from dualsft.errors import RunError
 from dualsft.lab.diagnostics import Diagnostic, Wanted
-from dualsft.lab.report.markdown import outdated, read_manifests
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir, atomic_write_text
 from dualsft.runs.method import Job
 from dualsft.runs.stages.chosen import at_hand
 from dualsft.runs.stages.selection import Scoring
+from dualsft.runs.summaries import outdated, read_manifests
 from dualsft.storage.resume import Pieces
 from dualsft.system.paths import Place, RunPath, run_path
 from dualsft.system.peak_memory import PeakMemory
@@ -151,7 +151,7 @@ def _ensure(
     try:
         start = time.perf_counter()
         with PeakMemory() as memory:
-            result = load(one.target)(DiagnosticJob(ctx, options))
+            result = load_target(one.target)(DiagnosticJob(ctx, options))
     except Interrupted as stopped:
         stopped.saved = stopped.saved or ctx.pieces.rescue()
         raise
@@ -177,10 +177,4 @@ def draw(one: Diagnostic, path: RunPath) -> list[RunPath]:
     if one.figure is None:
         return []
     result = path.read_json()["result"]
-    return load(one.figure)(result, path.with_suffix(""))
-
-
-def load(target: str) -> Any:
-    """What "module:name" is."""
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return load_target(one.figure)(result, path.with_suffix(""))

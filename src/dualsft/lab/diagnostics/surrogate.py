@@ -21,7 +21,6 @@ from dualsft.algorithm.projection import ProjectionTerms, param_scores, projecti
 from dualsft.algorithm.topk import TopK, top_b, topk_signed
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
-from dualsft.engine.precision import precise
 from dualsft.engine.walk import loss_objective, walk
 from dualsft.lab.diagnostics.job import DiagnosticJob
 from dualsft.memory.placement import blank
@@ -100,7 +99,7 @@ def gradient_sum(
     """Σ of the example gradients; a walk that goes on after a kill."""
     sums, ctx = blank(engine.candidates, engine.candidates.dtype), job.ctx
     settings, objective = pass_settings(ctx), loss_objective(engine.model)
-    with precise(ctx, "pool", label, engine.model):
+    with ctx.precise("pool", label, engine.model):
         walk(engine, examples, objective, settings, ctx.reporter, label, sums=sums)
     return sums
 
@@ -136,7 +135,7 @@ def init_surrogate(job: DiagnosticJob) -> Surrogate | None:
     model = ctx.theta_old()
     engine = job.engine(model)
     roles = job.roles
-    with precise(ctx, "directions", "v_new (init)", model):
+    with ctx.precise("directions", "v_new (init)", model):
         sums = gradient_sum(job, engine, roles["val"], "v_new (init)")
     val_grad = sums.scaled(1.0 / len(roles["val"]))
     grad_sum = gradient_sum(job, engine, roles["pool"], "pool (G, init)")

@@ -11,6 +11,7 @@ item).
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,16 +22,21 @@ import torch
 from transformers import PreTrainedModel
 
 from dualsft.data.examples import Example, collate, digest, named
+from dualsft.data.sources import source_hash
 from dualsft.data.templates import Template
 from dualsft.distributed.world import alone, world
 from dualsft.engine.losses import Comparison, comparison
 from dualsft.engine.walk import remaining_batches
 from dualsft.errors import RunError
 from dualsft.lab.evaluation.benchmarks import harness_model, run_benchmarks, vllm_model
+from dualsft.lab.evaluation.tasks import check_room, task_files, wanted_tasks
 from dualsft.model.sharded import is_sharded, release
 from dualsft.runs.context import RunContext
+from dualsft.runs.fingerprints import Settings, hash_template, pick
 from dualsft.runs.folder import model_in
+from dualsft.runs.pipeline import Stage
 from dualsft.runs.stages.split import load_examples
+from dualsft.storage.manifest import sha256_file
 from dualsft.system.paths import RunPath
 from dualsft.system.usage import Smaller, give_back, is_out_of_memory
 
@@ -242,3 +248,40 @@ def answer(ctx: RunContext, model: PreTrainedModel, prompt: str) -> str:
     )
     release(model)
     return ctx.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True).strip()
+
+
+# --- the stage -----------------------------------------------------------------------------------
+
+
+def evaluation_settings(ctx: RunContext) -> Settings:
+    chosen = pick(ctx, "evaluation.*", "data.*")
+    del chosen["data.path"], chosen["data.val_path"]
+    del chosen["evaluation.allow_code_execution"]
+    files = ctx.config.evaluation.files
+    hashes = {
+        name: source_hash(ctx.data_path(path), ctx.config.data, f"evaluation.files: {name}")
+        for name, path in files.items()
+    }
+    hash_template(ctx, chosen)
+    return chosen | {"evaluation.files": hashes, "losses of examples": True} | _task_settings(ctx)
+
+
+def _task_settings(ctx: RunContext) -> Settings:
+    """Benchmarks: the harness's version decides their prompts, local rows count by content."""
+    evaluation = ctx.config.evaluation
+    if evaluation.tasks is None:
+        return {}
+    files = task_files(wanted_tasks(evaluation.tasks), evaluation.data_dir)
+    rows = {stem: sha256_file(path) for stem, path in files.items()}
+    return {
+        "lm_eval": importlib.metadata.version("lm_eval"),
+        "evaluation.data_dir": rows or None,
+    }
+
+
+def _check(ctx: RunContext) -> None:
+    """The model must have room for the benchmarks' prompts: known before any stage runs."""
+    check_room(ctx.config.evaluation.tasks, ctx.max_positions)
+
+
+STAGE = Stage("evaluation", run, evaluation_settings, ("split", "finetune"), check=_check)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from dualsft.config.fields import Count, NonNegative, Positive
+from dualsft.config.methods import Entry
 from dualsft.config.parse import Bounds
-from dualsft.runs.entry import Entry
 
 Share = Annotated[float, Bounds(least=0, below=1)]
 
@@ -100,53 +100,7 @@ class SpiceOptions:
     """Examples of a window (released_window)."""
 
 
-_PASS = "a warmup over D_warm, gradients over D_val and D_anchor, one pass over the pool"
-
 DATA: tuple[Entry, ...] = (
-    Entry(
-        name="dualsft",
-        parallel=True,
-        axis="data",
-        target="dualsft.lab.methods.dualsft:DualData",
-        summary="the b largest signed scores ⟨u, g_n⟩ of the scoring pool (D_train without D_warm)",
-        cost=f"{_PASS} with one more product a layer",
-        memory="the model, G and u over the candidates, a batch's activations",
-        source="Algorithm 1 of the DualSFT paper",
-        deviations="one pass with a certificate instead of two, the same selection",
-        needs=("warmup", "scores"),
-    ),
-    Entry(
-        name="dualsft_reversed",
-        parallel=True,
-        axis="data",
-        target="dualsft.lab.methods.dualsft:ReversedData",
-        summary="control: the b smallest scores",
-        cost=f"{_PASS} with one more product a layer",
-        memory="as dualsft",
-        source="the paper's reverse selection",
-        needs=("warmup", "scores"),
-    ),
-    Entry(
-        name="random",
-        parallel=True,
-        axis="data",
-        target="dualsft.lab.methods.controls:RandomData",
-        summary="b examples of D_train, uniformly, without replacement",
-        cost="none",
-        memory="none",
-        source="control",
-    ),
-    Entry(
-        name="all",
-        parallel=True,
-        axis="data",
-        target="dualsft.lab.methods.controls:AllData",
-        summary="all of D_train (pool and warm)",
-        cost="none",
-        memory="none",
-        source="standard fine-tuning",
-        uses_budget=False,
-    ),
     Entry(
         name="top_loss",
         axis="data",

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from dualsft.data.examples import Batch, Example
 from dualsft.engine.losses import Positions, last_hidden
-from dualsft.engine.sketch import per_example
+from dualsft.lab.methods.per_example import per_example
 from dualsft.lab.methods.spice import placed
 from dualsft.model.load import output_head
 from dualsft.runs.method import DataChoice, DataMethod, Job

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from dualsft.config.methods import Entry
 from dualsft.data.examples import Batch, Example
-from dualsft.engine.sketch import Sketch, Sketcher, Transform, per_example
+from dualsft.engine.sketch import Sketch, Sketcher, Transform
 from dualsft.errors import ConfigError
 from dualsft.lab.methods.loss_ranked import top
+from dualsft.lab.methods.per_example import per_example
 from dualsft.model.load import decoder_blocks, is_linear
-from dualsft.runs.entry import Entry
 from dualsft.runs.method import DataChoice, DataMethod, Job
 from dualsft.storage.vectors import accumulation_dtype
 from dualsft.train.loop import FEW_STEPS, Hooks, TrainingPlan, learning_rate, train

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from dualsft.config.methods import Entry
 from dualsft.errors import ConfigError
 from dualsft.lab.methods.params_table import LoraOptions
 from dualsft.model.load import empty_model, text_decoder
-from dualsft.runs.entry import Entry
 from dualsft.runs.method import Job, ParamChoice, ParamMethod
 from dualsft.runs.stages.selection import param_budget
 
@@ -102,7 +102,7 @@ class Lora(ParamMethod):
 
     def detach(self, job: Job, model: PreTrainedModel) -> PreTrainedModel:
         folder = job.part / FOLDER
-        folder.mkdir()
+        folder.mkdir(parents=True)
         self._peft.save_pretrained(str(folder.checked()), save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)  # a form to fill in
         stored = (folder / "adapter_config.json").read_json()

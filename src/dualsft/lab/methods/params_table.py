@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from dualsft.config.fields import Count
+from dualsft.config.methods import Entry
 from dualsft.config.parse import Bounds, Names
-from dualsft.runs.entry import Entry
 
 Share = Annotated[float, Bounds(least=0, most=1)]
 Part = Annotated[float, Bounds(above=0, most=1)]
-_PASS = "a warmup over D_warm, gradients over D_val and D_anchor, one pass over the pool"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,49 +121,6 @@ class LoraOptions:
 
 
 PARAMS: tuple[Entry, ...] = (
-    Entry(
-        name="dualsft",
-        parallel=True,
-        axis="params",
-        target="dualsft.lab.methods.dualsft:DualParams",
-        summary="the k largest signed scores u ⊙ G over all candidates",
-        cost=_PASS,
-        memory="the model, G over the candidates, a batch's activations",
-        source="Algorithm 1 of the DualSFT paper",
-        needs=("warmup", "scores"),
-    ),
-    Entry(
-        name="dualsft_reversed",
-        parallel=True,
-        axis="params",
-        target="dualsft.lab.methods.dualsft:ReversedParams",
-        summary="control: the k smallest scores",
-        cost=_PASS,
-        memory="as dualsft",
-        source="the paper's reverse selection",
-        needs=("warmup", "scores"),
-    ),
-    Entry(
-        name="random",
-        parallel=True,
-        axis="params",
-        target="dualsft.lab.methods.controls:RandomParams",
-        summary="k candidate entries, uniformly, without replacement",
-        cost="none",
-        memory="8 bytes a selected entry",
-        source="control",
-    ),
-    Entry(
-        name="all",
-        parallel=True,
-        axis="params",
-        target="dualsft.lab.methods.controls:AllParams",
-        summary="every parameter",
-        cost="none",
-        memory="full AdamW: master and moments of every parameter",
-        source="standard fine-tuning",
-        uses_budget=False,
-    ),
     Entry(
         name="s2ft",
         axis="params",

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from dualsft.data.examples import Example
-from dualsft.engine.sketch import Sketch, Sketcher, per_example
+from dualsft.engine.sketch import Sketch, Sketcher
 from dualsft.errors import ConfigError
+from dualsft.lab.methods.per_example import per_example
 from dualsft.model.load import is_linear
 from dualsft.runs.method import DataChoice, DataMethod, Job
 from dualsft.storage.vectors import reduction_dtype

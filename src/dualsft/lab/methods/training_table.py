@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from dualsft.config.fields import Positive
+from dualsft.config.methods import Entry
 from dualsft.config.parse import Bounds
-from dualsft.runs.entry import Entry
 
 Share = Annotated[float, Bounds(least=0, most=1)]
 

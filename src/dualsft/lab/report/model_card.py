@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from dualsft.lab.methods import registry
+from dualsft.config.methods import registry
 from dualsft.lab.report.parts import LOSS_NOTE, duration, methods_of, number, peak_gib, percent
 from dualsft.lab.report.warnings import concerns
 from dualsft.storage.manifest import atomic_write_text

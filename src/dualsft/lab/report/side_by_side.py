@@ -19,12 +19,13 @@ from dualsft.errors import ConfigError
 from dualsft.lab.diagnostics.ranking import mask_jaccard
 from dualsft.lab.report.examples import parameter_shapes
 from dualsft.lab.report.html import page
-from dualsft.lab.report.markdown import load_summaries, table, write_report
+from dualsft.lab.report.markdown import table, write_report
 from dualsft.lab.report.parts import duration, esc, methods_of, number, peak_gib, percent, section
 from dualsft.lab.report.parts import table as html_table
 from dualsft.lab.report.warnings import concerns
 from dualsft.runs.preflight import FOLDERS
 from dualsft.runs.stages.chosen import read_mask
+from dualsft.runs.summaries import load_summaries
 from dualsft.storage.manifest import atomic_write_text
 from dualsft.system.paths import RunPath
 

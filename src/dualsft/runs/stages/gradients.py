@@ -20,7 +20,6 @@ from dualsft.algorithm.self_checks import TOLERANCE, check_fused_loss
 from dualsft.data.examples import Example
 from dualsft.distributed.world import world
 from dualsft.engine.ghost import GhostEngine
-from dualsft.engine.precision import precise
 from dualsft.engine.walk import PassResult, loss_objective, walk
 from dualsft.memory.placement import blank
 from dualsft.runs.context import RunContext, pass_settings
@@ -40,7 +39,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     say = ctx.reporter
 
     sums, label = blank(engine.candidates, engine.candidates.dtype), "v_new (validation)"
-    with precise(ctx, "directions", label, model) as (wide,):
+    with ctx.precise("directions", label, model) as (wide,):
         validation = walk(
             engine.on(wide), roles["val"], loss_objective(wide), settings, say, label, sums=sums
         )
@@ -61,7 +60,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
         direction = terms.estimate()
     grad_sum = blank(engine.candidates, engine.candidates.dtype)
     label = "pool (G and f)" if one_pass else "pool (G)"
-    with precise(ctx, "pool", label, model) as (wide,):
+    with ctx.precise("pool", label, model) as (wide,):
         result = walk(
             engine.on(wide),
             pool,

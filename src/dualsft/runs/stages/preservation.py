@@ -18,7 +18,6 @@ from dualsft.data.examples import Example, collate
 from dualsft.distributed.world import world
 from dualsft.engine.fused import fused_blocks
 from dualsft.engine.ghost import GhostEngine, alone
-from dualsft.engine.precision import precise
 from dualsft.engine.walk import PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.memory.placement import blank
 from dualsft.model.sharded import weights_vector
@@ -41,7 +40,7 @@ def prior_gradient(
         label = "v_prior (CWSD on the anchors)"
         sums = blank(engine.candidates, engine.candidates.dtype)
         with (
-            precise(ctx, "directions", label, engine.model, theta_old) as (student, teacher),
+            ctx.precise("directions", label, engine.model, theta_old) as (student, teacher),
             fused_blocks(teacher, wide=True),  # the teacher computes as the student does
         ):
             objective, at = (

@@ -24,7 +24,6 @@ from dualsft.algorithm.self_checks import TOLERANCE, dot_alone
 from dualsft.data.examples import Example
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine, widened
-from dualsft.engine.precision import precise
 from dualsft.engine.walk import loss_objective, walk
 from dualsft.errors import RunError
 from dualsft.model.load import Candidates
@@ -113,7 +112,7 @@ def exact_dots(
 ) -> np.ndarray:
     """⟨direction, g_n⟩ of these examples by a walk of its own."""
     settings, say = pass_settings(ctx), ctx.reporter
-    with precise(ctx, "pool", label, engine.model) as (wide,):
+    with ctx.precise("pool", label, engine.model) as (wide,):
         objective = loss_objective(wide)
         result = walk(
             engine.on(wide), examples, objective, settings, say, label, direction=direction

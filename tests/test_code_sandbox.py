@@ -14,8 +14,8 @@ import pytest
 
 from dualsft.lab.evaluation import sandbox as code_sandbox
 from dualsft.lab.evaluation.sandbox import (
-    Limits,
-    Verdict,
+    ProgramVerdict,
+    SandboxLimits,
     describe_protection,
     run_candidate,
     run_candidates,
@@ -23,10 +23,10 @@ from dualsft.lab.evaluation.sandbox import (
 
 TEST = "def check(add):\n    assert add(2, 3) == 5\n    assert add(-1, 1) == 0\ncheck(add)"
 GOOD = "def add(a, b):\n    return a + b\n"
-QUICK = Limits(seconds=1.0)
+QUICK = SandboxLimits(seconds=1.0)
 
 
-def judge(candidate: str, limits: Limits | None = None) -> Verdict:
+def judge(candidate: str, limits: SandboxLimits | None = None) -> ProgramVerdict:
     return run_candidate(candidate, TEST, limits or QUICK)
 
 
@@ -61,7 +61,7 @@ def test_verdicts_are_those_of_a_plain_interpreter(name: str) -> None:
     )
     ended = plain.returncode == 0 and name != "sys.exit"  # which code_eval counts as a failure
     assert ended == passes
-    verdict = judge(candidate, Limits(seconds=10))
+    verdict = judge(candidate, SandboxLimits(seconds=10))
     assert verdict.passed == passes, verdict
     assert verdict.compiled == (name != "syntax")
 
@@ -100,7 +100,7 @@ def test_hostile_programs_do_not_pass(name: str) -> None:
     hostile = HOSTILE[name]
     candidate = hostile if "def add" in hostile else hostile + GOOD
     assert not judge(candidate).passed
-    assert judge(GOOD, Limits(seconds=10)).passed, "the next program is not hurt"
+    assert judge(GOOD, SandboxLimits(seconds=10)).passed, "the next program is not hurt"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_each_layer_holds_by_itself(take: str, holds: set[str], tmp_path: Path) 
 )
 def test_nothing_is_written_outside(line: str, tmp_path: Path) -> None:
     target = tmp_path / "written"
-    verdict = judge(line.format(path=str(target)) + "\n" + GOOD, Limits(seconds=10))
+    verdict = judge(line.format(path=str(target)) + "\n" + GOOD, SandboxLimits(seconds=10))
     assert not verdict.passed and not os.path.lexists(target)
 
 
@@ -216,7 +216,9 @@ def test_nothing_outside_is_removed(call: str, tmp_path: Path) -> None:
     kept.write_text("kept")
     argument = str(kept.parent if call == "shutil.rmtree" else kept)
     more = ", 0" if call == "os.truncate" else ""
-    verdict = judge(f"import os, shutil\n{call}({argument!r}{more})\n" + GOOD, Limits(seconds=10))
+    verdict = judge(
+        f"import os, shutil\n{call}({argument!r}{more})\n" + GOOD, SandboxLimits(seconds=10)
+    )
     assert not verdict.passed and kept.read_text() == "kept"
 
 
@@ -236,7 +238,7 @@ def test_nothing_outside_is_changed(line: str, tmp_path: Path) -> None:
     kept.write_text("kept")
     before = kept.stat()
     words = {"path": str(kept), "name": kept.name, "folder": str(tmp_path)}
-    verdict = judge(f"import os\n{line.format(**words)}\n" + GOOD, Limits(seconds=10))
+    verdict = judge(f"import os\n{line.format(**words)}\n" + GOOD, SandboxLimits(seconds=10))
     after = kept.stat()
     assert (after.st_mode, after.st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
     assert not os.listxattr(kept)
@@ -249,16 +251,16 @@ def test_the_folder_is_empty_writable_and_removed(tmp_path: Path) -> None:
         "open('mine', 'w').write('x')\nassert open('mine').read() == 'x'\n"
     )
     before = set(os.listdir(tmp_path.parent))
-    assert judge(said + GOOD, Limits(seconds=10)).passed
+    assert judge(said + GOOD, SandboxLimits(seconds=10)).passed
     large = "open('mine', 'wb').write(b'x' * 2**22)\n"
-    assert judge(large + GOOD, Limits(seconds=10)).reason == "failed: OSError"
+    assert judge(large + GOOD, SandboxLimits(seconds=10)).reason == "failed: OSError"
     assert set(os.listdir(tmp_path.parent)) == before
 
 
 def test_the_environment_is_scrubbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     said = "import os\nassert 'HF_TOKEN' not in os.environ and len(os.environ) < 10\n"
-    assert judge(said + GOOD, Limits(seconds=10)).passed
+    assert judge(said + GOOD, SandboxLimits(seconds=10)).passed
 
 
 @pytest.mark.parametrize("how", ["socket", "_socket"])
@@ -267,7 +269,7 @@ def test_no_connection_is_made(how: str) -> None:
         server.settimeout(0.2)
         port = server.getsockname()[1]
         connect = f"import {how} as s\nc = s.socket()\nc.connect(('127.0.0.1', {port}))\n"
-        assert not judge(connect + GOOD, Limits(seconds=10)).passed
+        assert not judge(connect + GOOD, SandboxLimits(seconds=10)).passed
         with pytest.raises(TimeoutError):
             server.accept()
 
@@ -275,12 +277,12 @@ def test_no_connection_is_made(how: str) -> None:
 def test_the_parent_is_not_killed() -> None:
     kill = "import os, signal\n{}\n"
     for call in ("os.kill(os.getppid(), signal.SIGTERM)", "os.killpg(1, 9)", "os.kill(-1, 9)"):
-        assert not judge(kill.format(call) + GOOD, Limits(seconds=10)).passed
+        assert not judge(kill.format(call) + GOOD, SandboxLimits(seconds=10)).passed
 
 
 def test_huge_output_goes_nowhere(capfd: pytest.CaptureFixture[str]) -> None:
     loud = "import sys\nfor _ in range(50):\n    sys.stdout.write('x' * 10**6)\n"
-    assert judge(loud + "sys.stderr.write('y' * 10**6)\n" + GOOD, Limits(seconds=20)).passed
+    assert judge(loud + "sys.stderr.write('y' * 10**6)\n" + GOOD, SandboxLimits(seconds=20)).passed
     said = capfd.readouterr()
     assert said.out == "" and said.err == ""
 
@@ -289,7 +291,7 @@ def test_many_run_in_order_and_report_what_held_them() -> None:
     seen: list[int] = []
     wrong = GOOD.replace("+", "*")
     verdicts = run_candidates(
-        [(GOOD, TEST), (wrong, TEST)] * 3, Limits(seconds=10), workers=2, advance=seen.append
+        [(GOOD, TEST), (wrong, TEST)] * 3, SandboxLimits(seconds=10), workers=2, advance=seen.append
     )
     assert [v.passed for v in verdicts] == [True, False] * 3
     assert sum(seen) == 6 and threading.active_count() < 10
@@ -297,5 +299,5 @@ def test_many_run_in_order_and_report_what_held_them() -> None:
     words = describe_protection(verdicts)
     assert ("seccomp" in words["network"]) == taken["seccomp"]
     assert (words["files"] == "Landlock") == taken["landlock"]
-    without = Verdict(True, "passed", True, dict.fromkeys(taken, False))
+    without = ProgramVerdict(True, "passed", True, dict.fromkeys(taken, False))
     assert "only" in describe_protection([*verdicts, without])["network"]

@@ -19,7 +19,7 @@ from dualsft.lab.compare import matrix as comparison_matrix
 from dualsft.lab.compare import pages as comparison_tables
 from dualsft.lab.compare import tables as comparison
 from dualsft.lab.compare.matrix import Cell, Matrix, load_matrix
-from dualsft.lab.compare.tables import Record, Result, make_table
+from dualsft.lab.compare.tables import CellRecord, Result, make_table
 from dualsft.runs import pipeline
 from dualsft.system.progress import Reporter
 
@@ -135,7 +135,7 @@ def table_of(
     cells = [cell for cell in matrix.cells() if not gone(cell)]
     took = {"data_share": 0.1, "param_share": 0.05, "changed_share": 0.9, "total_seconds": 7.0}
     records = [
-        Record(
+        CellRecord(
             cell,
             place(tmp_path),
             {"loss.new": LOSSES[cell.method.name] + 0.01 * cell.seed, "kl.new": 1.0, **took},

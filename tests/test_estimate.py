@@ -28,7 +28,7 @@ from dualsft.lab.estimate import estimate as estimation
 from dualsft.lab.estimate.probe import Memory, deeper, saved_bytes
 from dualsft.lab.estimate.training_costs import Room, Training, finetune_cures, warmup_cures
 from dualsft.lab.estimate.workload import Lengths, Workload, cut, survey
-from dualsft.memory.plans import GIB, HEADROOM, Activations, Line
+from dualsft.memory.plans import GIB, HEADROOM, Activations, LinearFit
 from dualsft.model.load import shallow_model
 from dualsft.runs import pipeline
 from dualsft.runs.preflight import FOLDERS
@@ -116,8 +116,8 @@ def test_a_small_gpu_does_not_fit_and_the_cure_is_said(
 
 def training(**changes: object) -> Training:
     """A billion whole parameters; a micro-batch of 1,000 tokens takes 1 GiB, or a quarter."""
-    line = Line(0.0, GIB / 1000)
-    small = Line(0.0, GIB / 4000)
+    line = LinearFit(0.0, GIB / 1000)
+    small = LinearFit(0.0, GIB / 4000)
     plan = TrainingPlan(
         lr=1e-5,
         epochs=1,
@@ -214,14 +214,14 @@ def test_one_and_two_layers_foretell_five(arch: str, model_folder: Folders) -> N
     folder = model_folder(arch)
     device = torch.device("cpu")
 
-    def line(layers: int) -> Line:
+    def line(layers: int) -> LinearFit:
         model = shallow_model(folder, layers, torch.float32, device)
         assert model.config.num_hidden_layers == layers
         points = []
         for rows in (2, 4):
             batch = collate([tokens(12)] * rows, 0)
             points.append((12 * rows, saved_bytes(model, batch)))
-        return Line.through(*points)
+        return LinearFit.through(*points)
 
     foretold, real = deeper(line(1), line(2), 5), line(5)
     for count in (24, 48, 480):
@@ -230,7 +230,7 @@ def test_one_and_two_layers_foretell_five(arch: str, model_folder: Folders) -> N
 
 
 def test_deeper_never_shrinks() -> None:
-    assert deeper(Line(10, 2), Line(9, 3), 4) == Line(10, 5)
+    assert deeper(LinearFit(10, 2), LinearFit(9, 3), 4) == LinearFit(10, 5)
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60), most=st.integers(1, 200))

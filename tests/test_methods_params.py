@@ -25,7 +25,7 @@ from dualsft.data.examples import Example, collate, training_order
 from dualsft.engine.losses import last_hidden, plain_example_loss
 from dualsft.errors import ConfigError
 from dualsft.lab.methods.lift import reconstruction
-from dualsft.lab.methods.matrices import Matrix, matrices, shares, whole_units
+from dualsft.lab.methods.matrices import WeightMatrix, matrices, shares, whole_units
 from dualsft.lab.methods.nanoadam import smallest
 from dualsft.lab.methods.smt import block_entries, block_sizes, block_sums
 from dualsft.model.load import text_parameters
@@ -231,7 +231,7 @@ def test_shares_are_exact_and_in_proportion() -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_lines_of_a_matrix(transposed: bool) -> None:
     stored = torch.Size([3, 4])
-    matrix = Matrix("m", "down", stored, transposed)
+    matrix = WeightMatrix("m", "down", stored, transposed)
     picked = torch.tensor([0, 2])
     plain = torch.zeros(4, 3) if transposed else torch.zeros(3, 4)  # [out, in]
     plain[:, picked] = 1.0

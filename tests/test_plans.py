@@ -34,7 +34,7 @@ from dualsft.memory.plans import (
     SMALL_BATCH,
     Activations,
     Demand,
-    Line,
+    LinearFit,
     Plan,
     Wishes,
     choose,
@@ -71,8 +71,8 @@ DEMAND = Demand(
     sum_itemsize=4,
     direction_itemsize=2,
     longest=2000,
-    kept=Activations(Line(1.0 * GIB, 3.2e6), Line(0.5 * GIB, 3.4e6)),
-    recomputed=Activations(Line(1.0 * GIB, 0.3e6), Line(0.4 * GIB, 0.4e6)),
+    kept=Activations(LinearFit(1.0 * GIB, 3.2e6), LinearFit(0.5 * GIB, 3.4e6)),
+    recomputed=Activations(LinearFit(1.0 * GIB, 0.3e6), LinearFit(0.4 * GIB, 0.4e6)),
 )
 WHOLE = DEMAND.vectors("device")
 
@@ -149,12 +149,12 @@ def test_a_wished_plan_that_fits_only_with_small_batches_is_still_the_first() ->
 
 def test_batches_stop_where_they_are_ample() -> None:
     """Unless a size is set: 12 GiB of activations, but 4,096 tokens and the longest example."""
-    light = Activations(Line(1.0 * GIB, 2e6), Line(0.5 * GIB, 2e6))
+    light = Activations(LinearFit(1.0 * GIB, 2e6), LinearFit(0.5 * GIB, 2e6))
     plan = chosen(139, Wishes(), kept=light)[0]
     assert kind(plan) == ("device", False, 1)
     assert light.at(plan.batch_tokens) <= AMPLE_BYTES < light.at(plan.batch_tokens + 2)
     assert AMPLE_BATCH < plan.batch_tokens < chosen(139, kept=light)[0].batch_tokens
-    heavy = Activations(Line(0.0, 9e6), Line(0.0, 9e6))
+    heavy = Activations(LinearFit(0.0, 9e6), LinearFit(0.0, 9e6))
     assert chosen(139, Wishes(), kept=heavy)[0].batch_tokens == AMPLE_BATCH
     assert chosen(139, Wishes(), kept=heavy, longest=5000)[0].batch_tokens == 5000
     streamed = chosen(139, Wishes(placement="host"))[0]
@@ -167,7 +167,9 @@ def test_a_small_batch_gives_way_to_a_smaller_plan_with_a_larger_one() -> None:
     memory = (DEMAND.held + WHOLE + DEMAND.kept.at(1500)) / (1 - HEADROOM) / GIB
     plan = chosen(memory, longest=500)[0]
     assert kind(plan) == ("device", True, 1) and plan.batch_tokens > SMALL_BATCH
-    alone = chosen(memory, longest=500, recomputed=Activations(Line(9e12, 1.0), Line(9e12, 1.0)))[0]
+    alone = chosen(
+        memory, longest=500, recomputed=Activations(LinearFit(9e12, 1.0), LinearFit(9e12, 1.0))
+    )[0]
     assert kind(alone) == ("host", False, 1)
 
 

@@ -64,7 +64,7 @@ _OPENAI_TAGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DatasetEntry:
     """Where an entry's rows are, and how they are written."""
 
     source: str | HubDataset
@@ -72,7 +72,7 @@ class Entry:
     num_samples: int | None = None
 
 
-def read_entry(path: Path, name: str, entries: Mapping[str, Any], key: str) -> Entry:
+def read_entry(path: Path, name: str, entries: Mapping[str, Any], key: str) -> DatasetEntry:
     """The entry of this name."""
 
     def refuse(what: str) -> ConfigError:
@@ -110,7 +110,7 @@ def read_entry(path: Path, name: str, entries: Mapping[str, Any], key: str) -> E
     samples = entry.get("num_samples")
     if samples is not None and (type(samples) is not int or samples < 1):
         raise refuse(f"num_samples {samples!r} must be an integer of 1 or more; write a count")
-    return Entry(found, _layout(entry, refuse), samples)
+    return DatasetEntry(found, _layout(entry, refuse), samples)
 
 
 def _layout(entry: dict[str, Any], refuse: Any) -> Layout:

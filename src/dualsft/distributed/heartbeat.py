@@ -39,7 +39,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dualsft.distributed.store import How, Line, Peer, Word, agent_store
+from dualsft.distributed.store import Connection, How, Peer, Word, agent_store
 from dualsft.distributed.world import World
 from dualsft.errors import ConfigError, DualsftError, RunError
 from dualsft.system import signals as interrupt
@@ -201,12 +201,12 @@ class _Watch:
     # --- the thread that talks --------------------------------------------------------------------
 
     def _exchange(self) -> None:
-        line: Line | None = None
+        line: Connection | None = None
         for beat in itertools.count():
             last = self._over.is_set()
             self._exchange_began = time.monotonic()
             try:
-                line = line or Line(self._purpose)
+                line = line or Connection(self._purpose)
                 self._turn(line, beat)
                 lost = False
             except (RuntimeError, OSError):  # torch's DistError is a RuntimeError
@@ -227,7 +227,7 @@ class _Watch:
         if line is not None:
             line.close()
 
-    def _turn(self, line: Line, beat: int) -> None:
+    def _turn(self, line: Connection, beat: int) -> None:
         """Write what this process has to say, read what the others have."""
         with self._news:
             version, own = self._asked_to_post, self._own.beat(beat)

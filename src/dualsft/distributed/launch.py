@@ -90,17 +90,17 @@ def _agent_store() -> bool:
 
 
 def _let_others_know(error: BaseException) -> None:
-    from dualsft.distributed.store import Line
+    from dualsft.distributed.store import Connection
 
     if _agent_store():
         with suppress(RuntimeError, OSError):
-            Line(SAID).write(SAID, str(error))
+            Connection(SAID).write(SAID, str(error))
 
 
 def _is_first_ones(error: BaseException) -> bool:
     """Whether the first process says the same, as far as the store can tell."""
     from dualsft.distributed import heartbeat
-    from dualsft.distributed.store import Line
+    from dualsft.distributed.store import Connection
 
     if isinstance(error, interrupt.Interrupted):
         return True
@@ -108,7 +108,7 @@ def _is_first_ones(error: BaseException) -> bool:
         return known
     if _agent_store():  # otherwise the store was the first process's: gone, or not yet made
         with suppress(RuntimeError, OSError):
-            line, deadline = Line(SAID), time.monotonic() + FIRST_WORD
+            line, deadline = Connection(SAID), time.monotonic() + FIRST_WORD
             while not line.has(SAID) and time.monotonic() < deadline:
                 time.sleep(0.05)
             return line.has(SAID) and line.read([SAID]) == [str(error).encode()]

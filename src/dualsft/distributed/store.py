@@ -1,7 +1,7 @@
 """The store of a launcher: where processes read of one another without a collective.
 
 torchrun holds a store for the processes it starts; under other launchers the first process holds it
-from the making of the process group on. `Line` is a connection to it, `Word` what a process writes
+from the making of the process group on. `Connection` talks to it, `Word` is what a process writes
 there about itself (`distributed/heartbeat.py`, `distributed/launch.py`). Belongs to no line of
 Algorithm 1.
 """
@@ -74,7 +74,7 @@ def agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-class Line:
+class Connection:
     """A connection of one's own to the store that the process group was made with."""
 
     def __init__(self, purpose: str, timeout: float = 5.0) -> None:

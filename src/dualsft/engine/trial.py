@@ -19,7 +19,7 @@ from dualsft.engine.checkpointing import checkpointed
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import Head, HeadObserver
 from dualsft.memory.placement import Scratch
-from dualsft.memory.plans import Activations, Line
+from dualsft.memory.plans import Activations, LinearFit
 from dualsft.system.peak_memory import PeakMemory
 from dualsft.system.usage import give_back, is_out_of_memory
 
@@ -74,10 +74,10 @@ def measure(
     more, forward_more, backward_more, _ = points[3]
     a_label = max(0.0, (forward - forward_bare) / max(1, labels - bare))
     chunk = a_label * max(0, Head.of(engine.model).chunk_rows - labels)
-    line = Line.through((tokens, forward), (more, forward_more))
+    line = LinearFit.through((tokens, forward), (more, forward_more))
     return Activations(
-        Line(line.fixed + chunk, line.slope),
-        Line.through((tokens, backward), (more, backward_more)),
+        LinearFit(line.fixed + chunk, line.slope),
+        LinearFit.through((tokens, backward), (more, backward_more)),
     )
 
 

@@ -58,7 +58,7 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearFit:
     """Bytes as a function of the tokens in a batch: fixed + slope · tokens."""
 
     fixed: float
@@ -68,7 +68,7 @@ class Line:
         return self.fixed + self.slope * tokens
 
     @classmethod
-    def through(cls, few: tuple[int, int], many: tuple[int, int]) -> Line:
+    def through(cls, few: tuple[int, int], many: tuple[int, int]) -> LinearFit:
         """Through two measured points (tokens, bytes); it never falls."""
         slope = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
         return cls(few[1] - slope * few[0], slope)
@@ -78,8 +78,8 @@ class Line:
 class Activations:
     """What a batch takes at its peak, in the forward pass with the loss and in the backward."""
 
-    forward: Line
-    backward: Line
+    forward: LinearFit
+    backward: LinearFit
 
     def at(self, tokens: int) -> float:
         return max(self.forward.at(tokens), self.backward.at(tokens))

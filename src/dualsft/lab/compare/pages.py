@@ -22,7 +22,7 @@ from dualsft.lab.compare.tables import (
     Column,
     Difference,
     Result,
-    Row,
+    TableRow,
     Value,
     collect,
     differences,
@@ -78,7 +78,7 @@ def number(column: Column, value: Value | None) -> str:
     return text if value.std is None else f"{text} ± {scale * value.std:.{column.digits}f}"
 
 
-def _cell(column: Column, row: Row, form: str, mark: int) -> str:
+def _cell(column: Column, row: TableRow, form: str, mark: int) -> str:
     text = number(column, row.values.get(column.key))
     if form == "tex":
         text = text.replace("±", r"$\pm$").replace("–", "--")

@@ -41,7 +41,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Record:
+class CellRecord:
     """One finished cell."""
 
     cell: Cell
@@ -61,7 +61,7 @@ class Value:
 
 
 @dataclass
-class Row:
+class TableRow:
     """A method in a table."""
 
     group: str
@@ -81,7 +81,7 @@ class Result:
     title: str
     kind: str
     columns: list[Column]
-    rows: list[Row]
+    rows: list[TableRow]
     mark: int
     missing: list[str]
     """Cells that are not there."""
@@ -92,12 +92,12 @@ class Result:
 # --- reading cells -------------------------------------------------------------------------------
 
 
-def collect(matrix: Matrix, out: RunPath) -> tuple[list[Record], dict[Cell, str]]:
+def collect(matrix: Matrix, out: RunPath) -> tuple[list[CellRecord], dict[Cell, str]]:
     """(every cell that is finished with the matrix's own settings, why the others are not there).
 
     A cell that was made with other settings is not mixed in: it is out of date.
     """
-    records: list[Record] = []
+    records: list[CellRecord] = []
     missing: dict[Cell, str] = {}
     judged: dict[tuple[Any, ...], tuple[str, Any]] = {}
     for cell in matrix.cells():
@@ -127,10 +127,10 @@ def _other_settings(
     return None if first == own else title
 
 
-def _record(cell: Cell, folder: RunPath, manifests: Mapping[str, Any]) -> Record:
+def _record(cell: Cell, folder: RunPath, manifests: Mapping[str, Any]) -> CellRecord:
     results = (folder / "7_evaluation/results.json").read_json()
     after, before = measures(results, "after"), measures(results, "before")
-    return Record(cell, folder, after | resources(folder, manifests), before)
+    return CellRecord(cell, folder, after | resources(folder, manifests), before)
 
 
 def measures(results: Mapping[str, Any], side: str) -> dict[str, float | None]:
@@ -204,7 +204,7 @@ RESOURCES = [
 ]
 
 
-def result_columns(records: Sequence[Record]) -> list[Column]:
+def result_columns(records: Sequence[CellRecord]) -> list[Column]:
     """Benchmarks and their aggregates where every cell has them, then losses and KL."""
     keys = list(records[0].values) if records else []
     tasks = [k for k in keys if k.startswith("task.")]
@@ -229,16 +229,16 @@ def place_of(cell: Cell) -> Where:
     return cell.model.name, cell.data.name, cell.budget.name
 
 
-def parts(records: Sequence[Record]) -> dict[Where, list[Record]]:
+def parts(records: Sequence[CellRecord]) -> dict[Where, list[CellRecord]]:
     """The cells of each table."""
-    found: dict[Where, list[Record]] = defaultdict(list)
+    found: dict[Where, list[CellRecord]] = defaultdict(list)
     for record in records:
         found[place_of(record.cell)].append(record)
     return found
 
 
 def make_table(
-    table: Table, matrix: Matrix, records: Sequence[Record], missing: Mapping[Cell, str]
+    table: Table, matrix: Matrix, records: Sequence[CellRecord], missing: Mapping[Cell, str]
 ) -> list[Result]:
     """The table for every model, data and budget of the matrix."""
     found: list[Result] = []
@@ -251,16 +251,16 @@ def make_table(
         if table.kind == "forgetting":
             keys = ("data_share", "param_share", "total_seconds")
             columns = [*result_columns(part), *(c for c in RESOURCES if c.key in keys)]
-        rows: list[Row] = []
+        rows: list[TableRow] = []
         if part and table.kind != "resources":
             base = {record.cell.seed: record.base for record in part}
-            rows.append(Row("", BASE, _values(list(base.values()), columns), len(base)))
+            rows.append(TableRow("", BASE, _values(list(base.values()), columns), len(base)))
         for group, members in {REFERENCE: table.reference, **groups}.items():
             for name in members:
                 own = [r for r in part if r.cell.method.name == name]
                 if own:
                     values = _values([r.values for r in own], columns)
-                    rows.append(Row(group, name, values, len(own)))
+                    rows.append(TableRow(group, name, values, len(own)))
         _rank(rows, columns, table.within)
         shown = [w for w in where if w != "default"]
         title = " · ".join([table.title, *shown])
@@ -281,7 +281,7 @@ def _values(
     return found
 
 
-def _rank(rows: list[Row], columns: Sequence[Column], within: str) -> None:
+def _rank(rows: list[TableRow], columns: Sequence[Column], within: str) -> None:
     """Places in each column, within groups or over the table, and ranks within groups.
 
     Equal means share a place; the base model, the references and rows that lack a seed which
@@ -325,7 +325,7 @@ class Difference:
     examples: int
 
 
-def differences(records: Sequence[Record], reference: str) -> list[Difference]:
+def differences(records: Sequence[CellRecord], reference: str) -> list[Difference]:
     """Loss and KL on every evaluation set, and benchmark scores, on the same examples.
 
     Within one model, data and budget. An example's difference is first averaged over the seeds that

@@ -64,7 +64,7 @@ PIECE = "fidelity"
 
 
 @dataclass(frozen=True)
-class Form:
+class ScoreForm:
     """One way to write u."""
 
     order: str
@@ -296,7 +296,7 @@ class _Checkpoint:
                 "ask again with diagnose.fidelity.lr lower"
             )
 
-    def _facts(self, form: Form, side: str, objective: str, lam: float) -> dict[str, Any]:
+    def _facts(self, form: ScoreForm, side: str, objective: str, lam: float) -> dict[str, Any]:
         plain = form.lam == self._own_lam and form.step == "sgd"
         paper = PAPER_ROWS.get((self.name, form.order)) if plain else None
         return {
@@ -389,7 +389,7 @@ def forms_of_u(
     n_sc: int,
     shares: Sequence[float],
     own_lam: float,
-) -> tuple[dict[Form, Vector], dict[str, float]]:
+) -> tuple[dict[ScoreForm, Vector], dict[str, float]]:
     """u / eta_sc in every form, and the factor of each λ; a zero v_prior is None.
 
     Where v_prior is zero, at θ_old, a relative λ has no factor of its own: it is the run's
@@ -401,7 +401,7 @@ def forms_of_u(
         lams["relative"] = effective_lambda(score.lam, True, val_grad, prior_grad)
     elif score.lam_relative:
         lams["relative"] = own_lam
-    forms: dict[Form, Vector] = {}
+    forms: dict[ScoreForm, Vector] = {}
     for lam, factor in lams.items():
         v_val = val_grad if prior_grad is None else val_grad.plus(prior_grad, factor)
         plain = ProjectionTerms(
@@ -430,11 +430,11 @@ def forms_of_u(
                     curvature_scale=scale,
                     preconditioner=curvature if step == "adam" else None,
                 )
-                forms[Form(order, lam, step)] = terms.projection(grad_sum)
+                forms[ScoreForm(order, lam, step)] = terms.projection(grad_sum)
     return forms, lams
 
 
-def predicted(forms: Mapping[Form, Vector], gradient: Vector) -> dict[str, float | None]:
+def predicted(forms: Mapping[ScoreForm, Vector], gradient: Vector) -> dict[str, float | None]:
     """Û / eta_sc = ⟨u / eta_sc, the set's gradient⟩ in every form; one reading."""
     vectors = {form.key: u for form, u in forms.items()} | {"set": gradient}
     products = Products(vectors, [(form.key, "set") for form in forms])

@@ -29,7 +29,7 @@ from dualsft.engine.trial import measure
 from dualsft.engine.walk import cwsd_objective, loss_objective
 from dualsft.errors import ConfigError, RunError
 from dualsft.memory.placement import Scratch
-from dualsft.memory.plans import Activations, Line
+from dualsft.memory.plans import Activations, LinearFit
 from dualsft.model.load import find_candidates, text_parameters
 from dualsft.system.peak_memory import PeakMemory
 from dualsft.system.usage import give_back, is_out_of_memory
@@ -60,7 +60,7 @@ class Walks:
     loss: Memory
     """With G, direction and bounds, without the vectors themselves."""
     cwsd: Memory
-    seconds: Line
+    seconds: LinearFit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +75,10 @@ class Probe:
     wide: Walks
     """With fp32 weights, as some walks of a half-precision run have them
     (`engine/precision.py`)."""
-    forward: Line
+    forward: LinearFit
     """Bytes of a forward pass with the loss, without gradients."""
-    step_seconds: Line
-    forward_seconds: Line
+    step_seconds: LinearFit
+    forward_seconds: LinearFit
     update_seconds: float
     """An entry in the optimizer's update."""
 
@@ -120,7 +120,7 @@ def probe(
             give_back(device)
     one, two = found
 
-    def line(name: str) -> Line:
+    def line(name: str) -> LinearFit:
         return deeper(getattr(one, name), getattr(two, name), depth)
 
     def memory(name: str) -> Memory:
@@ -146,10 +146,10 @@ def probe(
     )
 
 
-def deeper(one: Line, two: Line, depth: int) -> Line:
+def deeper(one: LinearFit, two: LinearFit, depth: int) -> LinearFit:
     """The line at `depth` layers, from those at one and at two; more layers never take less."""
     fixed, slope = (max(0.0, b - a) for a, b in ((one.fixed, two.fixed), (one.slope, two.slope)))
-    return Line(one.fixed + (depth - 1) * fixed, one.slope + (depth - 1) * slope)
+    return LinearFit(one.fixed + (depth - 1) * fixed, one.slope + (depth - 1) * slope)
 
 
 def _deeper_memory(one: Memory, two: Memory, depth: int) -> Memory:
@@ -178,7 +178,7 @@ def _measured(model: PreTrainedModel, trial: Trial, device: torch.device) -> Pro
         forward = _forward_peaks(model, trial)
     else:
         warmup = finetune = _counted(model, trial)
-        forward = Line(_logits(model, trial), 8.0 * _width(model) * 4)
+        forward = LinearFit(_logits(model, trial), 8.0 * _width(model) * 4)
     with fused_blocks(model):
         step_seconds = _seconds(_training(model), trial, device)
     return Probe(
@@ -262,8 +262,8 @@ def _step_peaks(
             points = [_peaks(model, batch(count * at_once)) for count in (1, 1, 2)][1:]
             (tokens, ahead, back), (more, ahead_more, back_more) = points
             return Activations(
-                Line.through((tokens, ahead), (more, ahead_more)),
-                Line.through((tokens, back), (more, back_more)),
+                LinearFit.through((tokens, ahead), (more, ahead_more)),
+                LinearFit.through((tokens, back), (more, back_more)),
             )
         give_back(device)
     return None
@@ -317,7 +317,7 @@ def _peaks(model: PreTrainedModel, batch: Batch) -> tuple[int, int, int]:
     return batch.input_ids.numel(), peaks[0], peaks[1]
 
 
-def _forward_peaks(model: PreTrainedModel, trial: Trial) -> Line:
+def _forward_peaks(model: PreTrainedModel, trial: Trial) -> LinearFit:
     device = next(model.parameters()).device
     batch = trial.batches(_labelled(trial.longest), device)
     count, points = next(_sizes(trial)), []
@@ -326,7 +326,7 @@ def _forward_peaks(model: PreTrainedModel, trial: Trial) -> Line:
         with PeakMemory() as peak, torch.no_grad():
             example_objective(model, inputs)
         points.append((inputs.input_ids.numel(), (peak.cuda_bytes or 0) - before))
-    return Line.through(points[1], points[2])
+    return LinearFit.through(points[1], points[2])
 
 
 def saved_bytes(model: PreTrainedModel, batch: Batch) -> int:
@@ -352,7 +352,7 @@ def _counted(model: PreTrainedModel, trial: Trial) -> Memory:
     batch = trial.batches(_labelled(trial.longest), device)
     with _gradients_of(model, names):
         few, many = batch(1), batch(2)
-        line = Line.through(
+        line = LinearFit.through(
             (few.input_ids.numel(), saved_bytes(model, few)),
             (many.input_ids.numel(), saved_bytes(model, many)),
         )
@@ -406,7 +406,7 @@ def _walking(engine: GhostEngine) -> Iterator[Callable[[Batch], None]]:
         yield walk
 
 
-def _seconds(call: Callable[[Batch], None], trial: Trial, device: torch.device) -> Line:
+def _seconds(call: Callable[[Batch], None], trial: Trial, device: torch.device) -> LinearFit:
     """Seconds of a batch by its tokens, on examples of the usual length."""
     length = trial.typical.num_tokens
     tokens = trial.batch_tokens // 2 if device.type == "cuda" else CPU_TOKENS
@@ -419,7 +419,7 @@ def _seconds(call: Callable[[Batch], None], trial: Trial, device: torch.device) 
         points.append((count * length, min(_timed(call, inputs, device) for _ in range(ROUNDS))))
     (less, quick), (more, slow) = points
     slope = max(0.0, (slow - quick) / (more - less))
-    return Line(max(0.0, quick - slope * less), slope)
+    return LinearFit(max(0.0, quick - slope * less), slope)
 
 
 def _timed(call: Callable[[Batch], None], batch: Batch, device: torch.device) -> float:

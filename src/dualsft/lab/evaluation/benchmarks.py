@@ -20,7 +20,7 @@ from typing import Any
 
 from dualsft.errors import RunError
 from dualsft.lab.evaluation.base_answers import Kept, Turn
-from dualsft.lab.evaluation.sandbox import Verdict, describe_protection, run_candidates
+from dualsft.lab.evaluation.sandbox import ProgramVerdict, describe_protection, run_candidates
 from dualsft.lab.evaluation.tasks import (
     BENCHMARKS,
     DOMAINS,
@@ -64,7 +64,7 @@ class Outcome:
     others: dict[str, float]
     """The harness's further metrics, by metric and filter."""
     truncated: int
-    verdicts: list[Verdict]
+    verdicts: list[ProgramVerdict]
 
 
 def run_benchmarks(ctx: RunContext, models: Models, part: RunPath) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Answers:
         self.ctx, self.benchmark = ctx, BENCHMARKS[name]
         self.label = f"{self.benchmark.title} ({side})"
         self.piece_name = f"task-{name}-{side}"
-        self.verdicts: dict[tuple[str, str], Verdict] = {}
+        self.verdicts: dict[tuple[str, str], ProgramVerdict] = {}
         self.tasks = build_tasks(name, settings.data_dir, self._pass_at_1)
         self.requests: list[Any] = []
         for task in self.tasks:

@@ -39,7 +39,7 @@ _MOST_ANSWER = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SandboxLimits:
     """What one program may use."""
 
     seconds: float = 3.0
@@ -58,7 +58,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ProgramVerdict:
     """What became of one program."""
 
     passed: bool
@@ -70,9 +70,9 @@ class Verdict:
     """Which protections of the kernel took hold."""
 
 
-def run_candidate(candidate: str, test: str, limits: Limits | None = None) -> Verdict:
+def run_candidate(candidate: str, test: str, limits: SandboxLimits | None = None) -> ProgramVerdict:
     """Run candidate and test in the sandbox."""
-    limits = limits or Limits()
+    limits = limits or SandboxLimits()
     folder = os.path.realpath(tempfile.mkdtemp(prefix="dualsft-sandbox-"))
     reading, writing = os.pipe()
     job = {
@@ -98,13 +98,13 @@ def run_candidate(candidate: str, test: str, limits: Limits | None = None) -> Ve
 
 def run_candidates(
     pairs: Sequence[tuple[str, str]],
-    limits: Limits | None = None,
+    limits: SandboxLimits | None = None,
     workers: int | None = None,
     advance: Callable[[int], None] = lambda _: None,
-) -> list[Verdict]:
+) -> list[ProgramVerdict]:
     """Verdicts of (candidate, test) pairs, in their order, a few at a time."""
     workers = workers or max(1, min(8, (os.cpu_count() or 1) // 2))
-    verdicts: list[Verdict] = []
+    verdicts: list[ProgramVerdict] = []
     pool = ThreadPoolExecutor(workers)
     try:
         for verdict in pool.map(lambda pair: run_candidate(pair[0], pair[1], limits), pairs):
@@ -115,7 +115,7 @@ def run_candidates(
     return verdicts
 
 
-def describe_protection(verdicts: Sequence[Verdict]) -> dict[str, str]:
+def describe_protection(verdicts: Sequence[ProgramVerdict]) -> dict[str, str]:
     """What held the programs in, in words; the weakest that any of them had."""
     found = [v.protection for v in verdicts if v.protection]
 
@@ -155,8 +155,8 @@ def _start(folder: str, writing: int) -> subprocess.Popen[bytes]:
 
 
 def _judge(
-    process: subprocess.Popen[bytes], reading: int, job: dict[str, Any], limits: Limits
-) -> Verdict:
+    process: subprocess.Popen[bytes], reading: int, job: dict[str, Any], limits: SandboxLimits
+) -> ProgramVerdict:
     """Hand over the job; read the protections, then the answer, each within its time."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
@@ -171,14 +171,14 @@ def _judge(
         )
     line, _ = _read_line(reading, rest, time.monotonic() + limits.seconds)
     if line is None:
-        return Verdict(False, "timed out", True, protection)
+        return ProgramVerdict(False, "timed out", True, protection)
     answer = _parse(line)
     forms = {"token": str, "reason": str, "compiled": bool}
     whole = answer is not None and all(isinstance(answer.get(k), t) for k, t in forms.items())
     if answer is None or not whole or answer["token"] != job["token"]:
-        return Verdict(False, "ended early", True, protection)
+        return ProgramVerdict(False, "ended early", True, protection)
     reason = answer["reason"]
-    return Verdict(reason == "passed", reason, answer["compiled"], protection)
+    return ProgramVerdict(reason == "passed", reason, answer["compiled"], protection)
 
 
 def _read_line(reading: int, rest: bytes, deadline: float) -> tuple[bytes | None, bytes]:

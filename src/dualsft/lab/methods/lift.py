@@ -19,7 +19,7 @@ from dualsft.algorithm.score_reading import ScoreSource
 from dualsft.algorithm.topk import topk_signed
 from dualsft.data.examples import digest
 from dualsft.errors import ConfigError
-from dualsft.lab.methods.matrices import Matrix, matrices, shares
+from dualsft.lab.methods.matrices import WeightMatrix, matrices, shares
 from dualsft.runs.method import Job, ParamChoice, ParamMethod
 from dualsft.storage.vectors import accumulation_dtype
 
@@ -31,10 +31,10 @@ TILE = 1 << 22  # entries of the reconstruction at a time
 class LIFT(ParamMethod):
     """The largest |rank-r reconstruction| of each matrix."""
 
-    def members(self, job: Job) -> list[Matrix]:
+    def members(self, job: Job) -> list[WeightMatrix]:
         """The matrices that are not frozen."""
         frozen = set((self.options.freeze or "").split(",")) - {""}
-        chosen: list[Matrix] = []
+        chosen: list[WeightMatrix] = []
         for m in matrices(job):
             held = [part for part in m.parts if part in frozen]
             if held and len(held) < len(m.parts):

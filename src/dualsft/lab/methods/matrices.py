@@ -55,7 +55,7 @@ FAMILIES = {"attention": ("q", "k", "v", "qkv"), "mlp": ("gate", "up", "gate_up"
 
 
 @dataclass(frozen=True)
-class Matrix:
+class WeightMatrix:
     """A linear weight of a block that competes (`score.candidates`)."""
 
     name: str
@@ -84,20 +84,22 @@ class Matrix:
         return (torch.arange(rows)[:, None] * columns + chosen).reshape(-1)
 
 
-def matrices(job: Job) -> list[Matrix]:
+def matrices(job: Job) -> list[WeightMatrix]:
     """The linear weights of the blocks that are candidates, in the model's order."""
     return job.shared("matrices", _read)
 
 
-def _read(job: Job) -> list[Matrix]:
+def _read(job: Job) -> list[WeightMatrix]:
     model = empty_model(job.ctx.model_folder, job.ctx.trusted)
     prefix, blocks = decoder_blocks(model)
     candidates = job.shapes()
-    found: dict[str, Matrix] = {}
+    found: dict[str, WeightMatrix] = {}
     for path, module in blocks.named_modules(prefix=prefix):
         name = f"{path}.weight"
         if name in candidates and is_linear(module):
-            found[name] = Matrix(name, _role(name), candidates[name], isinstance(module, Conv1D))
+            found[name] = WeightMatrix(
+                name, _role(name), candidates[name], isinstance(module, Conv1D)
+            )
     return [found[name] for name in candidates if name in found]
 
 
@@ -108,7 +110,7 @@ def _role(name: str) -> str:
     return ROLES.get(last, "other")
 
 
-def of_role(job: Job, method: str, *roles: str) -> list[Matrix]:
+def of_role(job: Job, method: str, *roles: str) -> list[WeightMatrix]:
     """The matrices of these roles; none at all is a refusal that says what there is."""
     chosen = [m for m in matrices(job) if m.role in roles]
     if not chosen:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from dualsft.data.examples import Example, collate, make_batches, training_order
 from dualsft.engine.losses import example_objective
 from dualsft.errors import ConfigError
-from dualsft.lab.methods.matrices import Matrix, matrices, refuse_empty, whole_units
+from dualsft.lab.methods.matrices import WeightMatrix, matrices, refuse_empty, whole_units
 from dualsft.runs.method import Job, ParamChoice, ParamMethod
 from dualsft.storage.vectors import reduction_dtype
 
@@ -65,7 +65,9 @@ class ModelShapley(ParamMethod):
             facts["budget"] = f"literal: ratio {ratio}"
         return ParamChoice(indices, facts, literal=ratio is not None)
 
-    def scores(self, job: Job, model: PreTrainedModel, members: list[Matrix]) -> dict[str, Tensor]:
+    def scores(
+        self, job: Job, model: PreTrainedModel, members: list[WeightMatrix]
+    ) -> dict[str, Tensor]:
         """φ of every row, by parameter: one backward pass."""
         ctx, options = job.ctx, self.options
         rows = job.examples if options.examples == "train" else job.roles["val"]
@@ -89,7 +91,7 @@ class ModelShapley(ParamMethod):
         return {name: (0.5 * second - first) / weight for name, (first, second) in means.items()}
 
     def _moments(
-        self, job: Job, model: PreTrainedModel, batch: list[Example], taps: Taps
+        self, job: Job, model: PreTrainedModel, batch: list[Example], taps: FisherTaps
     ) -> dict[str, Tensor]:
         """Means of a and a² over a mini-batch, [2, rows], by parameter."""
         ctx = job.ctx
@@ -106,7 +108,7 @@ class ModelShapley(ParamMethod):
         return {name: total / len(batch) for name, total in sums.items()}
 
 
-class Taps:
+class FisherTaps:
     """Σ_t ε_t z_t of each example at every watched map, [examples, rows]."""
 
     def __init__(self) -> None:
@@ -143,9 +145,9 @@ class Taps:
 
 
 @contextmanager
-def watched(model: PreTrainedModel, members: list[Matrix]) -> Iterator[Taps]:
-    """Taps on these maps; the model's parameters need no gradient meanwhile."""
-    taps, modules = Taps(), dict(model.named_modules())
+def watched(model: PreTrainedModel, members: list[WeightMatrix]) -> Iterator[FisherTaps]:
+    """FisherTaps on these maps; the model's parameters need no gradient meanwhile."""
+    taps, modules = FisherTaps(), dict(model.named_modules())
     flags = [(p, p.requires_grad) for p in model.parameters()]
     with ExitStack() as stack:
         for p, flag in flags:

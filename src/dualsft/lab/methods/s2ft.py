@@ -22,7 +22,14 @@ from transformers import PreTrainedModel
 
 from dualsft.engine.losses import last_hidden
 from dualsft.errors import ConfigError
-from dualsft.lab.methods.matrices import Axis, Matrix, matrices, of_role, refuse_empty, whole_units
+from dualsft.lab.methods.matrices import (
+    Axis,
+    WeightMatrix,
+    matrices,
+    of_role,
+    refuse_empty,
+    whole_units,
+)
 from dualsft.runs.method import Job, ParamChoice, ParamMethod
 from dualsft.storage.vectors import accumulation_dtype
 
@@ -38,7 +45,7 @@ RATIOS: tuple[tuple[str, str, Axis], ...] = (
 class Units:
     """The units of one kind over all layers, numbered through."""
 
-    members: list[Matrix]
+    members: list[WeightMatrix]
     axis: Axis
     widths: list[int]
     """Lines of the axis that make a unit, by matrix."""
@@ -53,7 +60,7 @@ class Units:
         each = [w * m.shape.numel() // m.size(self.axis) for m, w in self._pairs()]
         return np.repeat(each, self.counts)
 
-    def _pairs(self) -> Iterator[tuple[Matrix, int]]:
+    def _pairs(self) -> Iterator[tuple[WeightMatrix, int]]:
         return zip(self.members, self.widths, strict=True)
 
     def indices(self, chosen: np.ndarray) -> dict[str, Tensor]:
@@ -137,7 +144,7 @@ class S2FT(ParamMethod):
         sign = -1.0 if self.options.end == "largest" else 1.0
         return np.argsort(sign * scores, kind="stable")
 
-    def _scores(self, job: Job, model: PreTrainedModel, members: list[Matrix]) -> np.ndarray:
+    def _scores(self, job: Job, model: PreTrainedModel, members: list[WeightMatrix]) -> np.ndarray:
         """One number a channel: norm of its weights, of its activations, or their product."""
         kind = self.options.score
         parameters = dict(model.named_parameters())
@@ -155,7 +162,7 @@ class S2FT(ParamMethod):
 
 
 @torch.no_grad()
-def activations(job: Job, model: PreTrainedModel, members: list[Matrix]) -> dict[str, Tensor]:
+def activations(job: Job, model: PreTrainedModel, members: list[WeightMatrix]) -> dict[str, Tensor]:
     """Root of the sum of squares of each input channel over all tokens: one forward pass over the
     examples that will be trained on."""
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(()))
@@ -168,7 +175,7 @@ def activations(job: Job, model: PreTrainedModel, members: list[Matrix]) -> dict
 
 @contextmanager
 def _watched(
-    model: PreTrainedModel, members: list[Matrix], sums: dict[str, Tensor]
+    model: PreTrainedModel, members: list[WeightMatrix], sums: dict[str, Tensor]
 ) -> Iterator[dict[str, Tensor]]:
     """Add up the squares of what enters these linear maps, padding left out."""
     watch: dict[str, Tensor] = {}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from dualsft.lab.methods.matrices import FAMILIES, Matrix, of_role, refuse_empty, whole_units
+from dualsft.lab.methods.matrices import FAMILIES, WeightMatrix, of_role, refuse_empty, whole_units
 from dualsft.model.load import text_parameters
 from dualsft.model.save import save_model
 from dualsft.runs.method import Job, ParamChoice, ParamMethod
@@ -41,7 +41,7 @@ class SMT(ParamMethod):
             return None
         return {family: ratio or 0.0 for family, ratio in given.items()}
 
-    def members(self, job: Job) -> list[Matrix]:
+    def members(self, job: Job) -> list[WeightMatrix]:
         wanted = self.ratios or dict.fromkeys(FAMILIES, 1.0)
         roles = [role for family, share in wanted.items() if share for role in FAMILIES[family]]
         return of_role(job, self.entry.name, *roles)
@@ -103,7 +103,7 @@ class SMT(ParamMethod):
         return np.concatenate(taken)
 
     def _warm_start(
-        self, job: Job, model: PreTrainedModel, members: list[Matrix]
+        self, job: Job, model: PreTrainedModel, members: list[WeightMatrix]
     ) -> dict[str, Tensor]:
         """Train everything for some steps; the summed gradients, by block or whole."""
         ctx, steps = job.ctx, self.options.steps

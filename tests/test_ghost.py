@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -91,17 +92,14 @@ def token_sums(model: nn.Module, example: Example, names: list[str]) -> list[flo
     """Σ_t ‖ε_t‖ ‖a_t‖ of each linear layer, of one example alone, from torch's own hooks."""
     found: dict[str, float] = {}
 
-    def watch(name: str, inputs: torch.Tensor, output: torch.Tensor) -> None:
+    def watch(name: str, layer: nn.Module, given: Any, output: Any) -> None:
         def sums(grad: torch.Tensor) -> None:
-            found[name] = float((grad.norm(dim=-1) * inputs.detach().norm(dim=-1)).sum())
+            found[name] = float((grad.norm(dim=-1) * given[0].detach().norm(dim=-1)).sum())
 
         output.register_hook(sums)
 
     layers = {name: model.get_submodule(name.removesuffix(".weight")) for name in names}
-    hooks = [
-        layer.register_forward_hook(lambda _, given, made, name=name: watch(name, given[0], made))
-        for name, layer in layers.items()
-    ]
+    hooks = [x.register_forward_hook(partial(watch, name)) for name, x in layers.items()]
     oracle.example_gradient(model, example.input_ids, example.labels, names)
     for hook in hooks:
         hook.remove()

@@ -66,15 +66,18 @@ def test_the_papers_corpora_are_read_in_the_hubs_form(
 
 def test_the_papers_lora_has_no_budget() -> None:
     """r 64 and alpha 128 where the paper's tables have it; a budget's rank elsewhere."""
+    found = set()
     for name in TABLES:
         matrix = load_matrix(name, CONSENT)
         for cell in matrix.cells():
             chosen = methods.compose(config.to_flat(matrix.config(cell)))
             if cell.method.name == "lora":
+                found.add(name)
                 options = chosen.options_of("params")
                 assert (options.r, options.alpha, options.dropout) == (64, 128, 0.05)
             else:
                 assert chosen.preset == "default"
+    assert {"table_magicoder", "table_metamathqa"} <= found
 
 
 def test_learning_rates_of_the_packaged_tables_are_the_papers() -> None:

@@ -663,6 +663,7 @@ def test_recipes_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_every_packaged_recipe_loads() -> None:
+    assert recipe_names() == ["magicoder", "metamathqa", "quickstart", "recommended"]
     for name in recipe_names():
         config = load(name, ["data.path=d.jsonl", "model.path=m"])
         assert warnings(config) == [], name

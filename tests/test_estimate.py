@@ -262,6 +262,7 @@ def test_a_small_corpus_is_known_role_by_role(config: Config, tmp_path: Path) ->
     work = survey(ctx)
     pipeline.run(config, tmp_path / "run", "split", estimation.Reporter(lambda _: None))
     table = pq.read_table(tmp_path / "run/1_split/tokens.parquet").to_pylist()
+    assert sum(work.counts.values()) == len(table) == 120
     for role, count in work.counts.items():
         real = sorted(len(row["input_ids"]) for row in table if row["role"] == role)
         known = work.of(role)

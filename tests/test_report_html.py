@@ -105,6 +105,7 @@ def test_the_mask_adds_up(finished: Path) -> None:
     summary = json.loads((finished / "5_selection/summary.json").read_text())
     assert {c["name"]: c["count"] for c in cells} == {n: len(i) for n, i in mask.items()}
     assert sum(c["count"] for c in cells) == summary["k"]
+    assert sum(summary["per_module"].values()) == summary["k"] > 0
     for module, count in summary["per_module"].items():
         assert sum(c["count"] for c in cells if c["module"] == module) == count
 

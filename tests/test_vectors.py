@@ -178,7 +178,9 @@ def test_a_file_has_the_bytes_of_the_library(tmp_path: Path, chunk: int) -> None
             save_tensors(tmp_path / "ours", part, header)
             assert (tmp_path / "ours").read_bytes() == expected
     save_tensors(tmp_path / "ours", tensors, {})
-    for name, found in load_file(str(tmp_path / "ours")).items():
+    read = load_file(str(tmp_path / "ours"))
+    assert read.keys() == tensors.keys()
+    for name, found in read.items():
         assert found.dtype == tensors[name].dtype and torch.equal(found, tensors[name])
 
 

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dualsft.algorithm import projection
 from dualsft.algorithm.projection import ProjectionTerms, projection_terms
+from dualsft.algorithm.selection import product_source
 from dualsft.algorithm.topk import topk_signed
 from dualsft.config import settings
 from dualsft.errors import RunError
-from dualsft.runs.stages import chosen
-from dualsft.runs.stages.chosen import product_source
 from dualsft.storage import tensor_files
 from dualsft.storage.tensor_files import Form, TensorFile, write_tensors
 from dualsft.storage.vectors import LazyVector, ParamVector, Products, Vector, save_tensors
@@ -249,7 +249,9 @@ def terms_of(make: Callable[[int], Vector], **score: Any) -> tuple[ProjectionTer
     config = settings.load(None, ["model.path=x", "data.path=x"])
     config = replace(config, score=replace(config.score, **score))
     curvature = make(3).combine(torch.abs)
-    return projection_terms(config, N_SC, make(1), make(2), curvature), make(4)
+    return projection_terms(
+        config.score, config.finetune.lr, N_SC, make(1), make(2), curvature
+    ), make(4)
 
 
 @pytest.mark.parametrize(
@@ -366,9 +368,9 @@ def test_a_vector_is_held_on_a_gpu_when_there_is_room(
     monkeypatch: pytest.MonkeyPatch, free: int, is_held: bool
 ) -> None:
     vector = random_vector(1).scaled(2.0)
-    assert chosen.at_hand(vector) is vector, "never on a CPU"
-    monkeypatch.setattr(chosen, "free_memory", lambda _: free)
+    assert projection.at_hand(vector) is vector, "never on a CPU"
+    monkeypatch.setattr(projection, "free_memory", lambda _: free)
     held = ParamVector({})
     monkeypatch.setattr(LazyVector, "device", torch.device("cuda"))
     monkeypatch.setattr(LazyVector, "held", lambda _: held)
-    assert chosen.at_hand(vector) is (held if is_held else vector)
+    assert projection.at_hand(vector) is (held if is_held else vector)

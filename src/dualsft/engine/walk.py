@@ -32,6 +32,7 @@ from dualsft.engine.losses import (
     distillation_objective,
     example_objective,
 )
+from dualsft.engine.precision import Precision
 from dualsft.engine.trial import Objective, measure
 from dualsft.engine.walk_state import PassResult, Span, WalkState
 from dualsft.errors import RunError
@@ -74,6 +75,7 @@ class PassSettings:
     """The most; a plan may take less."""
     pad_id: int
     padding_side: str
+    precision: Precision = "mixed"
     pieces: Pieces = field(default_factory=Pieces)
     wishes: Wishes = field(default_factory=Wishes)
     note: Callable[[str, Plan, int], None] = lambda label, plan, memory: None

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from dualsft.algorithm.self_checks import TOLERANCE, check_fused_loss, dot_alone
+from dualsft.algorithm.split import Split, divide
 from dualsft.config.settings import Config
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
@@ -25,7 +26,7 @@ from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job
 from dualsft.runs.stages.finetune import finetune_plan
 from dualsft.runs.stages.selection import data_budget, denominator, param_budget
-from dualsft.runs.stages.split import Split, divide, load_examples
+from dualsft.runs.stages.split import load_examples
 from dualsft.runs.stages.warmup import warmup_plan
 from dualsft.storage.vectors import ParamVector
 from dualsft.system.progress import Reporter

@@ -104,7 +104,9 @@ def _top_under(ctx: RunContext, config: Config, b: int) -> np.ndarray:
     prior_grad = ctx.vector("gradients", "prior_grad", engine.candidates)
     grad_sum = ctx.vector("gradients", "grad_sum", engine.candidates)
     curvature = ctx.curvature(engine.candidates)
-    terms = projection_terms(config, len(pool), val_grad, prior_grad, curvature)
+    terms = projection_terms(
+        config.score, config.finetune.lr, len(pool), val_grad, prior_grad, curvature
+    )
     result = walk(
         engine,
         pool,

@@ -259,6 +259,7 @@ def pass_settings(ctx: RunContext) -> PassSettings:
         batch_tokens=ctx.batch_tokens,
         pad_id=ctx.pad_id,
         padding_side=ctx.config.data.padding_side,
+        precision=score.precision,
         pieces=ctx.pieces,
         wishes=wishes,
         note=note,

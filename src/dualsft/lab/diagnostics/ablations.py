@@ -49,8 +49,7 @@ from dualsft.lab.diagnostics.surrogate import (
 )
 from dualsft.memory.placement import blank
 from dualsft.runs.context import pass_settings
-from dualsft.runs.stages.gradients import read_pool
-from dualsft.runs.stages.preservation import prior_gradient
+from dualsft.runs.stages.gradients import prior_of, read_pool
 from dualsft.storage.vectors import ParamVector, Vector
 
 KINDS = ("none", "l2", "fisher", "cwsd")
@@ -135,7 +134,7 @@ def preservation(job: DiagnosticJob) -> dict[str, Any]:
             score = replace(config.score, preservation=kind)
             other = replace(job.ctx, config=replace(config, score=score))
             anchors, settings = job.roles["anchor"], pass_settings(job.ctx)
-            prior, _ = prior_gradient(other, own.at.engine, anchors, settings)
+            prior, _ = prior_of(other, own.at.engine, anchors, settings)
             if kind == "none" or not job.ctx.warmed_up:
                 dots = np.zeros(len(own.base_dots))
             else:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualsft.algorithm.projection import at_hand
 from dualsft.algorithm.self_checks import dot_alone
 from dualsft.data.examples import Example, collate
 from dualsft.engine.ghost import GhostEngine, widened
@@ -29,7 +30,7 @@ from dualsft.lab.diagnostics.ranking import sampled
 from dualsft.lab.diagnostics.surrogate import budgets, known_scores, warm_surrogate
 from dualsft.model.load import locate
 from dualsft.runs.context import pass_settings
-from dualsft.runs.stages.chosen import at_hand, read_mask
+from dualsft.runs.stages.chosen import read_mask
 from dualsft.runs.stages.gradients import read_pool
 from dualsft.storage.vectors import Vector, reduction_dtype
 

@@ -36,7 +36,7 @@ from dualsft.model.load import text_parameters
 from dualsft.runs.context import RunContext, pass_settings
 from dualsft.runs.stages.chosen import read_mask
 from dualsft.runs.stages.finetune import finetune_plan, training_examples
-from dualsft.runs.stages.preservation import prior_gradient
+from dualsft.runs.stages.gradients import prior_of
 from dualsft.storage.vectors import ParamVector, Products, Vector
 
 COORDINATES = 1 << 14
@@ -114,7 +114,7 @@ class _Place:
         direction: Vector = _sum(ctx, engine, val).scaled(1.0 / len(val))
         lam = job.scoring.scored.terms.lam_effective
         if lam:
-            prior, _ = prior_gradient(ctx, engine, anchors, pass_settings(ctx))
+            prior, _ = prior_of(ctx, engine, anchors, pass_settings(ctx))
             direction = direction.plus(prior, lam)
         return cls(ctx, engine, val, probes, direction.held())
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dualsft.algorithm.projection import ProjectionTerms, effective_lambda
+from dualsft.algorithm.projection import ProjectionTerms, at_hand, effective_lambda
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import loss_objective, walk
@@ -46,7 +46,6 @@ from dualsft.lab.diagnostics.trials import (
 )
 from dualsft.memory.placement import blank
 from dualsft.runs.context import RunContext, pass_settings
-from dualsft.runs.stages.chosen import at_hand
 from dualsft.runs.stages.selection import param_budget
 from dualsft.storage.vectors import Products, Vector
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
+from dualsft.algorithm.projection import at_hand
 from dualsft.config import settings
 from dualsft.config.parts import load_target
 from dualsft.data.examples import Example, digest
@@ -30,7 +31,6 @@ from dualsft.lab.diagnostics import Diagnostic, Wanted
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir, atomic_write_text
 from dualsft.runs.method import Job
-from dualsft.runs.stages.chosen import at_hand
 from dualsft.runs.stages.selection import Scoring
 from dualsft.runs.summaries import outdated, read_manifests
 from dualsft.storage.resume import Pieces

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualsft.algorithm.projection import ProjectionTerms, param_scores, projection_terms
+from dualsft.algorithm.projection import ProjectionTerms, Scored, param_scores, projection_terms
+from dualsft.algorithm.scores import exact_dots
+from dualsft.algorithm.selection import product_source
 from dualsft.algorithm.topk import TopK, top_b, topk_signed
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
@@ -25,8 +27,6 @@ from dualsft.engine.walk import loss_objective, walk
 from dualsft.lab.diagnostics.job import DiagnosticJob
 from dualsft.memory.placement import blank
 from dualsft.runs.context import pass_settings
-from dualsft.runs.stages.chosen import product_source
-from dualsft.runs.stages.scores import Scored, exact_dots
 from dualsft.runs.stages.selection import data_budget, param_budget
 from dualsft.storage.vectors import ParamVector, Vector
 
@@ -67,9 +67,12 @@ class Surrogate:
     ) -> tuple[np.ndarray, float]:
         """(the products, the seconds that they took)."""
         rows = list(self.job.scoring.pool if examples is None else examples)
-        label = f"{label} ({self.name})"
+        label, ctx = f"{label} ({self.name})", self.job.ctx
+        passes = pass_settings(ctx)
         return kept(
-            self.job, label, lambda: exact_dots(self.job.ctx, self.engine, rows, direction, label)
+            self.job,
+            label,
+            lambda: exact_dots(self.engine, rows, direction, passes, ctx.reporter, label),
         )
 
     def pool_scores(self) -> np.ndarray:
@@ -141,7 +144,8 @@ def init_surrogate(job: DiagnosticJob) -> Surrogate | None:
     grad_sum = gradient_sum(job, engine, roles["pool"], "pool (G, init)")
     nothing = val_grad.combine(torch.zeros_like)
     curvature = ctx.curvature(engine.candidates)
-    terms = projection_terms(ctx.config, len(roles["pool"]), val_grad, nothing, curvature)
+    score, lr = ctx.config.score, ctx.config.finetune.lr
+    terms = projection_terms(score, lr, len(roles["pool"]), val_grad, nothing, curvature)
     return Surrogate(
         job, "init", engine, Scored(terms, grad_sum, nothing, terms.projection(grad_sum))
     )

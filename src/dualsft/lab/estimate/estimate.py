@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from dualsft.algorithm.scores import NUM_ALONE, NUM_ALONE_HALF
 from dualsft.config import settings
 from dualsft.config.settings import Config
 from dualsft.engine.fused import HALF_DTYPES
@@ -34,7 +35,7 @@ from dualsft.runs.method import Job
 from dualsft.runs.preflight import FOLDERS, STAGE_NAMES, check_paths, check_stage
 from dualsft.runs.stages.finetune import finetune_plan
 from dualsft.runs.stages.gradients import one_pass_wanted
-from dualsft.runs.stages.scores import NUM_ALONE, NUM_ALONE_HALF, kept_vectors
+from dualsft.runs.stages.scores import kept_vectors
 from dualsft.runs.stages.selection import data_budget, param_budget
 from dualsft.runs.stages.warmup import warmup_plan
 from dualsft.storage.vectors import accumulation_dtype

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dualsft.algorithm.split import Split, divide
 from dualsft.data.examples import Example, read_rows, tokenize
 from dualsft.data.rows import Row
 from dualsft.runs.context import RunContext
-from dualsft.runs.stages.split import Split, divide
 
 SAMPLE = 1_000
 """Rows that are tokenised, spread over the corpus; all when there are no more."""

@@ -33,7 +33,7 @@ def precise(
     precision: Precision,
     what: Literal["directions", "pool"],
     label: str,
-    warn: Callable[[str], None],
+    warn: Callable[..., None],
     *models: PreTrainedModel,
 ) -> Iterator[tuple[PreTrainedModel, ...]]:
     """The models to compute with: these, with fp32 weights where `precision` asks for them.
@@ -52,7 +52,8 @@ def precise(
     if wanted and not fits:
         warn(
             f"{label}: fp32 weights would take {more / 2**30:.1f} GiB more and leave too little; "
-            "it stays in half precision (score.precision=half says so from the start)"
+            "it stays in half precision (score.precision=half says so from the start)",
+            code="half_precision",
         )
     used = widened(*models, tensor_cores=True) if wanted and fits else nullcontext(models)
     with used as wide:

@@ -289,7 +289,8 @@ class _Walk:
             self.reporter.warn(
                 f"{self.label}: out of memory with {plan.describe()}; going on with "
                 f"{following.describe(memory)}, the same sums in another order (set "
-                f"{following.settings} to start so)"
+                f"{following.settings} to start so)",
+                code="out_of_memory",
             )
             self.settings.note(self.label, following, memory)
             return following
@@ -299,7 +300,7 @@ class _Walk:
                 "score.candidates, free memory, or use a machine with more"
             ) from None
         smaller = Smaller.than(no_room.shape, no_room, "score.batch_tokens")
-        self.reporter.warn(f"{self.label}: {smaller}")
+        self.reporter.warn(f"{self.label}: {smaller}", code="out_of_memory")
         return replace(plan, batch_tokens=smaller.batch_tokens)
 
     def _under(self, plan: Plan) -> None:

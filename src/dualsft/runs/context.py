@@ -76,7 +76,8 @@ class RunContext:
         if self.trusted:
             self.reporter.warn(
                 "model.trust_remote_code is on: Python code that came with the model runs with "
-                "your rights"
+                "your rights",
+                code="remote_code",
             )
         return resolve_model(model.path, model.revision, self.trusted)
 

@@ -104,6 +104,10 @@ class Progress:
         )
 
 
+NOTE = "note"
+"""The code of a warning that explains itself; the others are keys of `lab/report/warnings.py`."""
+
+
 class Reporter:
     """Where messages, warnings and progress of a run go."""
 
@@ -118,14 +122,17 @@ class Reporter:
         self._rewrite = rewrite
         self.interval = interval
         self.warnings: list[str] = []
+        self.codes: dict[str, str] = {}
+        """The code of each warning: reports look up what it means and its cure."""
         self.metrics: Callable[..., None] | None = None
 
     def say(self, message: str) -> None:
         self._write(message)
 
-    def warn(self, message: str) -> None:
-        """A warning: shown now and kept for the stage's summary and the report."""
+    def warn(self, message: str, code: str = NOTE) -> None:
+        """A warning: shown now, and kept with its code for the stage's manifest and the report."""
         self.warnings.append(message)
+        self.codes[message] = code
         self._warn(f"warning: {message}")
 
     @contextmanager

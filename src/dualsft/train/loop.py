@@ -252,12 +252,13 @@ def _fitting_step(
                 reporter.warn(
                     f"step {step + 1}: out of memory with {full.shape[0]} examples of "
                     f"{full.shape[1]:,} tokens in a batch; going on with activations recomputed in "
-                    "the backward pass (set finetune.checkpointing=true to start so)"
+                    "the backward pass (set finetune.checkpointing=true to start so)",
+                    code="out_of_memory",
                 )
                 plan = replace(plan, checkpointing=True)
             else:
                 smaller = Smaller.than(full.shape, full, "finetune.micro_batch_size")
-                reporter.warn(f"step {step + 1}: {smaller}")
+                reporter.warn(f"step {step + 1}: {smaller}", code="out_of_memory")
                 plan = replace(plan, batch_tokens=smaller.batch_tokens, micro_batch_size=None)
         optimizer.zero_grad()
         for parameter in model.parameters():

@@ -285,7 +285,7 @@ class _Checkpoint:
                     if not is_out_of_memory(problem):
                         raise
                     smaller = Smaller.than(batch.input_ids.shape, problem, "score.batch_tokens")
-                    self.job.reporter.warn(f"{label}: {smaller}")
+                    self.job.reporter.warn(f"{label}: {smaller}", code="out_of_memory")
                     left = [i for part in (chosen, *waiting) for i in part]
                     rest = make_batches([rows[i] for i in left], smaller.batch_tokens)
                     waiting = [[left[i] for i in part] for part in rest]

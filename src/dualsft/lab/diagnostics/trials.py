@@ -24,7 +24,7 @@ from dualsft.runs.context import RunContext
 from dualsft.runs.method import Job
 from dualsft.runs.stages.finetune import finetune_plan
 from dualsft.storage.resume import Pieces
-from dualsft.system.progress import Reporter
+from dualsft.system.progress import NOTE, Reporter
 from dualsft.train.loop import Hooks, TrainingPlan, train
 from dualsft.train.optimizer import SparseAdamW
 
@@ -39,8 +39,8 @@ class Quiet(Reporter):
         super().__init__(lambda _: None)
         self.outer = outer
 
-    def warn(self, message: str) -> None:
-        self.outer.warn(message)
+    def warn(self, message: str, code: str = NOTE) -> None:
+        self.outer.warn(message, code)
 
 
 def quiet(ctx: RunContext) -> RunContext:

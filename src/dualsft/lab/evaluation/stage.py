@@ -179,7 +179,7 @@ def _compare_batch(
     if any(world().any(smaller is not None)):  # the whole turn is dealt out again, and said
         told = smaller and (smaller.batch_tokens, str(smaller))
         budget, words = min(found for found in world().answers(told) if found is not None)
-        ctx.reporter.warn(f"{label}: {words}")
+        ctx.reporter.warn(f"{label}: {words}", code="out_of_memory")
         return budget
     if own is not None and measured is not None:
         each[own] = torch.stack([values.double().cpu() for values in measured], dim=1)

@@ -93,7 +93,7 @@ class _Cutter:
             problem = str(error)  # its words alone: its frames hold what did not fit
         give_back(batch.input_ids.device)
         smaller = Smaller.than((rows, tokens), RuntimeError(problem), "score.batch_tokens")
-        self.job.ctx.reporter.warn(str(smaller))
+        self.job.ctx.reporter.warn(str(smaller), code="out_of_memory")
         self.most = smaller.batch_tokens
         return self._halves(batch)
 

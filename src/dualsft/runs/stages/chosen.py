@@ -60,7 +60,8 @@ def describe_entries(ctx: RunContext, mask: TopK) -> dict[str, Any]:
     if mask.num_nonpositive:
         ctx.reporter.warn(
             f"{mask.num_nonpositive:,} of the {mask.num_selected:,} selected entries have a score "
-            "≤ 0: the budget exceeds what the scores recommend (lower select.param_budget)"
+            "≤ 0: the budget exceeds what the scores recommend (lower select.param_budget)",
+            code="nonpositive_scores",
         )
     gap = None if mask.next_score is None else mask.threshold - mask.next_score
     return {

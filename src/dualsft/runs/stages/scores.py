@@ -104,7 +104,8 @@ def _warn(ctx: RunContext, summary: dict[str, Any]) -> None:
         ctx.reporter.warn(
             f"preservation dominates: λ‖v_prior‖ = {lam * norms['prior_grad']:.3g} is over twice "
             f"‖v_new‖ = {norms['val_grad']:.3g}; the selection mostly protects the old behaviour "
-            "(score.lam_relative=true makes λ scale-free)"
+            "(score.lam_relative=true makes λ scale-free)",
+            code="preservation_dominates",
         )
     share = summary["curvature_share"]
     if share is not None:

@@ -85,12 +85,12 @@ def _choose_data(
     if (found := lent.find(ctx, asked, pool, b)) is not None:
         ctx.reporter.say(f"the examples of {method.entry.name} are taken over from {found.folder}")
         choice, job.accounts = found.choice, found.accounts
-        for warning in found.warnings:
-            ctx.reporter.warn(warning)
+        for warning, code in found.warnings.items():
+            ctx.reporter.warn(warning, code)
     else:
         with job.measured():
             choice = method.choose(job, pool, b)
-    warnings = ctx.reporter.warnings[told:]
+    warnings = {text: ctx.reporter.codes[text] for text in ctx.reporter.warnings[told:]}
     accounts["data"] = job.accounts.as_dict()
     if choice is None:
         return pool, None, {}
@@ -282,7 +282,8 @@ def _describe_data(
     if negative:
         ctx.reporter.warn(
             f"{negative:,} of the {b:,} selected examples have a score ≤ 0: the budget exceeds "
-            "what the scores recommend (lower select.data_budget)"
+            "what the scores recommend (lower select.data_budget)",
+            code="nonpositive_scores",
         )
     ctx.reporter.say(
         f"examples: {b:,} of {num_full:,} rows ({100 * b / num_full:.2f} %); {near:,} lie within "

@@ -38,8 +38,10 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
         for note in other.notes():
             ctx.reporter.warn(note)
     examples, split = divide(examples, trusted, config.seed, config.split)
-    for note in [*report.notes(), *split.notes]:
+    for note in report.notes():
         ctx.reporter.warn(note)
+    for note in split.notes:
+        ctx.reporter.warn(note, code="small_corpus")
     write_split(part, examples, split, report)
     _check_vocabulary(ctx, examples)
     shares = ", ".join(f"{role} {count:,}" for role, count in split.counts.items())

@@ -51,7 +51,8 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     if num_steps < FEW_STEPS:
         ctx.reporter.warn(
             f"the warmup has only {num_steps} steps over {len(examples)} examples; ĉ and θ̄ are "
-            "rough (raise split.warm, lower warmup.batch_size, or set warmup.min_steps)"
+            "rough (raise split.warm, lower warmup.batch_size, or set warmup.min_steps)",
+            code="short_warmup",
         )
     model = ctx.theta_old()
     candidates = ctx.candidates(model)
@@ -104,7 +105,8 @@ def _warn_of_rounding(ctx: RunContext, movement: float, rounding: float) -> None
         f"rounding θ̄ to {dtype} moved it by {rounding:.3g}, and warmup and rounding together by "
         f"{movement:.3g}: scores at θ̄ depend on that rounding, and a run in float32 may choose "
         "other examples (set model.dtype=float32, or lengthen the warmup: split.warm, "
-        "warmup.min_steps, warmup.lr)"
+        "warmup.min_steps, warmup.lr)",
+        code="rounded_theta_bar",
     )
 
 

@@ -25,7 +25,7 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
     if get("select.rounds", 0) > 0 and get("select.variant", "dual") != "dual":
         problems.append(
             f"select.rounds: {get('select.rounds')} is not allowed with select.variant="
-            f"{get('select.variant')}, which has one side; give select.rounds=0 or variant dual"
+            f"{get('select.variant')}, which selects one side; give select.rounds=0 or variant dual"
         )
     pair = ("data.prompt_field", "data.response_field")
     for one, other in (pair, pair[::-1]):
@@ -57,7 +57,7 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
         )
     if "validation" in (get("evaluation.files") or {}):
         problems.append(
-            "evaluation.files: the name 'validation' is taken by the run's own D_val; write"
+            "evaluation.files: the name 'validation' is taken: the run uses it for D_val; write"
             " another_name:PATH"
         )
     if get("data.val_path") is not None and get("split.val") is not None:

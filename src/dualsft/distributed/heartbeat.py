@@ -284,6 +284,7 @@ class _Watch:
             self._over.set()
             self._news.notify_all()
             return None
+        # Losing the store is expected once the peer that hosts it has left.
         closing = self._holder is not None and not self._holder.there
         lost = self._store_lost and self._connected and not closing
         if self._counted("store", lost, passed) >= STORE_TIMEOUT:

@@ -30,6 +30,7 @@ FOLLOWERS = (75, 128 + signal.SIGTERM, -signal.SIGTERM)
 SAVING = 120
 """Seconds that the launcher waits for its processes to save progress when it is stopped."""
 SAID = "said"
+"""Store key under which rank 0 publishes the error that it printed."""
 FIRST_WORD = 5.0
 """Seconds that other ranks wait for rank 0 to print an error that they may share."""
 

@@ -38,6 +38,7 @@ MAX_DEPTH = 32
 
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+# O_NONBLOCK: opening a pipe must not block.
 _FILE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _HANDLES = os.open in os.supports_dir_fd  # not on Windows, where each component is checked first
 

@@ -230,7 +230,7 @@ def test_damaged_rows_are_refused(finished: Path, tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(RunError, match=r"tokens.parquet has another SHA-256"):
+    with pytest.raises(RunError, match=r"tokens.parquet has a different SHA-256"):
         write_report(place(run))
 
 

@@ -306,7 +306,7 @@ def test_damaged_stage_is_done_again(make_run: Runner) -> None:
     target.write_bytes(bytes(content))
     said: list[str] = []
     make_run(said=said)
-    assert any("[gradients] again (grad_sum.safetensors has another SHA-256" in s for s in said)
+    assert any("[gradients] again (grad_sum.safetensors has a different SHA-256" in s for s in said)
     assert (run / "5_selection/mask.safetensors").read_bytes() == before
 
 

@@ -138,7 +138,7 @@ def test_signal_between_a_training_and_its_end_saves_the_training(
     monkeypatch.undo()
     said: list[str] = []
     run = make_run(said=said)
-    assert any("warmup: going on behind 3 of 3 steps" in line for line in said)
+    assert any("warmup: resuming after 3 of 3 steps" in line for line in said)
     assert content(run) == content(clean)
 
 

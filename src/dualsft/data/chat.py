@@ -133,7 +133,7 @@ class ChatTemplate:
     def _span(
         self, k: int, turns: Sequence[Turn], tools: Sequence[Turn], text: str
     ) -> tuple[int, int] | None:
-        """The span of answer k, from the texts before and up to it; None unless both are prefixes."""
+        """The span of answer k, from the texts before and up to it; None if either is no prefix."""
         before = self._render(turns[:k], tools, add_generation_prompt=True) if k else ""
         upto = text if k == len(turns) - 1 else self._render(turns[: k + 1], tools)
         fits = text.startswith(before) and text.startswith(upto) and len(before) < len(upto)

@@ -260,11 +260,7 @@ class ArrayReader(Reader):
                         break
                 elif not opened and (closed or token == b"}"):
                     self.at += held.count(b"\n", start, match.start())
-                    what = (
-                        "a } has no matching {"
-                        if token == b"}"
-                        else "a comma is missing before this"
-                    )
+                    what = "a } is unmatched" if token == b"}" else "a comma is missing before this"
                     raise self.damage(f"{what} in the JSON list; repair the file")
                 elif token in (b"{", b"["):
                     opened += token
@@ -298,10 +294,7 @@ class ArrayReader(Reader):
         text = raw.strip(_SPACE)
         record = Record(self.count, self.at + (_blank_lines(raw) if text else 0), text=text)
         if not text:
-            record.text, record.problem = (
-                None,
-                "a comma has no element next to it; remove the comma",
-            )
+            record.text, record.problem = None, "no element next to a comma; remove the comma"
         elif len(text) > self.limits.max_line_bytes:
             record.text, record.problem = None, self._too_long()
         self.count += 1

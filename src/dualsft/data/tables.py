@@ -1,10 +1,10 @@
 """Read Parquet and Arrow files as numbered records, a few hundred rows at a time.
 
-Same interface as `data/readers.py`; the location of a record is its 1-based row. Declared sizes are
-checked in the file's metadata before a column is read, so a small file that declares a huge column
-is refused. Repeated strings stay dictionary-encoded while a batch is read. Arrow files are in the
-IPC file or stream format, as written by Hugging Face `datasets` and Feather. Not part of Algorithm
-1.
+Not part of Algorithm 1. Same interface as `data/readers.py`; the location of a record is its
+1-based row. Declared sizes are checked in the file's metadata before a column is read, so a small
+file that declares a huge column is refused. Repeated strings stay dictionary-encoded while a batch
+is read. Arrow files are in the IPC file or stream format, as written by Hugging Face `datasets` and
+Feather.
 """
 
 from __future__ import annotations

@@ -294,8 +294,8 @@ class Template:
             ) from problem
         if "strftime_now" in self.chat.source():
             logger.warning(
-                "data.template=chat: the chat template asks for today's date, so the same data may "
-                "give other tokens, and another split, on another day"
+                "data.template=chat: the chat template uses today's date, so the same data may "
+                "give different tokens, and a different split, on another day"
             )
         tail = "".join(text for text, _ in pieces).rpartition("answer")[2]
         return self._special is not None and self._special.search(tail) is not None

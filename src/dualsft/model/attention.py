@@ -46,7 +46,7 @@ def sdpa(
     shared = query.shape[1] // key.shape[1]
     if shared > 1 and attention_mask is None and unshared(key):
         key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
-        # transformers passes enable_gqa if the module has num_key_value_groups; this stand-in has
+        # transformers passes enable_gqa if module.num_key_value_groups > 1; the stand-in has only
         # the other attributes that it reads
         alike: Any = SimpleNamespace(
             is_causal=getattr(module, "is_causal", True), layer_idx=getattr(module, "layer_idx", 0)

@@ -246,7 +246,7 @@ def _refuse_incomplete(folder: Path, report: Any) -> None:
 
     if unused := listed("unexpected_keys"):
         log.warning(
-            "%s: %d stored tensors have no place in the model and will not be in the result (%s …)",
+            "%s: the model does not use %d stored tensors; they will not be in the result (%s …)",
             folder.name,
             len(unused),
             min(map(str, unused)),

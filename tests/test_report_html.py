@@ -179,7 +179,7 @@ def test_diagnostics_are_shown_with_their_figures(finished: Path) -> None:
 def test_a_diagnostic_that_is_none_is_refused(finished: Path, tmp_path: Path) -> None:
     run = copy(finished, tmp_path)
     (run / "diagnostics/local_regret.json").write_text("[1, 2")
-    with pytest.raises(RunError, match=r"local_regret.json: not a diagnostic's numbers"):
+    with pytest.raises(RunError, match=r"local_regret.json: not the output of a diagnostic"):
         write_report(place(run))
 
 
@@ -190,7 +190,9 @@ def test_a_diagnostic_of_an_unknown_origin_is_refused(
     run = copy(finished, tmp_path)
     content = {"paper": "Table 7", "result": {}, "made_from": made_from}
     (run / "diagnostics/local_regret.json").write_text(json.dumps(content))
-    with pytest.raises(RunError, match=r"local_regret.json: not a diagnostic's numbers.*delete it"):
+    with pytest.raises(
+        RunError, match=r"local_regret.json: not the output of a diagnostic.*delete it"
+    ):
         write_report(place(run))
 
 

@@ -1,8 +1,9 @@
-"""Warnings of a report: what was found, what it means, what to do.
+"""Warnings of a report: the finding, its meaning and its cure.
 
-From the numbers of the stages: a curvature below rounding, preservation that dominates, scores at
-or below zero among the selected, a drift of lengths, a loss that rose. From what the stages said:
-a short warmup, few steps, memory that ran out, a small corpus, and everything else, each once.
+Computed from the results of the stages: curvature below rounding, preservation that dominates,
+scores ≤ 0 among the selected, length drift, a higher validation loss. Taken from the warnings that
+the stages logged: a short warmup, few steps, out of memory, a small corpus, and all others, each
+once. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 DRIFT = 1.5
-"""Mean response length of the selected over that of the pool, or its inverse, that is told."""
+"""Warn if the mean response length of the selected differs from the pool's by more than this
+factor, in either direction."""
 DOMINATES = 2.0
+"""Warn if λ‖v_prior‖ exceeds ‖v_new‖ by more than this factor."""
 
 
 @dataclass(frozen=True)
 class Concern:
-    """One warning, for a reader who was not there."""
+    """One warning of the report."""
 
     title: str
     found: str
@@ -90,11 +93,11 @@ SAID = (
     ),
 )
 COUNTED = (r"have a score ≤ 0", r"preservation dominates")
-"""Said by a stage as well, but told here from the numbers."""
+"""Stage warnings that are skipped, because the same concern is computed from the results."""
 
 
 def concerns(facts: Mapping[str, Any]) -> list[Concern]:
-    """Everything that a reader should know before believing the run."""
+    """All warnings of a run, in the order of `_place`."""
     found = [*_of_stages(facts)]
     if facts["outdated"]:
         found.append(_outdated(facts["outdated"]))
@@ -108,7 +111,7 @@ def concerns(facts: Mapping[str, Any]) -> list[Concern]:
 
 
 def _place(concern: Concern) -> int:
-    """What a stage said of a known danger, then the numbers, a small corpus, and unknown notes."""
+    """Sort key: known stage warnings, then computed concerns, a small corpus, other warnings."""
     if concern.title == FEWER:
         return len(SAID) + 1
     if concern.title.startswith(NOTE):
@@ -145,7 +148,7 @@ def _of_stages(facts: Mapping[str, Any]) -> Iterator[Concern]:
 
 
 def _own_cure(text: str) -> str:
-    """What a message puts into brackets at its end is its cure."""
+    """The cure in a stage's message: the text in parentheses at its end."""
     match = re.search(r"\(([^()]{8,})\)\s*$", text)
     if match is None:
         return "Nothing needs to be done unless the message surprises you."

@@ -274,7 +274,7 @@ def test_re_selection_shows_the_last_round(make_run: Callable[..., Path]) -> Non
     chosen = set(json.loads((run / "5_selection/round_2/ids.json").read_text()))
     columns = unpack(data["examples-data"])
     got = {i for i, s in zip(columns["id"], columns["state"], strict=True) if s == 0}
-    assert got == chosen and "Scores are those before re-selection" in page
+    assert got == chosen and "Scores are from before re-selection" in page
 
 
 SCORES: dict[str, Any] = {

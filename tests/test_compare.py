@@ -462,20 +462,20 @@ def test_paired_differences_are_those_of_the_same_examples(
     [
         ({"methods": ["les"]}, "did you mean 'less'"),
         ({"methods": []}, "methods: missing"),
-        ({"methods": ["random", "random"]}, "'random' is there twice"),
+        ({"methods": ["random", "random"]}, "'random' is given twice"),
         ({"methods": ["random"], "seeds": ["a"]}, "seeds: ['a'] is not allowed"),
         ({"methods": ["random"], "budgets": [{"rows": 3}]}, "budgets:"),
         ({"methods": ["random"], "seeds": []}, "seeds: [] is not allowed"),
         ({"methods": ["random"], "models": {}}, "models: {} is not allowed"),
         ({"methods": ["random"], "models": ["a/x-1.json", "b/x-1.gz"]}, "two are called 'x-1'"),
         ({"methods": ["random"], "tables": [{"reference": ["sfft"]}]}, "names 'sfft'"),
-        ({"methods": ["random"], "colour": 1}, "colour: no such key of a comparison"),
+        ({"methods": ["random"], "colour": 1}, "colour: not a key of a matrix file"),
         ({"methods": ["random"], "tables": [{"kind": "pie"}]}, "kind 'pie' is not known"),
         ({"methods": ["random"], "settings": {"score.lamb": 1}}, "did you mean 'score.lam'"),
         ({"methods": ["random"], "tables": [{"groups": {"a": ["sft"]}}]}, "names 'sft'"),
         (
             {"methods": ["random"], "budgets": [{"data": 0.1}, {"data": 0.1}]},
-            "budgets: data0.1 is there twice",
+            "budgets: data0.1 is given twice",
         ),
         (
             {"methods": ["random"], "models": {"a": {"lr_ratios": ["lora"]}}},

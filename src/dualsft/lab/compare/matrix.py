@@ -334,7 +334,7 @@ class _Parser:
         folders = [_folder(c.name) for c in found]
         twice = sorted({c.name for c in found if folders.count(_folder(c.name)) > 1})
         self.problems += [
-            f"methods: {name!r} is given twice (or has the folder name of another); give another `name`"
+            f"methods: {name!r} is given twice (by folder name); give one another `name`"
             for name in twice
         ]
         return tuple(found)

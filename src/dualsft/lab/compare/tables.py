@@ -165,6 +165,7 @@ def resources(folder: RunPath, manifests: Mapping[str, Any]) -> dict[str, float 
         steps = manifests["warmup"]["facts"]["steps"]
         seen += steps * manifests["warmup"]["fingerprint"]["settings"]["warmup.batch_size"]
     if "gradients" in reads:
+        # The one-pass plan stores f in pool.parquet; without it, scoring reads the pool again.
         two_pass = "f" not in (folder / "3_gradients/pool.parquet").parquet().schema_arrow.names
         per_example = manifests["scores"]["fingerprint"]["settings"].get("per-example scores")
         seen += counts["val"] + counts["anchor"] + counts["pool"] * (1 + (two_pass and per_example))

@@ -106,6 +106,8 @@ class Training:
         if shrink and activations.at(tokens) > room.usable - held:
             most = activations.most_tokens(max(0.0, room.usable - held))
             tokens = max(longest, min(tokens, most))
+        # With one micro-batch, gradients appear while activations are freed, so the peak is at the
+        # start or at the end of the backward pass. With several, gradients are held throughout.
         last = 0.0 if several else grads + activations.at(0)
         device = int(held + max(activations.at(tokens), last))
         return device, self.num_entries * an_entry if away else 0, tokens

@@ -126,6 +126,8 @@ def token_cap(counts: np.ndarray, budget: int = TOKEN_BUDGET) -> int | None:
     """Length to which texts are truncated so that all fit the budget. None: they fit whole."""
     if counts.sum() <= budget:
         return None
+    # Rows are truncated to one common length. `before` is the tokens of the shorter rows, which
+    # stay whole; the first row that does not fit decides the length.
     rising = np.sort(counts)
     before = np.concatenate([[0], np.cumsum(rising)[:-1]])
     left = len(rising) - np.arange(len(rising))

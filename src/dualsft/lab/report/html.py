@@ -378,12 +378,12 @@ def _scores(facts: Mapping[str, Any], examples: Examples | None) -> str:
     worst = max((row["error"] for row in checks["alone"]), default=0.0)
     if "relative_error" in checks:
         rows.append(["self-check: Σ scores against ⟨u, G⟩", f"{checks['relative_error']:.1e}"])
-    rows.append([f"self-check: {len(checks['alone'])} examples scored alone", f"{worst:.1e}"])
+    rows.append([f"self-check: {len(checks['alone'])} examples by autograd", f"{worst:.1e}"])
     chosen = facts.get("selection", {})
     for key, label in (
-        ("boundary_gap", "gap between the last in and the first out"),
+        ("boundary_gap", "gap between the last selected and the first rejected"),
         ("rounding_slack", "rounding slack of a score"),
-        ("near_ties", "examples within it of the boundary"),
+        ("near_ties", "examples within the slack of the boundary"),
         ("rescored", "examples scored exactly for this budget"),
     ):
         if key in chosen:

@@ -163,7 +163,7 @@ def _scores(facts: dict[str, Any]) -> str:
     if "relative_error" in checks:
         text += f"Σ scores against ⟨u, G⟩ to {checks['relative_error']:.1e}, "
     return text + (
-        f"{len(checks['alone'])} examples scored alone to {worst:.1e} of ‖u‖‖g‖ "
+        f"{len(checks['alone'])} examples against autograd to {worst:.1e} of ‖u‖‖g‖ "
         f"(tolerance {checks['tolerance']:g})."
     )
 

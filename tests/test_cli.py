@@ -189,7 +189,7 @@ def test_check_says_what_would_happen(model_folder: Folders, corpus: Path) -> No
     said = cli("check", *small_run(model_folder("gemma3"), corpus)).stdout
     assert "candidates (block_linear): 14 tensors" in said
     assert said.count("⟦") == 3 and "BOS" in said and "check passed" in said
-    assert "gradient of an example alone" in said and "would train" in said
+    assert "gradient of one example (autograd)" in said and "would train" in said
 
 
 def test_methods_lists_every_method() -> None:

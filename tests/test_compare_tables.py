@@ -175,7 +175,7 @@ def test_three_places_over_the_whole_table_are_marked(tmp_path: Path) -> None:
     text = comparison_tables.markdown("m", [one], [], "dualsft")
     assert "| **0.2200 ± 0.0100** |" in text and "| <u>0.3200 ± 0.0100</u> |" in text
     assert "| *0.4200 ± 0.0100* |" in text and "| 0.5200 ± 0.0100 |" in text
-    assert "italic, where a table marks it, the third" in text
+    assert "the third (if marked) in italics" in text
     tex = comparison_tables.latex([one])
     assert r"\textit{0.4200 $\pm$ 0.0100}" in tex and r"\textbf{0.2200 $\pm$ 0.0100}" in tex
 

@@ -92,7 +92,7 @@ def test_only_results_are_kept_and_failures_are_told(tmp_path: Path, words: list
     assert "[gradients] taken over" in log
     run_matrix(matrix, out, Reporter([].append), workers=2)
     logs = [log.read_text() for log in out.glob("logs/**/*.log")]
-    assert sum("results are kept" in log for log in logs) == 2
+    assert sum("keeping its results" in log for log in logs) == 2
     status = json.loads((out / "cells.json").read_text())["cells"]
     assert [bool(cell["failed"]) for cell in status.values()] == [True, False, False]
 
@@ -162,7 +162,7 @@ def test_a_worker_that_is_killed_is_named(tmp_path: Path, words: list[str]) -> N
     running = start(path, out, [*words, "finetune.epochs=600"])
     os.kill(both_training(out, running)[0], signal.SIGKILL)
     _, told = running.communicate(timeout=300)
-    assert running.returncode == 1 and "died of SIGKILL" in told
+    assert running.returncode == 1 and "killed by SIGKILL" in told
     status = json.loads((out / "cells.json").read_text())["cells"]
     assert sum(bool(cell["failed"]) for cell in status.values()) == 1
 

@@ -180,7 +180,7 @@ def test_diagnostics_are_shown_with_their_figures(finished: Path) -> None:
 def test_a_diagnostic_that_is_none_is_refused(finished: Path, tmp_path: Path) -> None:
     run = copy(finished, tmp_path)
     (run / "diagnostics/local_regret.json").write_text("[1, 2")
-    with pytest.raises(RunError, match=r"local_regret.json: not a diagnostic's numbers"):
+    with pytest.raises(RunError, match=r"local_regret.json: not the output of a diagnostic"):
         write_report(place(run))
 
 
@@ -191,7 +191,9 @@ def test_a_diagnostic_of_an_unknown_origin_is_refused(
     run = copy(finished, tmp_path)
     content = {"paper": "Table 7", "result": {}, "made_from": made_from}
     (run / "diagnostics/local_regret.json").write_text(json.dumps(content))
-    with pytest.raises(RunError, match=r"local_regret.json: not a diagnostic's numbers.*delete it"):
+    with pytest.raises(
+        RunError, match=r"local_regret.json: not the output of a diagnostic.*delete it"
+    ):
         write_report(place(run))
 
 
@@ -273,7 +275,7 @@ def test_re_selection_shows_the_last_round(make_run: Callable[..., Path]) -> Non
     chosen = set(json.loads((run / "5_selection/round_2/ids.json").read_text()))
     columns = unpack(data["examples-data"])
     got = {i for i, s in zip(columns["id"], columns["state"], strict=True) if s == 0}
-    assert got == chosen and "Scores are those before re-selection" in page
+    assert got == chosen and "Scores are from before re-selection" in page
 
 
 SCORES: dict[str, Any] = {

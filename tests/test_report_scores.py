@@ -36,7 +36,7 @@ def test_the_histogram_says_what_it_shows() -> None:
     scores = np.linspace(-1, 3, 400)
     label = "predicted decrease of the validation loss (nats)"
     text = histogram(scores[300:], scores[:300], 2.0, label)
-    assert {label, "examples a bin", "0", "cut-off 2"} <= set(lines_of(text))
+    assert {label, "examples per bin", "0", "cut-off 2"} <= set(lines_of(text))
     dashed = re.findall(r"<line x1='([\d.]+)'[^>]*dasharray", text)
     (zero,) = re.findall(r"<text x='([\d.]+)' y='[\d.]+' text-anchor='middle'>0</text>", text)
     low, high = np.percentile(scores, [0.5, 99.5])

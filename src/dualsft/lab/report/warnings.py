@@ -1,4 +1,4 @@
-"""Warnings of a report: what was found, what it means, what to do.
+"""Warnings of a report: the finding, its meaning and its cure.
 
 From the numbers of the stages: a curvature below rounding, preservation that dominates, scores at
 or below zero among the selected, a drift of lengths, a loss that rose. From the codes of the
@@ -15,13 +15,15 @@ from typing import Any
 from dualsft.system.progress import NOTE
 
 DRIFT = 1.5
-"""Mean response length of the selected over that of the pool, or its inverse, that is told."""
+"""Warn if the mean response length of the selected differs from the pool's by more than this
+factor, in either direction."""
 DOMINATES = 2.0
+"""Warn if λ‖v_prior‖ exceeds ‖v_new‖ by more than this factor."""
 
 
 @dataclass(frozen=True)
 class Concern:
-    """One warning, for a reader who was not there."""
+    """One warning of the report."""
 
     title: str
     found: str
@@ -89,7 +91,7 @@ COUNTED = ("nonpositive_scores", "preservation_dominates")
 
 
 def concerns(facts: Mapping[str, Any]) -> list[Concern]:
-    """Everything that a reader should know before believing the run."""
+    """All warnings of a run, in the order of `_place`."""
     found = [*_of_stages(facts)]
     if facts["outdated"]:
         found.append(_outdated(facts["outdated"]))
@@ -103,7 +105,7 @@ def concerns(facts: Mapping[str, Any]) -> list[Concern]:
 
 
 def _place(concern: Concern) -> int:
-    """What a stage said of a known danger, then the numbers, a small corpus, and unknown notes."""
+    """Sort key: known stage warnings, then computed concerns, a small corpus, other warnings."""
     if concern.title == FEWER:
         return len(KNOWN) + 1
     if concern.title.startswith(STAGE_NOTE):

@@ -153,7 +153,7 @@ def test_trainer_is_refused_what_it_would_not_clear(tmp_path: Path) -> None:
         models.append(model)
         return ours(model, masks, free_gradients=True)
 
-    with pytest.raises(RuntimeError, match="free_gradients=True: create the SparseAdamW without it"):
+    with pytest.raises(RuntimeError, match="create the SparseAdamW without it"):
         run_trainer(tmp_path, lean)
     assert_equal(snapshot(models[0]), start)
 

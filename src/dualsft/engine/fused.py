@@ -197,7 +197,7 @@ def fused_blocks(
     with ExitStack() as stack:
         for module in model.modules():
             forward = fused_forward(module, first.dtype)
-            if forward is not None and "forward" not in vars(module):
+            if forward is not None and "forward" not in vars(module):  # not patched already
                 module.forward = forward
                 stack.callback(delattr, module, "forward")
         for source in _rotary_modules(model):

@@ -61,7 +61,7 @@ def token_dots(
     _token_dots[(rows,)](
         moved_MO,
         grad_MO,
-        norms_M if with_bound else dots_M,
+        norms_M if with_bound else dots_M,  # a valid pointer that is not read
         dots_M,
         bounds_M,
         width,

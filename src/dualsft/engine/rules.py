@@ -46,7 +46,7 @@ def add_product(total_OI: Tensor, left: Tensor, right: Tensor) -> None:
     """total += leftᵀ right; low-precision factors are accumulated in the dtype of `total_OI`."""
     if left.dtype == total_OI.dtype:
         total_OI.addmm_(left.T, right)
-    elif left.is_cuda:
+    elif left.is_cuda:  # low-precision inputs, accumulated and returned in the total's dtype
         torch.addmm(total_OI, left.T, right, out_dtype=total_OI.dtype, out=total_OI)
     else:
         total_OI.addmm_(left.T.to(total_OI.dtype), right.to(total_OI.dtype))

@@ -143,6 +143,7 @@ def _agree_on_room(no_room: _NoRoom | None) -> None:
         return
     found = [one for one in world().answers(no_room and (str(no_room), no_room.shape)) if one]
     shapes = [shape for _, shape in found if shape is not None]
+    # the shape with the fewest tokens once its batch is halved
     least = min(shapes, key=lambda shape: shape[0] // 2 * shape[1], default=None)
     raise _NoRoom(MemoryError(found[0][0]), least)
 
@@ -257,6 +258,7 @@ class _Walk:
         """The first plan; when resuming, one with the batches and groups of the saved piece."""
         if piece is None:
             return chain.pop(0)
+        # the piece may come from a smaller plan: skip plans with fewer groups
         groups, first = piece.facts["num_groups"], 0
         if self.settings.wishes.placement in ("auto", "blocks"):
             as_cut = (i for i, plan in enumerate(chain) if plan.num_groups >= groups)

@@ -216,15 +216,16 @@ def choose(
         first = asked[0] if asked else 0
     elif good:
         first = good[0]
-    elif fitting:
+    elif fitting:  # every batch is too small to be fast: take the largest
         first = max(fitting, key=lambda i: plans[i].batch_tokens)
-    else:
+    else:  # nothing is predicted to fit: try the smallest plan anyway
         first = min(range(len(plans)), key=lambda i: _least(plans[i], demand))
     chain = [plans[first]]
     for plan in plans[first + 1 :]:  # a fallback must need less memory than the plan before it
         if _least(plan, demand) < _least(chain[-1], demand):
             chain.append(plan)
     least = min(demand.longest, batch_tokens)
+    # plans that are not predicted to fit are tried with a batch of one example
     return [plan if plan.batch_tokens else replace(plan, batch_tokens=least) for plan in chain]
 
 

@@ -373,6 +373,7 @@ def _agreed(work: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         full = problem
     if any(world().any(full is not None)):  # use one shape, so that all choose the same plan
         found = [one for one in world().answers(full and (full.shape, str(full))) if one]
+        # the shape with the fewest tokens once its batch is halved
         shape, words = min(found, key=lambda one: one[0][0] // 2 * one[0][1])
         raise _Full(shape, MemoryError(words))
     return result

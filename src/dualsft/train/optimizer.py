@@ -96,7 +96,7 @@ class SparseAdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__([{"params": []}], defaults)
         for p in self._params.values():
-            setattr(p, MARK, weakref.ref(self))
+            setattr(p, MARK, weakref.ref(self))  # a garbage-collected optimizer does not count
         self._hooks = self._grads.attach()
         self._select(selected)
         for name in self._indices:  # existing gradients count, as with any optimizer

@@ -122,8 +122,8 @@ class S2FT(ParamMethod):
         members = [m for m in matrices(job) if m.role == role]
         if not members:
             raise ConfigError(
-                f"method.s2ft.{option}: {job.ctx.model_type} has no separate {role} projection "
-                "among the candidates (it may be fused with others); remove the option"
+                f"method.s2ft.{option}: the candidates of {job.ctx.model_type} have no {role} "
+                "projection as a separate matrix (it may be fused with others); remove the option"
             )
         if role == "up":
             return Units(members, axis, [1] * len(members))

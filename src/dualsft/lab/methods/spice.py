@@ -174,8 +174,8 @@ def greedy(
 def pairwise(
     rows: Tensor, b: int, alpha: float, conflict: float, step: Step = lambda _: None
 ) -> np.ndarray:
-    """max_S Σ u_i − μ Σ_{i<j} C_ij, greedily, with u_i the information of i and C_ij the conflict of
-    i and j."""
+    """max_S Σ u_i − μ Σ_{i<j} C_ij, greedily; u_i is the information of i, C_ij the conflict of i
+    and j."""
     wide = reduction_dtype(rows.device)
     squares = _squares(rows)
     utility = torch.log1p(alpha * squares)

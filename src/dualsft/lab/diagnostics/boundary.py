@@ -84,6 +84,7 @@ def _params(at: Surrogate, error: Vector, k: int, bound: float | None) -> dict[s
     ours = at.mask(at.projection, grad_sum, k)
     full = at.mask(at.projection.plus(error, -1.0), grad_sum, k)
     gap = None if ours.next_score is None else ours.threshold - ours.next_score
+    # an entry is movable if its error is at least its distance from the middle of the gap
     middle = ours.threshold if ours.next_score is None else (ours.threshold + ours.next_score) / 2
     scores, errors = (
         param_scores(at.eta_sc, vector, grad_sum) for vector in (at.projection, error)
@@ -120,6 +121,7 @@ def _examples(
                 direction=error,
                 bounds=True,
             )
+        # upper bound of ‖g_n‖ from the per-parameter bounds of the one-pass certificate
         sizes = np.sqrt((found.inner_sums.astype(np.float64) ** 2).sum(1))
         return np.stack([found.dots, sizes])
 
@@ -286,6 +288,7 @@ def _power(
             label = f"Hessian products, {len(norms) + 1} of {job.options.iterations}"
             product = curved.times(current, label)
             norms.append(product.norm())
+            # the iteration starts at G / ‖G‖, so its first product also gives (H − D̂) G
             first = product.scaled(size).held() if first is None else first
             if norms[-1] == 0:
                 break

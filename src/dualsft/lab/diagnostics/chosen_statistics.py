@@ -343,10 +343,10 @@ def _edges(
     high = float(values.max()) if high is None else high
     sizes = np.abs(values[values != 0])
     scale = float(np.median(sizes)) if len(sizes) else 1.0
-    if not low < high:
+    if not low < high:  # all values are equal
         low, high = low - scale, high + scale
     bins = int(np.clip(2 * total**0.5, 8, BINS))
     even = np.linspace(np.arcsinh(low / scale), np.arcsinh(high / scale), bins + 1)
     edges = np.sinh(even) * scale
-    edges[0], edges[-1] = low, high
+    edges[0], edges[-1] = low, high  # exact ends: rounding would drop the extreme values
     return edges, scale

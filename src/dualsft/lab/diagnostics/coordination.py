@@ -193,6 +193,7 @@ def _rounds(
     ]
     scatter: dict[str, Any] = {}
     for number in range(1, last + 1):
+        # the sides alternate; data_to_param updates the mask first, given the data
         moves_mask = (order == "data_to_param") == (number % 2 == 1)
         label = f"{order} round {number}"
         before = pair

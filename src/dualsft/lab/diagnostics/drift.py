@@ -76,7 +76,7 @@ def run(job: DiagnosticJob) -> dict[str, Any]:
 
         def resume(points_done: dict[str, Any]) -> None:
             told[:] = points_done["points"]
-            progress.advance(len(told) - 1)
+            progress.advance(len(told) - 1)  # the start was already counted
 
         look(0)
         trials = Trials(quiet(ctx), start, ctx.pieces)

@@ -297,6 +297,7 @@ class _Checkpoint:
             )
 
     def _facts(self, form: ScoreForm, side: str, objective: str, lam: float) -> dict[str, Any]:
+        # only these forms correspond to a row of the paper's table
         plain = form.lam == self._own_lam and form.step == "sgd"
         paper = PAPER_ROWS.get((self.name, form.order)) if plain else None
         return {
@@ -421,6 +422,7 @@ def forms_of_u(
                 scales[f"diagonal times {score.curvature_scale:g}"] = score.curvature_scale
             second = plain.second_order(grad_sum).norm()
             first = v_val.norm()
+            # scale of ĉ at which the second-order term has norm s · ‖v_val‖
             scales |= {f"diagonal {s:g}": s * first / second for s in shares if second > 0}
         for order, scale in scales.items():
             for step in ("sgd", "adam") if curvature is not None else ("sgd",):

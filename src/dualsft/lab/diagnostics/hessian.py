@@ -317,6 +317,7 @@ class _Totals:
         firsts = torch.autograd.grad(loss, list(self.parameters.values()), create_graph=True)
         first = dict(zip(names, firsts, strict=True))
         blocks = [self.parameters[s.parameter] for s in self.slices]
+        # ∇⟨∇loss, G⟩ = H G with the G of all candidates, for all slices at once
         along = torch.stack(
             [(first[n] * self.grad_sum[n].to(self.device)).sum() for n in names]
         ).sum()
@@ -324,6 +325,7 @@ class _Totals:
         found = {}
         for one, whole, block in zip(self.slices, second, blocks, strict=True):
             name, index = one.parameter, one.coordinates
+            # H_B G_B: the same with G restricted to the slice, which needs one backward per slice
             flat = first[name].reshape(-1)[index.to(self.device)]
             along = (flat * self.own[name].to(self.device, self.dtype)).sum()
             (part,) = torch.autograd.grad(along, block, retain_graph=True)

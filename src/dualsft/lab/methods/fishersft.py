@@ -170,6 +170,7 @@ def lazy_greedy(
     evaluated = np.zeros(len(upper), np.int64)  # number of choices made when the gain was computed
     chosen, gains = [], []
     for number in range(b):
+        # a current gain that is at least every upper bound is the largest gain
         while evaluated[best := int(upper.argmax())] < number:
             near = np.argpartition(-upper, min(ON_TOP, len(upper)) - 1)[:ON_TOP]
             stale = np.sort(np.append(near[near != best], best))

@@ -114,6 +114,7 @@ class Less(DataMethod):
 
             def after_step(done: int) -> None:
                 if done % per_epoch == 0:
+                    # mean learning rate of the epoch, normalized over the epochs
                     weight = sum(rates[done - per_epoch : done]) / sum(rates)
                     found.append(Checkpoint.of(optimizer, parameters, weight))
 

@@ -93,6 +93,7 @@ class LIFT(ParamMethod):
             u, s, vh = torch.linalg.svd(wide, full_matrices=False)
             return u[:, :rank] * s[:rank], vh[:rank].T
         devices = [weight.device] if weight.device.type == "cuda" else []
+        # seeded per matrix, so the result does not depend on the order of the matrices
         seed = int.from_bytes(digest(job.ctx.config.seed, f"lift/{name}")[:7], "little")
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)

@@ -63,6 +63,7 @@ class Lora(ParamMethod):
             task_type="CAUSAL_LM",
         )
         wide = options.dtype == "float32"
+        # PEFT initializes adapters from the global generator; seed it without affecting the run
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(int(job.rng("adapter").integers(1 << 62)))
             try:

@@ -56,6 +56,7 @@ def smallest(values: Tensor, count: int) -> Tensor:
     """Sorted positions of the `count` smallest values; ties (common in bf16) by position."""
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=values.device)
+    # topk does not define which of several equal values it returns; ties are resolved below
     border = values.topk(count, largest=False, sorted=False).values.max()
     below = values < border
     ties = (values == border).nonzero().view(-1)[: count - int(below.sum())]

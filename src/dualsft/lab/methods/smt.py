@@ -95,6 +95,7 @@ class SMT(ParamMethod):
         """The blocks that fit the budget, or the share of each family that its ratio asks for."""
         if self.ratios is None:
             return whole_units(order, costs, k)
+        # ratio_of=model: the released code counts all matrices of the model, embeddings included
         every = sum(s.numel() for s in job.ctx.parameter_shapes.values() if len(s) == 2)
         taken: list[np.ndarray] = []
         for name, ratio in self.ratios.items():

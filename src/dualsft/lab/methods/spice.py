@@ -160,7 +160,7 @@ def greedy(
         gains.append(float(gain[x]))
         taken[x] = True
         g = rows[x].to(wide)
-        w = inverse @ g
+        w = inverse @ g  # Sherman-Morrison: V⁻¹ ← V⁻¹ − scale · w wᵀ
         scale = alpha / (1.0 + alpha * float(g @ w))
         inverse.addr_(w, w, alpha=-scale)
         moved = _products(rows, torch.stack([w, g], dim=1))

@@ -84,6 +84,7 @@ def surviving(
     masked = free & (loss_T > math.log(options.threshold))
     if options.mode == "highest":
         return ~masked
+    # the controls mask as many tokens of the example as mode=highest does
     where, count = np.flatnonzero(free), int(masked.sum())
     if options.mode == "lowest":
         chosen = where[np.argsort(loss_T[where], kind="stable")[:count]]

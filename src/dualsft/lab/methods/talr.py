@@ -66,6 +66,7 @@ class _Step:
     def before(self, model: PreTrainedModel, pieces: Sequence[Sequence[Example]]) -> None:
         """Compute τ and the denominator of the step, with a forward pass if they require one."""
         options, self.seen = self.options, []
+        # None if the median of this step is needed: window=step, or the first step of window=past
         known = options.tau if options.window == "step" else options.tau or self.past
         self.denominator = float(sum(num_predicted(e) for piece in pieces for e in piece))
         losses: list[Tensor] = []

@@ -1,8 +1,15 @@
-"""Write docs/config.md from the settings' own definition, the table of docs/scaling.md from its
-formulas, and those of docs/results.md from the raw files: `python docs/generate.py`."""
+"""Write the generated parts of the pages: `python docs/generate.py`.
+
+docs/config.md comes from the definition of the settings, the table of docs/scaling.md from its
+formulas, the tables of docs/results.md from the raw files, and the map of the package in README.md
+from the docstrings of the rooms, in the order of the layers in pyproject.toml.
+"""
 
 from __future__ import annotations
 
+import ast
+import re
+import tomllib
 from pathlib import Path
 
 from results_tables import with_tables
@@ -15,6 +22,9 @@ from dualsft.memory.scaling import (
     walk_traffic,
     warmup_memory,
 )
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src/dualsft"
 
 HEAD = """# Settings
 
@@ -102,8 +112,47 @@ def with_table(page: str) -> str:
     return f"{before}<!-- table -->\n{scaling_table()}\n<!-- end -->{after}"
 
 
+def layers() -> list[str]:
+    """The rooms and top-level modules, upper layers first, as import-linter knows them."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (contract,) = config["tool"]["importlinter"]["contracts"]
+    names = [name for layer in contract["layers"] for name in re.split("[|:]", layer)]
+    return [name.strip().removeprefix("dualsft.") for name in names]
+
+
+def phrase(file: Path) -> str:
+    """The first sentence of a module's docstring."""
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+    assert text, f"{file} has no docstring"
+    return re.split(r"(?<=[.?])\s", " ".join(text.split("\n\n")[0].split()))[0]
+
+
+def rooms_table() -> str:
+    """One row per room, its inner rooms below it; a top-level module is a row too."""
+    lines = ["| | |", "|---|---|"]
+    for name in layers():
+        if not (SOURCE / name).is_dir():
+            if name != "__main__":
+                lines.append(f"| `{name}.py` | {phrase(SOURCE / f'{name}.py')} |")
+            continue
+        for file in sorted((SOURCE / name).rglob("__init__.py")):
+            room = file.parent.relative_to(SOURCE).as_posix()
+            lines.append(f"| `{room}/` | {phrase(file)} |")
+    lines.append("| `recipes/` | Ready settings (YAML), and comparisons in `recipes/compare/`. |")
+    return "\n".join(lines)
+
+
+def with_rooms(page: str) -> str:
+    """README.md with its map of the package made anew."""
+    before, rest = page.split("<!-- rooms -->")
+    after = rest.split("<!-- end -->", 1)[1]
+    return f"{before}<!-- rooms -->\n{rooms_table()}\n<!-- end -->{after}"
+
+
 def main() -> None:
     docs = Path(__file__).parent
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (ROOT / "README.md").write_text(with_rooms(readme), encoding="utf-8")
     (docs / "config.md").write_text(render(), encoding="utf-8")
     for page, made in (("scaling.md", with_table), ("results.md", with_tables)):
         text = (docs / page).read_text(encoding="utf-8")

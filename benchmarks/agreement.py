@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from benchmarks.roles import Roles
 from dualsft.algorithm.certificate import judge
 from dualsft.algorithm.projection import effective_lambda
+from dualsft.algorithm.scores import NUM_ALONE_HALF, rounding_ratio
+from dualsft.algorithm.selection import product_source
 from dualsft.algorithm.self_checks import dot_alone
 from dualsft.algorithm.topk import top_b, topk_signed
 from dualsft.data.examples import Example
@@ -25,8 +27,6 @@ from dualsft.engine.fused import HALF_DTYPES, fused_blocks
 from dualsft.engine.ghost import GhostEngine, widened
 from dualsft.engine.walk import PassResult, cwsd_objective, loss_objective, walk
 from dualsft.model.load import find_candidates
-from dualsft.runs.stages.chosen import product_source
-from dualsft.runs.stages.scores import NUM_ALONE_HALF, rounding_ratio
 from dualsft.storage.vectors import ParamVector, Vector
 from dualsft.system.progress import Reporter
 

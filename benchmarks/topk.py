@@ -17,9 +17,9 @@ from torch import Tensor
 
 from benchmarks.measuring import Contender, Meter, Section, measure
 from benchmarks.options import Options
+from dualsft.algorithm.selection import product_source
 from dualsft.algorithm.topk import topk_signed
 from dualsft.errors import RunError
-from dualsft.runs.stages.chosen import product_source
 from dualsft.storage.vectors import ParamVector
 from dualsft.system.usage import free_memory
 

@@ -113,7 +113,7 @@ def with_table(page: str) -> str:
 
 
 def layers() -> list[str]:
-    """The rooms and top-level modules, upper layers first, as import-linter knows them."""
+    """Rooms and top-level modules, upper layers first, as import-linter knows them."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     (contract,) = config["tool"]["importlinter"]["contracts"]
     names = [name for layer in contract["layers"] for name in re.split("[|:]", layer)]
@@ -128,18 +128,10 @@ def phrase(file: Path) -> str:
 
 
 def rooms_table() -> str:
-    """One row per room, its inner rooms below it; a top-level module is a row too."""
-    lines = ["| | |", "|---|---|"]
-    for name in layers():
-        if not (SOURCE / name).is_dir():
-            if name != "__main__":
-                lines.append(f"| `{name}.py` | {phrase(SOURCE / f'{name}.py')} |")
-            continue
-        for file in sorted((SOURCE / name).rglob("__init__.py")):
-            room = file.parent.relative_to(SOURCE).as_posix()
-            lines.append(f"| `{room}/` | {phrase(file)} |")
-    lines.append("| `recipes/` | Ready settings (YAML), and comparisons in `recipes/compare/`. |")
-    return "\n".join(lines)
+    """One row per room."""
+    rooms = [name for name in layers() if (SOURCE / name).is_dir()]
+    lines = [f"| `{room}/` | {phrase(SOURCE / room / '__init__.py')} |" for room in rooms]
+    return "\n".join(["| | |", "|---|---|", *lines])
 
 
 def with_rooms(page: str) -> str:

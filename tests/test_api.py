@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import oracle
 import pytest
 import torch
+from conftest import Runner
 from models import tiny_examples, tiny_model
+from places import place
 
 import dualsft
 from dualsft.data.examples import Example
+from dualsft.model.load import find_candidates, load_model
+from dualsft.runs.stages.chosen import read_mask
+from dualsft.runs.stages.split import read_split
 from dualsft.storage.vectors import ParamVector
 from dualsft.system.progress import Reporter
 
@@ -99,3 +107,44 @@ def test_delta_of_another_model_is_refused() -> None:
         dualsft.apply_delta(llama, delta)
     with pytest.raises(dualsft.ConfigError, match="different parameters"):
         dualsft.extract_delta(llama, gpt2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_api_chooses_what_a_run_chooses(make_run: Runner, dtype: str) -> None:
+    """The same examples and the same entries, the certificate's rounding in bf16 included."""
+    run = make_run(f"model.dtype={dtype}", "warmup.min_steps=4", until="selection")
+    config = dualsft.load(str(run / "config.yaml"))
+    roles = read_split(place(run / "1_split"))
+    chosen = json.loads((run / "5_selection/summary.json").read_text())
+    kind, cpu = getattr(torch, dtype), torch.device("cpu")
+    bar = load_model(run / "2_warmup/theta_bar", kind, cpu)
+    old = load_model(Path(config.model.path), kind, cpu)
+    names = find_candidates(bar, config.score.candidates).names
+    scores = dualsft.score(
+        bar,
+        roles["pool"],
+        roles["val"],
+        eta_ft=config.finetune.lr,
+        anchors=roles["anchor"],
+        theta_old=old,
+        curvature=ParamVector.load(run / "2_warmup/curvature.safetensors", names),
+        lam=config.score.lam,
+        lam_relative=config.score.lam_relative,
+        tau=config.score.tau,
+        curvature_scale=config.score.curvature_scale,
+        precision=config.score.precision,
+        seed=config.seed,
+        reporter=QUIET,
+    )
+    stored = json.loads((run / "4_scores/summary.json").read_text())
+    assert (scores.summary["checks"]["rounding_ratio"] > 0) and stored["rounding_ratio"] > 0
+    found = dualsft.select(scores, data_budget=chosen["b"], param_budget=chosen["k"])
+    ids = json.loads((run / "5_selection/ids.json").read_text())
+    assert [roles["pool"][i].id for i in found.data_subset] == ids
+    assert found.num_rescored == chosen["rescored"]
+    mask = read_mask(run / "5_selection")
+    assert found.param_mask.keys() >= mask.keys()
+    for name, index in found.param_mask.items():
+        assert torch.equal(index, mask.get(name, index[:0])), name
+    if dtype == "bfloat16":  # the rounding widens every bound, as it does in the stage
+        assert (scores.bound > 0).all()

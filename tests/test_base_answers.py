@@ -72,7 +72,7 @@ def test_a_killed_process_gives_its_turn_back(model_folder: Callable, tmp_path: 
         with turn:
             assert time.monotonic() - begun > 1.0 and holder.wait() < 0
         killer.join()
-    assert len(said) == 1 and "another run is asking it" in said[0]
+    assert len(said) == 1 and "another run evaluates it" in said[0]
 
 
 def test_whoever_comes_second_asks_its_own_model_first(

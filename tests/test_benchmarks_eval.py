@@ -268,7 +268,7 @@ def test_a_comparison_asks_the_base_model_once(
     assert run_matrix(matrix, out, Reporter(said.append), workers=workers) == {}
     for log in out.glob("logs/**/*.log"):
         said += log.read_text().splitlines()
-    assert sum("the base model's answers of another run" in line for line in said) == 4
+    assert sum("reusing the base model's answers from another run" in line for line in said) == 4
     one, two, three = (
         json.loads((out / c.path / "7_evaluation/results.json").read_text())["tasks"]
         for c in matrix.cells()
@@ -397,7 +397,7 @@ def _mmlu(choices: str, answer: str) -> str:
         (
             "arc_challenge",
             '{"question": "x", "choices": ["a"], "labels": ["A"], "answerKey": "B"}',
-            "answerKey 'B' is none",
+            "answerKey 'B' is not one",
         ),
         ("arc_challenge", '{"question": "x", "choices": "ab", "answerKey": "B"}', "'choices' must"),
         ("arc_challenge", '{"question": "x", "choices": ["a"], "answerKey": "B"}', "a label"),
@@ -405,7 +405,7 @@ def _mmlu(choices: str, answer: str) -> str:
         ("piqa", '{"goal": null, "sol1": "y", "sol2": "z", "label": 1}', "'goal' is None"),
         ("gsm8k", '{"question": "x", "answer": "4"}', "no number after ####"),
         ("humaneval", '{"task_id": "1", "prompt": 3, "test": "", "entry_point": ""}', "'prompt'"),
-        ("mmlu", _mmlu('["a", "b", "c"]', "1"), "four texts"),
+        ("mmlu", _mmlu('["a", "b", "c"]', "1"), "four strings"),
         ("mmlu", _mmlu('["a", "b", "c", "d"]', "4"), "'answer' is 4"),
         ("mmlu", _mmlu('["a", "b", "c", "d"]', '"2"'), "'answer' is '2'"),
         ("piqa", "[" * 100_000, "2: not valid JSON"),
@@ -422,13 +422,13 @@ def test_a_wrong_row_is_named(name: str, line: str, words: str, tmp_path: Path) 
 def test_a_model_without_room_for_answers_is_refused_before_any_stage(
     model_folder: Callable[[str], Path], corpus: Path, tmp_path: Path
 ) -> None:
-    """The tiny model has 256 positions, and HumanEval asks for 512 new tokens."""
+    """The tiny model has 256 positions, and HumanEval generates 512 tokens."""
     for name, many in rows().items():
         write_jsonl(tmp_path / f"{name}.jsonl", many)
     words = ["evaluation.tasks=humaneval", f"evaluation.data_dir={tmp_path}"]
     words += ["evaluation.allow_code_execution=true"]
     config = settings.load(None, [*small_run(model_folder("llama"), corpus), *words])
-    with pytest.raises(ConfigError, match="humaneval asks for 512 new tokens .* room for 256"):
+    with pytest.raises(ConfigError, match="humaneval generates 512 tokens .* only 256 positions"):
         pipeline.run(config, tmp_path / "run", None, Reporter(lambda _: None))
     assert not (tmp_path / "run").exists()
     pipeline.run(config, tmp_path / "run", "split", Reporter(lambda _: None))

@@ -102,7 +102,7 @@ def test_the_result_does_not_depend_on_how_it_is_computed(
     masks = [load_file(r / "5_selection/mask.safetensors") for r in (out, reference)]
     same = sum(int(torch.isin(masks[0][n], masks[1][n]).sum()) for n in masks[0])
     total = sum(i.numel() for i in masks[0].values())
-    assert same >= total - 2  # two entries may trade places inside fp32 rounding
+    assert total > 100 and same >= total - 2  # two entries may trade places inside fp32 rounding
 
 
 def test_same_seed_same_bits(
@@ -176,9 +176,11 @@ def test_export_merge_and_extract(reference: Path, model_folder: Folders, tmp_pa
     assert (merged / "tokenizer.json").is_file()
     cli("export", "extract", base, str(merged), str(tmp_path / "again.safetensors"))
     one, two = load_file(delta), load_file(tmp_path / "again.safetensors")
-    for name in two:  # an entry that training moved back to its own bits is in no difference
-        if name.endswith(".idx"):
-            assert bool(torch.isin(two[name], one[name]).all())
+    moved = [name for name in two if name.endswith(".idx")]
+    for name in moved:  # an entry that training moved back to its own bits is in no difference
+        assert bool(torch.isin(two[name], one[name]).all())
+    given = sum(index.numel() for name, index in one.items() if name.endswith(".idx"))
+    assert sum(two[name].numel() for name in moved) > 0.9 * given > 0
     refused = cli("export", "merge", str(model_folder("qwen2")), delta, str(tmp_path / "x"), code=2)
     assert "made from" in refused.stderr and not (tmp_path / "x").exists()
 
@@ -187,11 +189,12 @@ def test_check_says_what_would_happen(model_folder: Folders, corpus: Path) -> No
     said = cli("check", *small_run(model_folder("gemma3"), corpus)).stdout
     assert "candidates (block_linear): 14 tensors" in said
     assert said.count("⟦") == 3 and "BOS" in said and "check passed" in said
-    assert "gradient of an example alone" in said and "would train" in said
+    assert "gradient of one example (autograd)" in said and "would train" in said
 
 
 def test_methods_lists_every_method() -> None:
     said = cli("methods").stdout
+    assert {"data", "params"} <= set(registry()) and all(registry().values())
     for axis, entries in registry().items():
         for entry in entries.values():
             assert f"method.{axis}={entry.name}\n" in said

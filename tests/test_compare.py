@@ -72,7 +72,7 @@ def test_the_whole_method_list_runs_through_compare(tmp_path: Path, words: list[
     out = tmp_path / "out"
     assert run_matrix(matrix, out, quiet(), strict=True) == {}
     files = comparison_tables.write_tables(matrix, out, "dualsft")
-    assert all(path.location.stat().st_size > 0 for path in files)
+    assert files and all(path.location.stat().st_size > 0 for path in files)
     tables = json.loads((out / "comparison.json").read_text())["tables"]
     for table in tables:
         rows = {row["name"] for row in table["rows"]}
@@ -102,7 +102,7 @@ def test_a_choice_of_examples_is_made_once(tmp_path: Path, words: list[str]) -> 
     assert run_matrix(matrix, out, quiet(said), strict=True) == {}
     assert sum("the examples of less are taken over" in line for line in said) == 2
     assert run_matrix(matrix, tmp_path / "alone", quiet(said := []), rows[1], strict=True) == {}
-    assert not any("taken over" in line for line in said)
+    assert said and not any("taken over" in line for line in said)
     first, second, third = (out / cell.path / "5_selection" for cell in matrix.cells())
     alone = tmp_path / "alone" / matrix.cells()[1].path / "5_selection"
     for name in ("ids.json", "selected.jsonl", "baseline_scores.parquet"):
@@ -247,7 +247,7 @@ def test_only_results_are_kept_when_asked(tmp_path: Path, words: list[str]) -> N
     assert left == {"mask.safetensors", "delta.safetensors"}
     said: list[str] = []
     run_matrix(lean, out, quiet(said), strict=True)
-    assert sum("results are kept" in line for line in said) == 3
+    assert sum("keeping its results" in line for line in said) == 3
     assert not [line for line in said if line.endswith(" started")]
     values = []
     for matrix, folder in ((whole, tmp_path / "whole"), (lean, out)):
@@ -327,7 +327,7 @@ def test_the_command_line_stands_over_every_cell(tmp_path: Path, words: list[str
     rates = [comparison_matrix.effective_rate(changed.config(c)) for c in changed.cells()]
     assert rates == [pytest.approx(7e-4)]
     for word in ("seed=7", "select.data_budget=0.5", "method.data=less"):
-        with pytest.raises(ConfigError, match=f"{word}: the comparison's own"):
+        with pytest.raises(ConfigError, match=f"{word}: .* of the comparison sets"):
             matrix_of(tmp_path, [*words, word], budgets=[{"data": 0.1}], **content)
 
 
@@ -462,20 +462,20 @@ def test_paired_differences_are_those_of_the_same_examples(
     [
         ({"methods": ["les"]}, "did you mean 'less'"),
         ({"methods": []}, "methods: missing"),
-        ({"methods": ["random", "random"]}, "'random' is there twice"),
+        ({"methods": ["random", "random"]}, "'random' is given twice"),
         ({"methods": ["random"], "seeds": ["a"]}, "seeds: ['a'] is not allowed"),
         ({"methods": ["random"], "budgets": [{"rows": 3}]}, "budgets:"),
         ({"methods": ["random"], "seeds": []}, "seeds: [] is not allowed"),
         ({"methods": ["random"], "models": {}}, "models: {} is not allowed"),
         ({"methods": ["random"], "models": ["a/x-1.json", "b/x-1.gz"]}, "two are called 'x-1'"),
         ({"methods": ["random"], "tables": [{"reference": ["sfft"]}]}, "names 'sfft'"),
-        ({"methods": ["random"], "colour": 1}, "colour: no such key of a comparison"),
+        ({"methods": ["random"], "colour": 1}, "colour: not a key of a matrix file"),
         ({"methods": ["random"], "tables": [{"kind": "pie"}]}, "kind 'pie' is not known"),
         ({"methods": ["random"], "settings": {"score.lamb": 1}}, "did you mean 'score.lam'"),
         ({"methods": ["random"], "tables": [{"groups": {"a": ["sft"]}}]}, "names 'sft'"),
         (
             {"methods": ["random"], "budgets": [{"data": 0.1}, {"data": 0.1}]},
-            "budgets: data0.1 is there twice",
+            "budgets: data0.1 is given twice",
         ),
         (
             {"methods": ["random"], "models": {"a": {"lr_ratios": ["lora"]}}},

@@ -66,15 +66,18 @@ def test_the_papers_corpora_are_read_in_the_hubs_form(
 
 def test_the_papers_lora_has_no_budget() -> None:
     """r 64 and alpha 128 where the paper's tables have it; a budget's rank elsewhere."""
+    found = set()
     for name in TABLES:
         matrix = load_matrix(name, CONSENT)
         for cell in matrix.cells():
             chosen = methods.compose(config.to_flat(matrix.config(cell)))
             if cell.method.name == "lora":
+                found.add(name)
                 options = chosen.options_of("params")
                 assert (options.r, options.alpha, options.dropout) == (64, 128, 0.05)
             else:
                 assert chosen.preset == "default"
+    assert {"table_magicoder", "table_metamathqa"} <= found
 
 
 def test_learning_rates_of_the_packaged_tables_are_the_papers() -> None:
@@ -172,7 +175,7 @@ def test_three_places_over_the_whole_table_are_marked(tmp_path: Path) -> None:
     text = comparison_tables.markdown("m", [one], [], "dualsft")
     assert "| **0.2200 ± 0.0100** |" in text and "| <u>0.3200 ± 0.0100</u> |" in text
     assert "| *0.4200 ± 0.0100* |" in text and "| 0.5200 ± 0.0100 |" in text
-    assert "italic, where a table marks it, the third" in text
+    assert "the third (if marked) in italics" in text
     tex = comparison_tables.latex([one])
     assert r"\textit{0.4200 $\pm$ 0.0100}" in tex and r"\textbf{0.2200 $\pm$ 0.0100}" in tex
 

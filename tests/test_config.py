@@ -149,7 +149,7 @@ def test_every_field_is_documented_with_type_and_default() -> None:
     assert docs["score.lam"].default == "0.8"
     assert docs["evaluation.files"].default == "{}"
     assert docs["score.step"].type_text == "one of sgd, adam"
-    assert docs["score.candidates"].doc.startswith("Parameters that compete: block_linear, all,")
+    assert docs["score.candidates"].doc.startswith("Parameters to select from: block_linear, all")
 
 
 def test_described_defaults_can_be_typed_as_flags() -> None:
@@ -281,7 +281,7 @@ def test_evaluation_files_in_every_form(tmp_path: Path) -> None:
     assert flags("evaluation.files=a:b:c").evaluation.files == {"a": "b:c"}
     assert flags("evaluation.files=").evaluation.files == {}
     twice = problem("evaluation.files=x/a.jsonl,y/a.jsonl")
-    assert twice.startswith("evaluation.files: ") and "'a' is there twice" in twice
+    assert twice.startswith("evaluation.files: ") and "'a' is used twice" in twice
     assert "a name and a path" in problem("evaluation.files=a:")
 
 
@@ -663,6 +663,7 @@ def test_recipes_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_every_packaged_recipe_loads() -> None:
+    assert recipe_names() == ["magicoder", "metamathqa", "quickstart", "recommended"]
     for name in recipe_names():
         config = load(name, ["data.path=d.jsonl", "model.path=m"])
         assert warnings(config) == [], name

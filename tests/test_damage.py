@@ -167,7 +167,7 @@ def test_the_report_refuses_damaged_numbers(
     damaged(run / "2_warmup/manifest.json", random.Random(1), "cut")
     with pytest.raises(RunError) as refused:
         write_report(place(run))
-    assert "5_selection: summary.json has another SHA-256" in str(refused.value)
+    assert "5_selection: summary.json has a different SHA-256" in str(refused.value)
     assert "2_warmup: manifest.json is damaged" in str(refused.value)
 
 

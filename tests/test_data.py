@@ -135,12 +135,12 @@ def test_a_response_that_does_not_fit_makes_a_bad_row(limits: dict[str, int], cu
 
 
 def test_a_response_without_tokens_is_a_bad_row() -> None:
-    with pytest.raises(DataError, match="line 1: the response gives no token but its end"):
+    with pytest.raises(DataError, match="line 1: the response has no token except its end"):
         encode([row("a", "</s>")])
 
 
 def test_an_empty_prompt_needs_a_bos() -> None:
-    with pytest.raises(DataError, match="line 1: the prompt gives no token.*data.add_bos=always"):
+    with pytest.raises(DataError, match="line 1: the prompt has no token.*data.add_bos=always"):
         encode([row("", "r")], byte_tokenizer("$A"))
     [made], report = encode([row("", "r")], byte_tokenizer("$A"), add_bos="always")
     assert made.input_ids == [BOS, *text_ids("r"), EOS]
@@ -164,9 +164,9 @@ def test_the_report_is_carried_on(tmp_path: Path) -> None:
 
 
 def test_nothing_left_is_an_error_even_when_skipping() -> None:
-    with pytest.raises(DataError, match="1 of 1 rows of corpus.jsonl are bad .*nothing is left"):
+    with pytest.raises(DataError, match="1 of 1 rows of corpus.jsonl are bad .*no row is left"):
         encode([row("a", "xyz")], max_length=2, bad_rows="skip")
-    with pytest.raises(DataError, match="no row to tokenise"):
+    with pytest.raises(DataError, match="no row to tokenize"):
         encode([])
 
 

@@ -194,6 +194,7 @@ def test_local_regret(lab: Lab) -> None:
     result = lab.diagnose("local_regret")
     rows = {(r["side"], r["checkpoint"]): r for r in result["rows"]}
     assert (result["k"], result["b"]) == (lab.k, lab.b)
+    assert set(rows) == {(side, where) for side in ("examples", "params") for where in lab.at}
     for where, parts in lab.at.items():
         g, u = parts["g"], parts["u"]
         mask, chosen = top(u * g.sum(0), lab.k), top(g @ u, lab.b)
@@ -477,6 +478,7 @@ def test_sensitivity(lab: Lab) -> None:
     result, parts = lab.diagnose("sensitivity", *words), lab.at["warmup"]
     g, total, own = parts["g"], parts["g"].sum(0), parts["u"]
     example_scores, scores = g @ own, own * total
+    assert len(result["data_budgets"]) >= 3 and len(result["param_budgets"]) >= 3
     for row in result["data_budgets"]:
         b = max(1, int(row["share"] * len(lab.run.examples)))
         best = top(example_scores, b)

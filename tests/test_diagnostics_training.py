@@ -684,7 +684,7 @@ def test_reverse_takes_the_bottom_and_dual_is_the_run_itself(run: Path, truth: T
     result = results(run, "reverse")
     own = json.loads((run / "7_evaluation/results.json").read_text())["files"]
     arms = {(arm["data"], arm["params"]): arm["files"] for arm in result["arms"]}
-    assert len(arms) == 7
+    assert len(arms) == 7 and "validation" in own
     for name, facts in own.items():
         assert arms["dual", "dual"][name]["loss"] == pytest.approx(facts["after"]["loss"])
         assert arms["dual", "dual"][name]["kl"] == pytest.approx(facts["after"]["kl_to_base"])

@@ -159,7 +159,7 @@ def test_bytes_an_entry_are_the_optimizers() -> None:
     """Model 2, low half 2, moments 8, fp32 gradient sums 4, and 1 GiB for the batch."""
     device, host, note = training().peak(room(100))
     assert device / GIB == pytest.approx(2 + 2 + 8 + 4 + 1)
-    assert host == 0 and note == "1,000 tokens a micro-batch"
+    assert host == 0 and note == "1,000 tokens per micro-batch"
     assert training(moments="int8").peak(room(100))[0] / GIB == pytest.approx(11)
     wide = training().peak(room(100, dtype=torch.float32))[0]
     assert wide / GIB == pytest.approx(4 + 8 + 4 + 1)
@@ -180,13 +180,13 @@ def test_offloaded_state_is_in_the_host_memory() -> None:
 
 
 def test_the_loop_saves_memory_by_itself_before_anything_must_be_set() -> None:
-    assert training().peak(room(17))[2] == "1,000 tokens a micro-batch"
+    assert training().peak(room(17))[2] == "1,000 tokens per micro-batch"
     device, _, note = training().peak(room(16.5))
-    assert note == "1,000 tokens a micro-batch, activations recomputed"
+    assert note == "1,000 tokens per micro-batch, activations recomputed"
     assert device / GIB == pytest.approx(16.25)
     tight = room(16.1)
     device, _, note = training().peak(tight)
-    assert note == "400 tokens a micro-batch, activations recomputed" and tight.fits(device)
+    assert note == "400 tokens per micro-batch, activations recomputed" and tight.fits(device)
     assert not room(16).fits(training().peak(room(16))[0])
 
 
@@ -262,6 +262,7 @@ def test_a_small_corpus_is_known_role_by_role(config: Config, tmp_path: Path) ->
     work = survey(ctx)
     pipeline.run(config, tmp_path / "run", "split", estimation.Reporter(lambda _: None))
     table = pq.read_table(tmp_path / "run/1_split/tokens.parquet").to_pylist()
+    assert sum(work.counts.values()) == len(table) == 120
     for role, count in work.counts.items():
         real = sorted(len(row["input_ids"]) for row in table if row["role"] == role)
         known = work.of(role)

@@ -238,7 +238,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "untrained": ({"messages": [USER, {**ANSWER, "weight": 0}]}, "has no assistant turn to train"),
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]},
-        "has a part that is no text ('image_url')",
+        "has a part that is not text ('image_url')",
     ),
     "call": (
         {"messages": [USER, {**ANSWER, "tool_calls": ["f"]}]},
@@ -248,7 +248,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "tools_kind": ({"messages": [USER, ANSWER], "tools": 3}, "'tools' must be a list of tool"),
     "order": (
         {"conversations": said(("human", "q"), ("human", "r"))},
-        "turn 2: 'human' stands where gpt or function_call must",
+        "turn 2: 'human' where gpt or function_call is required",
     ),
     "answer_first": ({"conversations": said(("gpt", "q"))}, "where human or observation must"),
     "tag": ({"conversations": said(("bob", "q"))}, "from 'bob' is not known; use human, obs"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -89,17 +90,43 @@ def test_sums_dots_and_bounds(arch: str, spec: str, dtype: torch.dtype) -> None:
         assert np.abs(result.values - losses).max() <= tolerance * max(losses)
 
 
+def token_sums(model: nn.Module, example: Example, names: list[str]) -> list[float]:
+    """Σ_t ‖ε_t‖ ‖a_t‖ of each linear layer, of one example alone, from torch's own hooks."""
+    found: dict[str, float] = {}
+
+    def watch(name: str, layer: nn.Module, given: Any, output: Any) -> None:
+        def sums(grad: torch.Tensor) -> None:
+            found[name] = float((grad.norm(dim=-1) * given[0].detach().norm(dim=-1)).sum())
+
+        output.register_hook(sums)
+
+    layers = {name: model.get_submodule(name.removesuffix(".weight")) for name in names}
+    hooks = [x.register_forward_hook(partial(watch, name)) for name, x in layers.items()]
+    oracle.example_gradient(model, example.input_ids, example.labels, names)
+    for hook in hooks:
+        hook.remove()
+    return [found[name] for name in names]
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_bounds_are_not_vacuous(arch: str) -> None:
-    """The bound of a linear layer is within the number of tokens of the true norm."""
+    """The bound of a linear layer is Σ_t ‖ε_t‖ ‖a_t‖, which is near the true norm.
+
+    The two computations differ by rounding, at most 1.6e-15 where this was measured; another BLAS
+    rounds otherwise, so 1e-14. A sum of norms is larger than the norm of the sum by what the tokens
+    cancel: 1 to 4.6 times in these rows of 4 to 14 tokens, and 10 is allowed.
+    """
     model = tiny_model(arch).eval()
     engine = GhostEngine(model, find_candidates(model, "block_linear"))
     rows = examples_for(model)
     _, _, result = full_pass(engine, rows, settings())
+    names = engine.candidates.names
     for i, e in enumerate(rows):
-        g = oracle.example_gradient(model, e.input_ids, e.labels, engine.candidates.names)
-        norms = np.array([float(g[n].norm()) for n in engine.candidates])
-        assert (result.inner_sums[i] <= 40 * e.num_tokens * norms + 1e-9).all()
+        expected = token_sums(model, e, names)
+        np.testing.assert_allclose(result.inner_sums[i], expected, rtol=1e-14)
+        g = oracle.example_gradient(model, e.input_ids, e.labels, names)
+        norms = np.array([float(g[n].norm()) for n in names])
+        assert (norms > 0).all() and (result.inner_sums[i] <= 10 * norms).all()
 
 
 @pytest.mark.parametrize("tau", [1.0, 2.5])

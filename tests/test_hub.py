@@ -187,7 +187,7 @@ def free_port() -> int:
     [
         ("acme/no-such-model", "", "has no such model, or it is private"),
         ("acme/gated", "", "gated"),
-        (NAME, "v9", "has no model.revision 'v9'"),
+        (NAME, "v9", "has no revision 'v9'"),
     ],
 )
 def test_what_the_hub_refuses(
@@ -228,5 +228,5 @@ def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.M
 
 def test_revision_without_a_hub_id(model_folder: Folders, corpus: Path) -> None:
     config = load(None, [*small_run(model_folder("llama"), corpus), "model.revision=v2"])
-    with pytest.raises(ConfigError, match=r"model\.revision: 'v2' is for a hub id"):
+    with pytest.raises(ConfigError, match=r"model\.revision: 'v2' needs a hub id"):
         check_paths(config)

@@ -139,7 +139,7 @@ def test_a_killed_stage_goes_on_and_does_not_start_again(bench: Bench) -> None:
     )
     assert 0 < saved < 200
     said = bench.finish("goes-on", *settings, EVERY_STEP)
-    assert f"warmup: going on behind {saved:,} of 200 steps" in said
+    assert f"warmup: resuming after {saved:,} of 200 steps" in said
     assert "[split] reused" in said
 
 
@@ -167,7 +167,7 @@ def test_asked_to_stop(bench: Bench, work: str, signum: int, code: int) -> None:
     assert "the same command goes on from there" in said
     assert f"saved {work}: " in said, said
     again = bench.finish(out, *settings, EVERY_STEP)
-    assert f"{work}: going on behind" in again
+    assert f"{work}: resuming after" in again
 
 
 def test_signal_before_the_work_begins(bench: Bench) -> None:

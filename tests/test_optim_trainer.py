@@ -153,7 +153,7 @@ def test_trainer_is_refused_what_it_would_not_clear(tmp_path: Path) -> None:
         models.append(model)
         return ours(model, masks, free_gradients=True)
 
-    with pytest.raises(RuntimeError, match="free_gradients=True: make the SparseAdamW without it"):
+    with pytest.raises(RuntimeError, match="create the SparseAdamW without it"):
         run_trainer(tmp_path, lean)
     assert_equal(snapshot(models[0]), start)
 
@@ -310,7 +310,7 @@ def test_freed_gradients_never_pile_up() -> None:
     backward(model, 0, 2)
     optimizer.step()
     model.zero_grad()
-    with pytest.raises(RuntimeError, match="call the optimizer's, or make it without"):
+    with pytest.raises(RuntimeError, match="call the optimizer's, or create it without"):
         backward(model, 1)
     optimizer.zero_grad()
     backward(model, 1)

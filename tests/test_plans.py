@@ -539,4 +539,5 @@ def test_a_run_under_another_plan_selects_the_same_and_redoes_nothing(make_run: 
         assert facts["pool (G and f)"]["placement"] == changes[0].split("=")[1]
         said: list[str] = []
         make_run(*options, *changes, out="plain", said=said)
+        assert any(line.startswith("[gradients] reused") for line in said), said
         assert not any("again" in line or "started" in line for line in said), said

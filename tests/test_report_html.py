@@ -105,6 +105,7 @@ def test_the_mask_adds_up(finished: Path) -> None:
     summary = json.loads((finished / "5_selection/summary.json").read_text())
     assert {c["name"]: c["count"] for c in cells} == {n: len(i) for n, i in mask.items()}
     assert sum(c["count"] for c in cells) == summary["k"]
+    assert sum(summary["per_module"].values()) == summary["k"] > 0
     for module, count in summary["per_module"].items():
         assert sum(c["count"] for c in cells if c["module"] == module) == count
 
@@ -179,7 +180,7 @@ def test_diagnostics_are_shown_with_their_figures(finished: Path) -> None:
 def test_a_diagnostic_that_is_none_is_refused(finished: Path, tmp_path: Path) -> None:
     run = copy(finished, tmp_path)
     (run / "diagnostics/local_regret.json").write_text("[1, 2")
-    with pytest.raises(RunError, match=r"local_regret.json: not a diagnostic's numbers"):
+    with pytest.raises(RunError, match=r"local_regret.json: not the output of a diagnostic"):
         write_report(place(run))
 
 
@@ -190,7 +191,9 @@ def test_a_diagnostic_of_an_unknown_origin_is_refused(
     run = copy(finished, tmp_path)
     content = {"paper": "Table 7", "result": {}, "made_from": made_from}
     (run / "diagnostics/local_regret.json").write_text(json.dumps(content))
-    with pytest.raises(RunError, match=r"local_regret.json: not a diagnostic's numbers.*delete it"):
+    with pytest.raises(
+        RunError, match=r"local_regret.json: not the output of a diagnostic.*delete it"
+    ):
         write_report(place(run))
 
 
@@ -229,7 +232,7 @@ def test_damaged_rows_are_refused(finished: Path, tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(RunError, match=r"tokens.parquet has another SHA-256"):
+    with pytest.raises(RunError, match=r"tokens.parquet has a different SHA-256"):
         write_report(place(run))
 
 
@@ -272,7 +275,7 @@ def test_re_selection_shows_the_last_round(make_run: Callable[..., Path]) -> Non
     chosen = set(json.loads((run / "5_selection/round_2/ids.json").read_text()))
     columns = unpack(data["examples-data"])
     got = {i for i, s in zip(columns["id"], columns["state"], strict=True) if s == 0}
-    assert got == chosen and "Scores are those before re-selection" in page
+    assert got == chosen and "Scores are from before re-selection" in page
 
 
 SCORES: dict[str, Any] = {
@@ -290,7 +293,6 @@ CHOSEN: dict[str, Any] = {
     "response_tokens_selected": 100.0,
     "response_tokens_pool": 100.0,
 }
-FEWER = "split.val: 747 examples instead of the paper's 1,024: at most 10% of the 7,473 usable rows"
 LOSSES = {"validation": {"before": {"loss": 2.0}, "after": {"loss": 1.0}}}
 
 
@@ -305,10 +307,11 @@ LOSSES = {"validation": {"before": {"loss": 2.0}, "after": {"loss": 1.0}}}
         ({"near_ties": 2}, "Ties at the boundary"),
         ({"response_tokens_selected": 160.0}, "Length drift"),
         ({"response_tokens_selected": 60.0}, "Length drift"),
-        ({"said": "the warmup has only 3 steps (raise split.warm)"}, "Short warmup"),
-        ({"said": "something else (set a.b to 3, or c)"}, "Note of the stage warmup"),
-        ({"said": FEWER}, "Fewer rows than the paper's"),
-        ({"said": "4 of the 9 selected examples have a score ≤ 0"}, None),
+        ({"code": "short_warmup"}, "Short warmup"),
+        ({"code": "note"}, "Note of the stage warmup"),
+        ({"code": None}, "Note of the stage warmup"),  # a run made before warnings had codes
+        ({"code": "small_corpus"}, "Fewer rows than the paper's"),
+        ({"code": "nonpositive_scores"}, None),
         ({"loss": 2.5}, "Validation loss rose"),
         ({"outdated": ["finetune"]}, "Stages out of date"),
     ],
@@ -316,7 +319,8 @@ LOSSES = {"validation": {"before": {"loss": 2.0}, "after": {"loss": 1.0}}}
 def test_each_warning_has_meaning_and_cure(change: dict[str, Any], title: str | None) -> None:
     after = {"loss": change.get("loss", 1.0)}
     facts = {
-        "warnings": {"warmup": [change["said"]] if "said" in change else []},
+        "warnings": {"warmup": ["what was said"] if "code" in change else []},
+        "warning_codes": {"warmup": [change["code"]] if change.get("code") else []},
         "outdated": change.get("outdated", []),
         "scores": SCORES | {k: v for k, v in change.items() if k in SCORES},
         "selection": CHOSEN | {k: v for k, v in change.items() if k in CHOSEN},
@@ -325,13 +329,15 @@ def test_each_warning_has_meaning_and_cure(change: dict[str, Any], title: str | 
     found = concerns(facts)
     assert [c.title for c in found] == ([title] if title else [])
     assert all(len(c.meaning) > 30 and len(c.cure) > 5 for c in found)
-    if "something else" in change.get("said", ""):
-        assert found[0].cure == "Set a.b to 3, or c."
+    if "code" in change and title is not None:
+        assert "what was said" in found[0].found
 
 
 def test_what_matters_stands_first() -> None:
-    said = {"split": [FEWER, "odd"], "warmup": ["the warmup has only 3 steps"]}
-    facts = {"warnings": said, "outdated": [], "selection": CHOSEN | {"near_ties": 2}}
+    said = {"split": ["a", "b"], "warmup": ["c"]}
+    codes = {"split": ["small_corpus", "note"], "warmup": ["short_warmup"]}
+    facts = {"warnings": said, "warning_codes": codes, "outdated": []}
+    facts |= {"selection": CHOSEN | {"near_ties": 2}}
     wanted = ["Short warmup", "Ties at the boundary", "Fewer rows than the paper's"]
     assert [c.title for c in concerns(facts)] == [*wanted, "Note of the stage split"]
 

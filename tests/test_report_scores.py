@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable
@@ -12,9 +13,11 @@ import pytest
 from places import place
 from report_pages import read_page, seal
 
+import dualsft
 from dualsft.lab.report.examples import cut_off, unpack
 from dualsft.lab.report.markdown import write_report
 from dualsft.lab.report.parts import histogram
+from dualsft.lab.report.warnings import COUNTED, KNOWN
 
 
 def lines_of(text: str) -> list[str]:
@@ -33,7 +36,7 @@ def test_the_histogram_says_what_it_shows() -> None:
     scores = np.linspace(-1, 3, 400)
     label = "predicted decrease of the validation loss (nats)"
     text = histogram(scores[300:], scores[:300], 2.0, label)
-    assert {label, "examples a bin", "0", "cut-off 2"} <= set(lines_of(text))
+    assert {label, "examples per bin", "0", "cut-off 2"} <= set(lines_of(text))
     dashed = re.findall(r"<line x1='([\d.]+)'[^>]*dasharray", text)
     (zero,) = re.findall(r"<text x='([\d.]+)' y='[\d.]+' text-anchor='middle'>0</text>", text)
     low, high = np.percentile(scores, [0.5, 99.5])
@@ -82,3 +85,17 @@ def test_two_sets_that_overlap_have_no_cut_off(make_run: Callable[..., Path]) ->
     write_report(place(run))
     part = scores_part(read_page(run)[0])
     assert "the two overlap, so there is no cut-off" in part and "dasharray" not in part
+
+
+def test_every_code_that_the_package_warns_with_is_known_to_the_report() -> None:
+    """And every code that the report knows is given somewhere: no entry is dead."""
+    source = Path(dualsft.__file__).parent
+    given = {
+        word.value.value
+        for path in source.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        for word in node.keywords
+        if word.arg == "code" and isinstance(word.value, ast.Constant)
+    }
+    assert given == {*KNOWN, *COUNTED}

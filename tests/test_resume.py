@@ -74,7 +74,7 @@ def test_a_damaged_piece_is_passed_over_for_the_one_before(tmp_path: Path, kind:
         file.unlink()
     piece = pieces.load("walk")
     assert piece is not None and piece.facts["number"] == 1
-    assert len(said) == 1 and "walk.000002" in said[0] and "passed over" in said[0]
+    assert len(said) == 1 and "walk.000002" in said[0] and "skipped" in said[0]
 
 
 def test_pieces_of_other_settings_or_versions_are_not_used(

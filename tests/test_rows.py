@@ -120,7 +120,7 @@ BAD_ROWS: dict[str, tuple[bytes, str]] = {
     "nan": (b'{"prompt": "p", "response": "r", "w": NaN}', "NaN is not valid JSON; remove"),
     "infinity": (b'{"prompt": "p", "response": "r", "w": [-Infinity]}', "-Infinity is not valid"),
     "long_integer": (b'{"prompt": "p", "w": ' + b"9" * 5000 + b"}", "not valid JSON: Exceeds"),
-    "list": (b'["p", "r"]', "a list where a JSON object is needed; write one object a row"),
+    "list": (b'["p", "r"]', "a list where a JSON object is needed; write one object per row"),
     "string": (b'"p"', "a string where a JSON object"),
     "number": (b"3", "a number where a JSON object"),
     "null": (b"null", "null where a JSON object"),
@@ -216,7 +216,7 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
     for name, what in (
         ("none.jsonl", "does not exist"),
         ("folder.jsonl", "holds no data file"),
-        ("pipe.jsonl", "is not an ordinary file"),
+        ("pipe.jsonl", "is not a regular file"),
     ):
         with pytest.raises(ConfigError, match=f"data.path: .*{name}' {what}; "):
             read_rows(tmp_path / name, DataConfig(path=name))
@@ -309,7 +309,7 @@ def test_fields_of_no_format_are_listed(corpus: Path) -> None:
 
 
 def test_many_rows_of_no_format_end_the_reading(corpus: Path) -> None:
-    with pytest.raises(DataError, match="line 1: the fields 'x' are of no known format"):
+    with pytest.raises(DataError, match="line 1: the fields 'x' match no known format"):
         read(corpus, b'{"x": 1}\n' * 1000 + GOOD, bad_rows="skip")
 
 
@@ -321,16 +321,18 @@ def test_many_rows_of_no_format_end_the_reading(corpus: Path) -> None:
     ],
 )
 def test_fields_of_two_formats_must_be_settled(corpus: Path, row: dict[str, str]) -> None:
-    with pytest.raises(DataError, match="line 1: the fields fit more than one format.*data.format"):
+    with pytest.raises(
+        DataError, match="line 1: the fields match more than one format.*data.format"
+    ):
         read(corpus, json.dumps(row).encode())
 
 
 def test_settings_that_do_not_go_together(corpus: Path) -> None:
     with pytest.raises(ConfigError, match="data.format: 'vicuna' is not known; use one of auto"):
         read(corpus, GOOD, format="vicuna")
-    with pytest.raises(ConfigError, match="do not go with data.format=alpaca"):
+    with pytest.raises(ConfigError, match="do not apply to data.format=alpaca"):
         read(corpus, GOOD, format="alpaca", prompt_field="a", response_field="b")
-    with pytest.raises(ConfigError, match="data.messages_field does not go with data.format=text"):
+    with pytest.raises(ConfigError, match="data.messages_field does not apply to data.format=text"):
         read(corpus, GOOD, format="text", messages_field="a")
 
 
@@ -378,7 +380,7 @@ def test_any_bytes_give_rows_or_a_named_problem(
     try:
         rows, report = read_rows(path, DataConfig(path=str(path), bad_rows="skip"))
     except DataError as problem:
-        assert all(str(path) in message for message in problem.problems)
+        assert problem.problems and all(str(path) in text for text in problem.problems)
         return
     assert report.num_good == len(rows) > 0
     assert report.num_rows == report.num_good + report.num_bad

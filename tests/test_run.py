@@ -86,6 +86,7 @@ def test_one_pass_selects_what_two_passes_select(
         runs[mode] = make_run(*options, out=mode, until="selection")
         check(runs[mode], model_folder("llama"), corpus, 1e-7)
     masks = [load_file(r / "5_selection/mask.safetensors") for r in runs.values()]
+    assert masks[0] and masks[0].keys() == masks[1].keys()
     assert all(torch.equal(masks[0][n], masks[1][n]) for n in masks[0])
     chosen = [(r / "5_selection/selected.jsonl").read_bytes() for r in runs.values()]
     assert chosen[0] == chosen[1]
@@ -122,6 +123,7 @@ def test_warmup_equals_a_hand_written_adamw(make_run: Runner, model_folder, corp
     bar = load_file(run / "2_warmup/theta_bar/model.safetensors")
     assert max(float((bar[n] - w).abs().max()) for n, w in weights.items() if n in bar) < 1e-10
     stored = load_file(run / "2_warmup/curvature.safetensors")
+    assert len(stored) == 8, "four matrices a block"
     expected = oracle.curvature({n: second[n] for n in stored}, 0.999, taken, 1e-8)
     for name, c in stored.items():
         assert float((c - expected[name]).norm()) <= 1e-10 * float(expected[name].norm())
@@ -205,6 +207,7 @@ def test_variants(make_run: Runner) -> None:
     assert table["score"].null_count == len(table) and table["loss"].null_count == 0
     dual = make_run(out="dual", until="selection")
     one, other = (load_file(r / "5_selection/mask.safetensors") for r in (param, dual))
+    assert one and one.keys() == other.keys()
     assert all(torch.equal(one[n], other[n]) for n in one)
 
 
@@ -233,6 +236,7 @@ def test_rounds_of_reselection(order: str, make_run: Runner, model_folder) -> No
             ids = [e.id for e in pool if e.index in rows]
         here = folder / f"round_{number}"
         got = load_file(here / "mask.safetensors")
+        assert sum(index.numel() for index in got.values()) == k
         assert all(torch.equal(got[n], mask[n]) for n in got)
         assert json.loads((here / "ids.json").read_text()) == ids
     assert json.loads((folder / "summary.json").read_text())["final"] == "round_2"
@@ -302,7 +306,7 @@ def test_damaged_stage_is_done_again(make_run: Runner) -> None:
     target.write_bytes(bytes(content))
     said: list[str] = []
     make_run(said=said)
-    assert any("[gradients] again (grad_sum.safetensors has another SHA-256" in s for s in said)
+    assert any("[gradients] again (grad_sum.safetensors has a different SHA-256" in s for s in said)
     assert (run / "5_selection/mask.safetensors").read_bytes() == before
 
 

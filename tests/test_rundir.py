@@ -298,8 +298,11 @@ def replace_by_link(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
-        (lambda f: flip(f / "summary.json", 0, 0), "summary.json has another SHA-256"),
-        (lambda f: flip(f / "deep er/ü/数.bin", 9999, 7), "deep er/ü/数.bin has another SHA-256"),
+        (lambda f: flip(f / "summary.json", 0, 0), "summary.json has a different SHA-256"),
+        (
+            lambda f: flip(f / "deep er/ü/数.bin", 9999, 7),
+            "deep er/ü/数.bin has a different SHA-256",
+        ),
         (lambda f: os.truncate(f / "deep er/ü/数.bin", 9999), "数.bin has 9999 bytes, not 10000"),
         (lambda f: (f / "empty").write_text("x"), "empty has 1 bytes, not 0"),
         (lambda f: (f / "summary.json").unlink(), "summary.json is missing"),
@@ -437,7 +440,7 @@ def test_the_reasons_are_readable() -> None:
         "on: not set -> true",
         "gone: null -> not set",
         "reads warmup, which changed",
-        "reads new, which it did not before",
+        "now reads new",
         "no longer reads gone",
     ]
 

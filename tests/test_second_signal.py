@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,25 +39,53 @@ PLAN = TrainingPlan(
 )
 
 
-def resumed(compute: Callable[[Pieces], dict[str, torch.Tensor]], folder: Path) -> None:
-    """Interrupted once, rescued as the pipeline does it, begun again: the same bits."""
-    pieces = Pieces(folder, "fingerprint", 1e9)
+class Counted(Pieces):
+    """Counts steps or batches; saves the state after the first, later ones are in memory alone."""
+
+    done = 0
+
+    def tick(self, name: str, snapshot: Any, where: str) -> None:
+        self.done += 1
+        self.every = 0.0 if self.done == 1 else 1e9
+        super().tick(name, snapshot, where)
+
+
+def interrupted(
+    compute: Callable[[Pieces], dict[str, torch.Tensor]], folder: Path, done: int
+) -> None:
+    """A second signal after `done` whole steps or batches, rescued as the pipeline does it.
+
+    The state after the first is on the disk and stays; the one in memory has half a step in it.
+    """
+    pieces = Counted(folder, "fingerprint")
     with pytest.raises(Interrupted):
         compute(pieces)
-    pieces.rescue()
+    assert pieces.done == done
+    assert pieces.rescue() == "", "half a step is no state"
+    assert len(list(folder.iterdir())) == min(done, 1)
 
 
-@pytest.mark.parametrize("update", [1, 40, 75])
+def resumed(compute: Callable[[Pieces], dict[str, torch.Tensor]], folder: Path) -> None:
+    """Begun again behind the state that was saved, if one was, and to the same bits."""
+    saved = len(list(folder.iterdir()))
+    whole, rest = Counted(), Counted(folder, "fingerprint")
+    expected, again = compute(whole), compute(rest)
+    assert rest.done == whole.done - saved, "what was saved is not done again"
+    assert expected and all(torch.equal(expected[name], again[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("update", "done"), [(1, 0), (40, 1), (75, 3)])
 def test_inside_the_optimizer_s_step(
-    update: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    update: int, done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each step updates 21 tensors."""
+
     def trained(pieces: Pieces) -> dict[str, torch.Tensor]:
         model = tiny_model("llama", torch.float32)
         with SparseAdamW(model.named_parameters(), None, lr=1e-2, free_gradients=True) as optimizer:
             train(model, examples_for(model), optimizer, PLAN, QUIET, "warmup", pieces=pieces)
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
-    expected = trained(Pieces())
     real, calls = SparseAdamW._update, [0]
 
     def stopped(self: SparseAdamW, *given: object, **named: object) -> object:
@@ -67,9 +96,8 @@ def test_inside_the_optimizer_s_step(
 
     with monkeypatch.context() as patch:
         patch.setattr(SparseAdamW, "_update", stopped)
-        resumed(trained, tmp_path)
-    again = trained(Pieces(tmp_path, "fingerprint", 1e9))
-    assert all(torch.equal(expected[name], again[name]) for name in expected)
+        interrupted(trained, tmp_path, done)
+    resumed(trained, tmp_path)
 
 
 def test_before_streamed_sums_are_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,13 +117,16 @@ def test_before_streamed_sums_are_home(tmp_path: Path, monkeypatch: pytest.Monke
         walk(engine, examples_for(model), objective, settings, QUIET, "pool", sums=sums)
         return {name: block.clone() for name, block in sums.items()}
 
-    expected = summed(Pieces())
+    real, calls = Streamed.settle, [0]
 
-    def interrupted(_: Streamed) -> None:
-        raise Interrupted(2)
+    def stopped(self: Streamed) -> None:
+        """The first time for the state that is saved, the second at the end of the walk."""
+        calls[0] += 1
+        if calls[0] == 2:
+            raise Interrupted(2)
+        real(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Streamed, "settle", interrupted)
-        resumed(summed, tmp_path)
-    again = summed(Pieces(tmp_path, "fingerprint", 1e9))
-    assert all(torch.equal(expected[name], again[name]) for name in expected)
+        patch.setattr(Streamed, "settle", stopped)
+        interrupted(summed, tmp_path, 2)
+    resumed(summed, tmp_path)

@@ -240,7 +240,7 @@ def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:
 def test_a_saved_folder_may_not_lead_out(tmp_path: Path, name: str | None) -> None:
     folder = saved(tmp_path / "ds", ["x.arrow"])
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    with pytest.raises(ConfigError, match="state.json' names .* leads out of its folder"):
+    with pytest.raises(ConfigError, match="state.json' names .* is outside its folder"):
         names(folder)
 
 
@@ -282,16 +282,16 @@ def test_num_samples_keeps_as_many_rows(tmp_path: Path) -> None:
     [
         ({"script_url": "me/code"}, "script_url 'me/code' is a loading script, which would run"),
         ({"hf_hub_url": "a/b", "script_url": "x"}, "script_url is a loading script"),
-        ({"cloud_file_name": "s3://x"}, "cloud_file_name 's3://x' lies in a cloud bucket"),
+        ({"cloud_file_name": "s3://x"}, "cloud_file_name 's3://x' is in a cloud bucket"),
         ({"ms_hub_url": "a/b"}, "ms_hub_url 'a/b' is on another hub"),
         ({"file_name": "c.jsonl", "ranking": True}, "ranking: true is preference data"),
-        ({"file_name": "../c.jsonl"}, "leads out of its folder"),
-        ({"file_name": "/etc/passwd"}, "leads out of its folder"),
-        ({"file_name": "none.jsonl"}, "names 'none.jsonl', which is not there"),
+        ({"file_name": "../c.jsonl"}, "is outside its folder"),
+        ({"file_name": "/etc/passwd"}, "is outside its folder"),
+        ({"file_name": "none.jsonl"}, "names 'none.jsonl', which does not exist"),
         ({}, "needs file_name or hf_hub_url"),
         ({"file_name": "c.jsonl", "formatting": "vicuna"}, "formatting 'vicuna' is not known"),
         ({"file_name": "c.jsonl", "columns": {"images": "x"}}, "columns: 'images' cannot be used"),
-        ({"file_name": "c.jsonl", "columns": 3}, "columns must be an object of texts"),
+        ({"file_name": "c.jsonl", "columns": 3}, "columns must be an object with string values"),
         ({"file_name": "c.jsonl", "tags": {"x": "y"}}, "tags: 'x' cannot be used"),
         ({"file_name": "c.jsonl", "num_samples": 0}, "num_samples 0 must be an integer of 1"),
         ({"file_name": "c.jsonl", "split": "test"}, "split 'test' needs a hub dataset"),
@@ -373,7 +373,9 @@ def test_without_datasets_the_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.setenv("DUALSFT_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"'org/name' is no file .*install dualsft\[data\]"):
+    with pytest.raises(
+        ConfigError, match=r"'org/name' is not a local file .*install dualsft\[data\]"
+    ):
         read_rows("org/name", DataConfig(path="org/name"))
 
 

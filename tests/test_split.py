@@ -14,18 +14,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from places import place
 
+from dualsft.algorithm.split import ROLES, Split, assign_roles, divide, resolve_budget
 from dualsft.config.settings import SplitConfig
 from dualsft.data.examples import IGNORE, DataReport, Example, training_order
 from dualsft.errors import ConfigError, RunError
-from dualsft.runs.stages.split import (
-    ROLES,
-    Split,
-    assign_roles,
-    divide,
-    read_split,
-    resolve_budget,
-    write_split,
-)
+from dualsft.runs.stages.split import read_split, write_split
 
 
 def corpus(texts: list[int]) -> list[Example]:

@@ -221,7 +221,7 @@ def test_answers_that_cannot_be_found_are_refused() -> None:
     ok = CHAT.replace("{{ bos_token }}", "{% if messages | length > 2 %}X{% endif %}")
     template = Template("chat", byte_tokenizer(chat_template=ok))
     assert template.render(talk(*ROUNDS))[0] == ("X[user]q1\n[assistant]", False)
-    with pytest.raises(ConfigError, match="so the response cannot be told from the prompt"):
+    with pytest.raises(ConfigError, match="so the response cannot be separated from the prompt"):
         Template("chat", byte_tokenizer(chat_template=shouting))
 
 
@@ -285,7 +285,9 @@ def test_conversations_in_text_templates(
     ],
 )
 def test_text_templates_refuse_other_turns(turns: list[tuple[str, str]]) -> None:
-    with pytest.raises(ValueError, match="data.template=plain takes user and assistant.*=chat"):
+    with pytest.raises(
+        ValueError, match="data.template=plain requires alternating user and assistant.*=chat"
+    ):
         Template("plain", byte_tokenizer()).render(talk(*turns))
 
 

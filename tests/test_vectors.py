@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dualsft.algorithm import projection
 from dualsft.algorithm.projection import ProjectionTerms, projection_terms
+from dualsft.algorithm.selection import product_source
 from dualsft.algorithm.topk import topk_signed
 from dualsft.config import settings
 from dualsft.errors import RunError
-from dualsft.runs.stages import chosen
-from dualsft.runs.stages.chosen import product_source
 from dualsft.storage import tensor_files
 from dualsft.storage.tensor_files import Form, TensorFile, write_tensors
 from dualsft.storage.vectors import LazyVector, ParamVector, Products, Vector, save_tensors
@@ -178,7 +178,9 @@ def test_a_file_has_the_bytes_of_the_library(tmp_path: Path, chunk: int) -> None
             save_tensors(tmp_path / "ours", part, header)
             assert (tmp_path / "ours").read_bytes() == expected
     save_tensors(tmp_path / "ours", tensors, {})
-    for name, found in load_file(str(tmp_path / "ours")).items():
+    read = load_file(str(tmp_path / "ours"))
+    assert read.keys() == tensors.keys()
+    for name, found in read.items():
         assert found.dtype == tensors[name].dtype and torch.equal(found, tensors[name])
 
 
@@ -231,7 +233,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
     path.write_bytes(whole)
     cut = LazyVector.open(path, list(SHAPES))
     path.write_bytes(whole[:-4])  # after it was opened
-    with pytest.raises(RunError, match=r"v\.safetensors: it ends within"):
+    with pytest.raises(RunError, match=r"v\.safetensors: ends within"):
         cut.norm()
     lies = whole.replace(b'"shape":[5,9]', b'"shape":[5,8]')
     for content in (b"", b"\x08", whole[:40], b"\x02" + bytes(7) + b"[]", lies):
@@ -247,7 +249,9 @@ def terms_of(make: Callable[[int], Vector], **score: Any) -> tuple[ProjectionTer
     config = settings.load(None, ["model.path=x", "data.path=x"])
     config = replace(config, score=replace(config.score, **score))
     curvature = make(3).combine(torch.abs)
-    return projection_terms(config, N_SC, make(1), make(2), curvature), make(4)
+    return projection_terms(
+        config.score, config.finetune.lr, N_SC, make(1), make(2), curvature
+    ), make(4)
 
 
 @pytest.mark.parametrize(
@@ -364,9 +368,9 @@ def test_a_vector_is_held_on_a_gpu_when_there_is_room(
     monkeypatch: pytest.MonkeyPatch, free: int, is_held: bool
 ) -> None:
     vector = random_vector(1).scaled(2.0)
-    assert chosen.at_hand(vector) is vector, "never on a CPU"
-    monkeypatch.setattr(chosen, "free_memory", lambda _: free)
+    assert projection.at_hand(vector) is vector, "never on a CPU"
+    monkeypatch.setattr(projection, "free_memory", lambda _: free)
     held = ParamVector({})
     monkeypatch.setattr(LazyVector, "device", torch.device("cuda"))
     monkeypatch.setattr(LazyVector, "held", lambda _: held)
-    assert chosen.at_hand(vector) is (held if is_held else vector)
+    assert projection.at_hand(vector) is (held if is_held else vector)

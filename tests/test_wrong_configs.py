@@ -172,7 +172,7 @@ def test_a_wrong_value(setting: str, shown: str, allowed: str, cure: str, shell:
         (("score=1",), ("score: 1 is not allowed; it is a section", "such as score.lam")),
         (("score.=1",), ("score.: no such key",)),
         (("=1",), ("'=1': not a setting; write key=value, as in score.lam=0.5",)),
-        (("method.data=lass",), ("method.data: 'lass' is no method of this axis",)),
+        (("method.data=lass",), ("method.data: 'lass' is not a method of this axis",)),
     ],
     ids=lambda value: value[0][:30],
 )

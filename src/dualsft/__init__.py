@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# What lower layers are handed by the top; the core works without `lab`.
+# Register parts that lower layers use but must not import. The core works without `lab`.
 add_part("methods", "dualsft.runs.own_table:ENTRIES")
 if find_spec("dualsft.lab") is not None:
     add_part("methods", "dualsft.lab.methods:ENTRIES")
@@ -86,7 +86,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Heavy parts are imported when they are first used, so that `import dualsft` is quick."""
+    """Import torch-dependent names on first use, to keep `import dualsft` fast."""
     if name in _LAZY:
         import importlib
 

@@ -1,4 +1,4 @@
-"""`python -m dualsft` is `dualsft`."""
+"""Entry point of `python -m dualsft`."""
 
 from dualsft.cli import main
 

@@ -1,7 +1,7 @@
 """The parts by themselves: `score` and `select` on a model and token lists in memory.
 
-The same engine, projection and certificate as `dualsft run`, without a run folder: Algorithm 1
-lines 3 to 11 for callers who bring their own checkpoint, batches and training loop.
+Algorithm 1 lines 3 to 11 for callers who bring their own checkpoint, batches and training loop:
+the functions of `algorithm/`, as the stages of `dualsft run` call them, without a run folder.
 
     scores = dualsft.score(theta_bar, pool, val, eta_ft=2e-5, anchors=anchors, theta_old=base)
     chosen = dualsft.select(scores, data_budget=0.1, param_budget=0.05)
@@ -13,25 +13,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dualsft.algorithm.certificate import bounds, judge, settle
-from dualsft.algorithm.projection import ProjectionTerms, effective_lambda
-from dualsft.algorithm.self_checks import TOLERANCE, check_fused_loss, dot_alone
-from dualsft.algorithm.topk import topk_signed
+from dualsft.algorithm.gradients import pool_gradient, validation_gradient
+from dualsft.algorithm.preservation import prior_gradient
+from dualsft.algorithm.projection import Scored, projection_terms
+from dualsft.algorithm.scores import (
+    check_alone,
+    check_sum,
+    describe_projection,
+    one_pass_bounds,
+    products_of,
+    rounding_scales,
+)
+from dualsft.algorithm.selection import choose_entries, choose_examples, rescore
+from dualsft.algorithm.self_checks import TOLERANCE, check_fused_loss
+from dualsft.algorithm.split import resolve_budget
+from dualsft.config.settings import ScoreConfig
 from dualsft.data.examples import Example
-from dualsft.engine.fused import fused_blocks
-from dualsft.engine.ghost import GhostEngine, widened
-from dualsft.engine.walk import Objective, PassSettings, cwsd_objective, loss_objective, walk
-from dualsft.errors import ConfigError, RunError
+from dualsft.engine.fused import HALF_DTYPES
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.precision import Precision
+from dualsft.engine.walk import PassSettings
+from dualsft.errors import ConfigError
 from dualsft.model.load import find_candidates
-from dualsft.runs.stages.chosen import product_source
-from dualsft.runs.stages.split import resolve_budget
-from dualsft.storage.vectors import ParamVector, Vector
+from dualsft.storage.vectors import ParamVector
 from dualsft.system.progress import Reporter
 
 
@@ -42,6 +53,7 @@ class Scores:
     example_scores: np.ndarray
     """⟨U₀, g_n⟩ · eta_sc, within `bound` of the exact ⟨u, g_n⟩."""
     bound: np.ndarray
+    """What the one-pass direction may have missed and, in half precision, the measured rounding."""
     losses: np.ndarray
     grad_sum: ParamVector
     val_grad: ParamVector
@@ -49,8 +61,14 @@ class Scores:
     projection: ParamVector
     """u / eta_sc."""
     eta_sc: float
+    ties: np.ndarray
+    """Order of equal scores: the examples' own indices."""
+    summary: dict[str, Any] = field(repr=False)
+    """Norms, cosines and self-checks, as 4_scores/summary.json has them."""
+    scored: Scored = field(repr=False)
     rescore: Callable[[np.ndarray], np.ndarray] = field(repr=False)
     """Exact scores of the pool examples at these positions (one pass over them)."""
+    say: Callable[[str], None] = field(repr=False, default=lambda _: None)
 
 
 def _check_examples(name: str, examples: Sequence[Example], vocabulary: int) -> None:
@@ -93,9 +111,16 @@ def score(
     curvature_scale: float = 1.0,
     candidates: str = "block_linear",
     batch_tokens: int = 1024,
+    precision: Precision = "mixed",
+    seed: int = 42,
     reporter: Reporter | None = None,
 ) -> Scores:
-    """Score a pool at `model` (θ̄) in one pass; CWSD when `theta_old` and `anchors` are given."""
+    """Score a pool at `model` (θ̄) in one pass; CWSD when `theta_old` and `anchors` are given.
+
+    The same functions as the stages of `dualsft run`. In half precision the directions are taken
+    with fp32 weights (`precision`, as `score.precision`), and `seed` draws the examples of the
+    self-check.
+    """
     if (theta_old is None) != (not anchors):
         raise ConfigError("score: give both theta_old and anchors for CWSD, or neither")
     if not pool or not val:
@@ -105,86 +130,56 @@ def score(
     vocabulary = len(model.get_input_embeddings().get_parameter("weight"))
     for name, examples in (("pool", pool), ("val", val), ("anchors", anchors)):
         _check_examples(name, examples, vocabulary)
+    settings = ScoreConfig(
+        lam=lam, lam_relative=lam_relative, tau=tau, curvature_scale=curvature_scale
+    )
     model.eval()
     engine = GhostEngine(model, find_candidates(model, candidates))
-    settings = PassSettings(batch_tokens=batch_tokens, pad_id=0, padding_side="right")
-    objective, say = loss_objective(model), reporter or Reporter()
-    tolerance = TOLERANCE[next(model.parameters()).dtype]
-    check_fused_loss(model, pool[0], settings, tolerance)
-    val_grad = ParamVector.zeros(engine.candidates)
-    walk(engine, val, objective, settings, say, "v_new (validation)", sums=val_grad)
-    val_grad = val_grad.scaled(1.0 / len(val)).held()
-    prior_grad = ParamVector.zeros(engine.candidates)
-    if theta_old is not None:
-        theta_old.eval()
-        distil = cwsd_objective(theta_old, model, tau)
-        with fused_blocks(theta_old, wide=True):  # the teacher computes as the student does
-            walk(engine, anchors, distil, settings, say, "v_prior (CWSD)", sums=prior_grad)
-        prior_grad = prior_grad.scaled(1.0 / len(anchors)).held()
-    factor = effective_lambda(lam, lam_relative, val_grad, prior_grad)
-    terms = ProjectionTerms(
-        val_grad=val_grad,
-        v_val=val_grad.plus(prior_grad, factor),
-        curvature=curvature,
-        preconditioner=None,
-        curvature_scale=curvature_scale,
-        eta_ft=eta_ft,
-        n_sc=len(pool),
-        lam_effective=factor,
+    passes = PassSettings(
+        batch_tokens=batch_tokens, pad_id=0, padding_side="right", precision=precision
     )
-    grad_sum = ParamVector.zeros(engine.candidates)
-    result = walk(
-        engine,
-        pool,
-        objective,
-        settings,
-        say,
-        "pool (G and f)",
-        sums=grad_sum,
-        direction=terms.estimate(),
-        bounds=True,
+    say, tolerance = reporter or Reporter(), TOLERANCE[model.dtype]
+    check_fused_loss(model, val[0], passes, tolerance)
+    val_grad = validation_gradient(engine, val, passes, say)[0].held()
+    kind = "none" if theta_old is None else "cwsd"
+    teacher = None if theta_old is None else theta_old.eval
+    prior_grad = prior_gradient(kind, engine, teacher, anchors, tau, passes, say)[0].held()
+    terms = projection_terms(settings, eta_ft, len(pool), val_grad, prior_grad, curvature)
+    direction = terms.estimate()
+    grad_sum, result = pool_gradient(engine, pool, passes, say, direction)
+    grad_sum = grad_sum.held()
+    scored = Scored.of(terms, grad_sum, prior_grad)
+    scored = replace(scored, projection=scored.projection.held())
+    products = products_of(scored, direction)
+    bound = one_pass_bounds(engine, result.inner_sums, products) * terms.eta_sc
+    scales = rounding_scales(result.inner_sums, len(pool))
+    summary = describe_projection(settings, scored, products)
+    checks = check_sum(result.dots, products, terms.eta_sc, tolerance)
+    norm = products.norm("direction")
+    checks |= check_alone(
+        engine, pool, result.dots, direction, norm, terms.eta_sc, scales, seed, passes, say
     )
-    _check_alone(engine, pool[0], objective, settings, terms.estimate())
-    residual = terms.residual(grad_sum).block_norms()
-    bound = bounds(result.inner_sums, np.array([residual[name] for name in engine.columns]))
-    projection = terms.projection(grad_sum).held()
+    if model.dtype in HALF_DTYPES:
+        bound += checks["rounding_ratio"] * scales
 
-    def rescore(positions: np.ndarray) -> np.ndarray:
-        rows = [pool[i] for i in positions]
-        again = walk(engine, rows, objective, settings, say, "re-scoring", direction=projection)
-        return again.dots * terms.eta_sc
+    def exactly(positions: np.ndarray) -> np.ndarray:
+        return rescore(engine, [pool[i] for i in positions], scored, passes, say)
 
     return Scores(
         example_scores=result.dots * terms.eta_sc,
-        bound=bound * terms.eta_sc,
+        bound=bound,
         losses=result.values,
         grad_sum=grad_sum,
         val_grad=val_grad,
         prior_grad=prior_grad,
-        projection=projection,
+        projection=scored.projection.held(),
         eta_sc=terms.eta_sc,
-        rescore=rescore,
+        ties=np.array([example.index for example in pool]),
+        summary=summary | {"checks": checks},
+        scored=scored,
+        rescore=exactly,
+        say=say.say,
     )
-
-
-def _check_alone(
-    engine: GhostEngine,
-    example: Example,
-    objective: Objective,
-    settings: PassSettings,
-    direction: Vector,
-) -> None:
-    """One example by the engine and by plain autograd, both with fp32 weights or better."""
-    with widened(engine.model):
-        exact, norm = dot_alone(engine, example, direction, settings)
-        quiet = Reporter(lambda _: None)
-        found = walk(engine, [example], objective, settings, quiet, "alone", direction=direction)
-    ours = float(found.dots[0])
-    if not abs(exact - ours) <= TOLERANCE[engine.candidates.dtype] * direction.norm() * norm:
-        raise RunError(
-            f"self-check failed: example {example.id} scores {ours:.6g} by the engine and "
-            f"{exact:.6g} alone by plain autograd"
-        )
 
 
 def select(
@@ -195,15 +190,12 @@ def select(
     k = resolve_budget(param_budget, scores.grad_sum.num_entries, "param_budget")
     if k > scores.grad_sum.num_entries:
         raise ConfigError(f"param_budget: {k:,} of {scores.grad_sum.num_entries:,} candidates")
-    mask = topk_signed(product_source(scores.projection, scores.grad_sum, scores.eta_sc), k)
+    mask = choose_entries(scores.scored, k)
     count = len(scores.example_scores)
     b = resolve_budget(data_budget, count, "data_budget")
     if b > count:
         raise ConfigError(f"data_budget: {b:,} of a pool of {count:,}; lower it")
-    verdict = judge(scores.example_scores, scores.bound, b)
-    exact = scores.example_scores.copy()
-    open_rows = np.flatnonzero(verdict.open & (scores.bound > 0))
-    if len(open_rows):
-        exact[open_rows] = scores.rescore(open_rows)
-    chosen = settle(verdict, exact, np.arange(count), b)
-    return Selection(mask.indices, chosen, len(open_rows))
+    chosen = choose_examples(
+        scores.example_scores, scores.bound, scores.ties, b, scores.rescore, scores.say
+    )
+    return Selection(mask.indices, chosen.positions, len(chosen.rescored))

@@ -1,8 +1,8 @@
-"""The errors a user can meet.
+"""Exceptions raised by the package.
 
-Two classes of failure, two exit codes: what the user wrote or brought is wrong (`ConfigError`,
-`DataError`; exit 2), or the work itself failed (`RunError`; exit 1). Each message says what is
-wrong, where, what is allowed and the cure; problems are collected, so one attempt shows them all.
+Two kinds of failure with two exit codes: invalid settings or data (`ConfigError`, `DataError`;
+exit 2), and a run that failed (`RunError`; exit 1). Each message names what is wrong, where, what
+is allowed and the cure. Problems are collected, so one attempt reports all of them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 
 class DualsftError(Exception):
-    """Base of every error that the command line prints without a traceback."""
+    """Base class of all errors that the command line prints without a traceback."""
 
     exit_code = 1
 
 
 class _UserError(DualsftError, ValueError):
-    """One or more problems in what the user wrote or brought."""
+    """One or more problems in the settings or the data."""
 
     exit_code = 2
 
@@ -28,18 +28,18 @@ class _UserError(DualsftError, ValueError):
 
 
 class ConfigError(_UserError):
-    """A setting, a path or a model that cannot be used: field, value, what is allowed, the cure.
+    """An invalid setting, path or model: field, value, what is allowed, the cure.
 
-    `usable` holds the settings that are right by themselves, so that what they name can be checked
-    in the same attempt.
+    `usable` holds the settings that are valid on their own, so the files and models they name can
+    be checked in the same attempt.
     """
 
     usable: Mapping[str, Any] = {}
 
 
 class DataError(_UserError):
-    """Rows or files of the corpus that cannot be used: file, 1-based line, field, the cure."""
+    """Invalid rows or files of the corpus: file, 1-based line, field, the cure."""
 
 
 class RunError(DualsftError, RuntimeError):
-    """The work failed: a self-check, a non-finite number, a run folder that does not verify."""
+    """A run failed: a self-check, a non-finite number, a run folder that does not verify."""

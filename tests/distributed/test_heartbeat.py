@@ -251,7 +251,7 @@ def test_a_stopped_holder_of_the_store_is_missed(start: Start) -> None:
     os.kill(pids[0], signal.SIGSTOP)
     assert job.codes(20, 1, 2) == [heartbeat.EXIT_LOST] * 2, job.said()
     for rank in (1, 2):
-        assert f"{named(0, pids[0])} has not answered for 4 s" in job.said(f"rank{rank}")
+        assert f"{named(0, pids[0])} has not responded for 4 s" in job.said(f"rank{rank}")
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_a_killed_launcher_leaves_no_orphans(start: Start) -> None:
     while any(_lives(pid) for pid in pids.values()):
         assert time.monotonic() < deadline, "still there"
         time.sleep(0.1)
-    assert job.said().count("is gone; ending") == 2 and "the launcher at" in job.said()
+    assert job.said().count("cannot be reached; exiting") == 2 and "the launcher at" in job.said()
 
 
 def _lives(pid: int) -> bool:
@@ -298,7 +298,9 @@ def test_a_process_that_cannot_notice_a_failure_is_ended(start: Start) -> None:
     job = start("fail apart")
     pids = job.pids()
     assert job.codes(30) == [heartbeat.EXIT_LOST, 1], job.said()
-    assert f"[rank 0] {named(1, pids[1])} failed: ValueError: a defect; ending" in job.said("rank0")
+    assert f"[rank 0] {named(1, pids[1])} failed: ValueError: a defect; exiting" in job.said(
+        "rank0"
+    )
 
 
 def test_an_error_that_all_have_is_everybodys_own(start: Start) -> None:
@@ -336,7 +338,7 @@ def test_a_process_that_does_not_come_to_the_end_of_its_step_is_ended(start: Sta
     job = start("out of step", DUALSFT_STOP_TIMEOUT="2")
     os.kill(job.pids()[1], signal.SIGTERM)
     assert job.codes(30) == [143, 143], job.said()
-    assert "[rank 1] SIGTERM came 2 s ago, and the step has not come to an end" in job.said("rank1")
+    assert "[rank 1] received SIGTERM 2 s ago, but the step has not finished" in job.said("rank1")
     assert "[rank 0] rank 1 (" in job.said("rank0")
 
 

@@ -132,7 +132,7 @@ def test_a_killed_process_ends_the_job_and_the_next_start_goes_on(
     kill(made, "pool (G and f): ", 1, tmp_path)
     whole = job(tmp_path / "whole", model_folder("llama"), corpus, "shard")
     said = run_jobs(2, [made, whole], tmp_path)
-    assert "going on behind" in said
+    assert "resuming after" in said
     assert_same_bits(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -171,7 +171,7 @@ def test_two_processes_are_followed_by_one_and_by_three(
     whole = job(tmp_path / "whole", model, corpus, mode)
     for size, one in zip((1, 3), made, strict=True):
         said = run_jobs(size, [one, *([whole] if size == 1 else [])], tmp_path)
-        assert "going on behind" in said
+        assert "resuming after" in said
     for one in made:
         out = Path(one["out"])
         assert_same_selection(tmp_path / "whole", out)

@@ -226,9 +226,9 @@ def test_a_run_on_two_processes_is_killed_stopped_and_taken_up(
     victim = run.ranks()[1]
     assert run.end(victim, signal.SIGKILL) == 128 + signal.SIGKILL, run.said
     assert f"error: rank 1 (process {victim} on " in run.said and "gloo" not in run.said
-    assert f"error: rank 1 (process {victim}) died of SIGKILL" in run.said
+    assert f"error: rank 1 (process {victim}) was killed by SIGKILL" in run.said
     run = Running(tmp_path / "run", words)
-    assert "going on behind" in run.said
+    assert "resuming after" in run.said
     assert run.end(run.launcher.pid, signal.SIGINT) == 130, run.said
     assert run.said.count("stopped by SIGINT: saved") == 1 and "Traceback" not in run.said
 

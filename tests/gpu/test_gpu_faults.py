@@ -70,7 +70,7 @@ def test_sigterm_saves_on_a_gpu(bench: tuple[Launcher, list[str], Path]) -> None
         time.sleep(0.01)
     launcher.signal(pid, signal.SIGTERM)
     assert launcher.wait() == 143 and "saved warmup: step" in launcher.said
-    assert launcher.run(command) == 0 and "going on behind" in launcher.said
+    assert launcher.run(command) == 0 and "resuming after" in launcher.said
 
 
 def filled_gpu(keep: int) -> torch.Tensor:

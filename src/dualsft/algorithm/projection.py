@@ -17,8 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dualsft.config.settings import Config
+from dualsft.config.settings import ScoreConfig
+from dualsft.distributed.world import world
 from dualsft.storage.vectors import LazyVector, Products, Vector
+from dualsft.system.usage import free_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +81,14 @@ class ProjectionTerms:
 
 
 def projection_terms(
-    config: Config,
+    score: ScoreConfig,
+    eta_ft: float,
     n_sc: int,
     val_grad: Vector,
     prior_grad: Vector,
     curvature: Vector | None,
 ) -> ProjectionTerms:
-    """Eq. (u)'s terms under the run's settings."""
-    score = config.score
+    """Eq. (u)'s terms under these settings."""
     lam = effective_lambda(score.lam, score.lam_relative, val_grad, prior_grad)
     v_val = val_grad.plus(prior_grad, lam) if lam else val_grad
     second = score.curvature == "adam_rms" and score.curvature_scale > 0
@@ -96,7 +98,7 @@ def projection_terms(
         curvature=curvature if second else None,
         preconditioner=curvature if score.step == "adam" else None,
         curvature_scale=score.curvature_scale,
-        eta_ft=config.finetune.lr,
+        eta_ft=eta_ft,
         n_sc=n_sc,
         lam_effective=lam,
     )
@@ -115,3 +117,36 @@ def effective_lambda(lam: float, relative: bool, val_grad: Vector, prior_grad: V
 def param_scores(eta_sc: float, projection: Vector, grad_sum: Vector) -> LazyVector:
     """s_θ = u ⊙ G (Algorithm 1 line 8), with u's own factor eta_sc put back."""
     return projection.combine(lambda u, g: (u * g).mul_(eta_sc), grad_sum)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The shared projection u and what it is made of; both sides of the selection read it."""
+
+    terms: ProjectionTerms
+    grad_sum: Vector
+    prior_grad: Vector
+    projection: Vector
+    """u / eta_sc."""
+
+    @classmethod
+    def of(cls, terms: ProjectionTerms, grad_sum: Vector, prior_grad: Vector) -> Scored:
+        """Algorithm 1 line 7, once G is known."""
+        return cls(terms, grad_sum, prior_grad, terms.projection(grad_sum))
+
+
+MEMORY_SHARE = 0.5
+"""Share of a GPU's free memory that a vector may take when it could be read from disk again."""
+
+
+def at_hand(vector: Vector) -> Vector:
+    """The vector held on its GPU when there is room for it, otherwise as it is.
+
+    Every reading of a lazy u reads its parts' files, up to four of the vector's own size, and sends
+    them over: held, that happens once, for 4 bytes an entry of the GPU's memory. On a CPU a lazy
+    reading costs some 9 ns an entry more than a held one, which is nothing beside the pool's
+    gradients there, and the memory is left to the system, which keeps the files in it.
+    """
+    on_gpu = vector.device.type == "cuda" and not world().sharded
+    fits = on_gpu and vector.num_bytes <= MEMORY_SHARE * free_memory(vector.device)
+    return vector.held() if fits else vector

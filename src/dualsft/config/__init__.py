@@ -1,1 +1,1 @@
-"""Every setting of a run, defined once: fields, parsing, checks."""
+"""Settings of a run: field definitions, parsing and checks."""

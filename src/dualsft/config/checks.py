@@ -1,8 +1,8 @@
-"""Rules between settings: what contradicts, and what has no effect.
+"""Checks across settings: contradictions, and settings without effect.
 
-The decisions are those of ALGORITHM.md section 2 (a warmup of zero epochs has no curvature and no
-preservation, a variant with one side has nothing to re-select). Works on flat values such as
-`{"score.lam": 0.8}`; reads and writes nothing.
+For example, a warmup of zero epochs gives no curvature and no preservation, and a variant with one
+side has nothing to re-select. Works on flat values such as `{"score.lam": 0.8}`; reads and writes
+no files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dualsft.config.parse import show
 
 
 def contradictions(values: Mapping[str, Any]) -> list[str]:
-    """Problems between fields; a field that is itself wrong is absent and never matches."""
+    """Contradictions between fields. An invalid field is absent from `values`, so never matches."""
     get = values.get
     problems: list[str] = []
     if get("score.step") == "adam" and get("warmup.epochs") == 0:
@@ -25,7 +25,7 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
     if get("select.rounds", 0) > 0 and get("select.variant", "dual") != "dual":
         problems.append(
             f"select.rounds: {get('select.rounds')} is not allowed with select.variant="
-            f"{get('select.variant')}, which has one side; give select.rounds=0 or variant dual"
+            f"{get('select.variant')}, which selects one side; give select.rounds=0 or variant dual"
         )
     pair = ("data.prompt_field", "data.response_field")
     for one, other in (pair, pair[::-1]):
@@ -57,7 +57,7 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
         )
     if "validation" in (get("evaluation.files") or {}):
         problems.append(
-            "evaluation.files: the name 'validation' is taken by the run's own D_val; write"
+            "evaluation.files: the name 'validation' is taken: the run uses it for D_val; write"
             " another_name:PATH"
         )
     if get("data.val_path") is not None and get("split.val") is not None:
@@ -74,7 +74,7 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
 
 
 def missing_consent(values: Mapping[str, Any]) -> list[str]:
-    """Programs that a model writes run only when this command says so."""
+    """Problems if humaneval, which runs generated programs, was not allowed explicitly."""
     asked = (values["evaluation.tasks"] or "").split(",")
     if "humaneval" not in asked or values["evaluation.allow_code_execution"]:
         return []
@@ -86,11 +86,11 @@ def missing_consent(values: Mapping[str, Any]) -> list[str]:
 
 
 def idle_options(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Settings that were changed and have no effect in this combination, one line each."""
+    """Settings that differ from the default but have no effect here, one line each."""
     found: list[str] = []
 
     def idle(cause: str, *keys: str) -> None:
-        """Under `cause`, such as `select.rounds=0`, the keys do nothing."""
+        """Record that `keys` have no effect with `cause`, such as `select.rounds=0`."""
         for key in keys:
             if repr(values[key]) != repr(defaults[key]):
                 found.append(f"{key}={show(values[key])} has no effect with {cause}")

@@ -1,8 +1,9 @@
-"""The sections of a run's settings: each field's type, default and meaning, in one place.
+"""The sections of `Config`: type, default and documentation of every setting.
 
-The settings are the decisions of ALGORITHM.md section 2 and the inputs of Algorithm 1. A field's
-annotation says what it accepts, its default is the paper's value, the string under it is its
-documentation. `config/settings.py` puts the sections together, checks, reads and writes them.
+These are the inputs of Algorithm 1 and the options of the run. A field's annotation defines what
+it accepts, its default is the paper's value, and the string below it is its documentation
+(`docs/config.md` is generated from it). `config/settings.py` combines, checks, reads and writes the
+sections.
 """
 
 from __future__ import annotations
@@ -24,47 +25,47 @@ TASK_NAMES = ("humaneval", "piqa", "arc_challenge", "mmlu", "gsm8k")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The weights to start from (theta_old)."""
+    """The model to start from (theta_old)."""
 
     path: str
-    """Hugging Face folder, hub id (org/name), .gguf file, or short name such as smollm2-135m."""
+    """Hugging Face folder, hub id (org/name), .gguf file, or a short name such as smollm2-135m."""
     revision: str | None = None
-    """Branch, tag or commit of a hub id; null is its main branch."""
+    """Branch, tag or commit of a hub id. null: the main branch."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with the model; only when you trust its authors. Given on the
-    command line or in Python each time: never read from a file, never stored."""
+    """Run the Python code that comes with the model. Enable only if you trust its authors. Accepted
+    only on the command line or in Python; never read from a file, never stored."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Type of the weights in memory; auto is float32 on a CPU or mps, and on cuda the type they are
-    stored in (float16 is read as bfloat16)."""
+    """Data type of the weights in memory. auto: float32 on CPU and mps; on cuda the stored type
+    (float16 is loaded as bfloat16)."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """Where to compute; auto is cuda when there is one, then mps."""
+    """Device to run on. auto: cuda if available, then mps, then cpu."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
-    """Attention implementation of transformers; auto is sdpa when the model has it, else eager."""
+    """Attention implementation in transformers. auto: sdpa if the model supports it, else eager."""
     deterministic: bool = False
-    """On a GPU: the same bits every time, after a resume too, at some cost in speed; a CPU always
-    gives the same bits."""
+    """Bitwise reproducible results on a GPU, also after a resume, at some cost in speed. Results on
+    a CPU are always bitwise reproducible."""
     memory: Positive | None = None
-    """GiB of the GPU's memory that the run may use; null is what is free when it starts."""
+    """GPU memory that the run may use, in GiB. null: the memory that is free at the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """The corpus D_full and how a row becomes tokens."""
+    """The corpus D_full and how rows are tokenized."""
 
     path: Annotated[str, Paths()]
     """The corpus: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, or .gz of these), a glob, a
     folder (plain files, `save_to_disk`, LLaMA-Factory's dataset_info.json), a Hugging Face hub id
     (extra `data`), or a list of these."""
     val_path: Annotated[str, Paths()] | None = None
-    """A trusted source for D_val, read as data.path is; null takes D_val from the corpus."""
+    """A trusted source for D_val, in the forms of data.path. null: take D_val from the corpus."""
     dataset: Annotated[str, Names()] | None = None
     """Entries of dataset_info.json to read, comma-separated."""
     subset: str | None = None
     """Subset (configuration) of a hub dataset."""
     split: str | None = None
-    """Split of a hub dataset or of a folder with several; null is train."""
+    """Split of a hub dataset, or of a folder with several splits. null: train."""
     revision: str | None = None
-    """Branch, tag or commit of a hub dataset; null is its default branch."""
+    """Branch, tag or commit of a hub dataset. null: the default branch."""
     format: Literal[
         "auto",
         "prompt_response",
@@ -75,224 +76,226 @@ class DataConfig:
         "sharegpt",
         "text",
     ] = "auto"
-    """Fields of a row; auto looks at the rows."""
+    """Row format. auto: detected from the fields of the rows."""
     template: Literal["chat", "magicoder", "alpaca", "plain"] = "chat"
-    """Text around prompt and response; chat is the tokenizer's own template."""
+    """Template for prompt and response. chat: the chat template of the tokenizer."""
     template_file: str | None = None
-    """A Jinja file that takes the place of the tokenizer's chat template."""
+    """A Jinja file that replaces the tokenizer's chat template."""
     prompt_field: str | None = None
-    """Name of the prompt field, when it is not a usual one; needs data.response_field."""
+    """Name of the prompt field, if not detected automatically; requires data.response_field."""
     response_field: str | None = None
-    """Name of the response field, when it is not a usual one; needs data.prompt_field."""
+    """Name of the response field, if not detected automatically; requires data.prompt_field."""
     messages_field: str | None = None
-    """Name of the field with the turns, when it is neither messages nor conversations."""
+    """Name of the field that holds the turns, if not messages or conversations."""
     system_field: str | None = None
-    """Name of a field with the system text, when it is not a usual one."""
+    """Name of the field that holds the system prompt, if not detected automatically."""
     max_length: Annotated[int, Bounds(least=8)] = 2048
-    """Most tokens of an example, prompt included."""
+    """Maximum number of tokens per example, including the prompt."""
     bad_rows: Literal["error", "skip"] = "error"
-    """Rows that cannot be used (broken JSON, missing or empty fields, a response that does not
-    fit): name them all and stop, or leave them out and say so."""
+    """How to handle invalid rows (broken JSON, missing or empty fields, a response that does not
+    fit). error: list them and stop; skip: leave them out and report how many."""
     padding_side: Literal["right", "left"] = "right"
-    """Side on which a batch is padded; changes no score."""
+    """Padding side of batches; does not change scores."""
     add_bos: Literal["auto", "always", "never"] = "auto"
-    """Whether a row starts with the begin token; auto does as the tokenizer does, never twice."""
+    """Whether to prepend the BOS token, at most once. auto: as the tokenizer does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitConfig:
-    """How D_full is divided; integers are counts, decimals are fractions of |D_full|."""
+    """Split of D_full. Integers are counts, decimals are fractions of |D_full|."""
 
     val: Budget | None = None
-    """Validation examples (v_new); null is the paper's 1024, at most 10 % of a small corpus."""
+    """Validation examples (v_new). null: 1024 as in the paper, at most 10 % of a small corpus."""
     anchor: Budget | None = None
-    """Anchor examples (v_prior); null is the paper's 2048, at most 20 % of a small corpus."""
+    """Anchor examples (v_prior). null: 2048 as in the paper, at most 20 % of a small corpus."""
     warm: Budget = 0.05
-    """Examples of the pilot warmup; they are not scored."""
+    """Examples for the pilot warmup; they are not scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupConfig:
-    """The pilot warmup: theta_old to theta_bar, and the curvature from its optimizer."""
+    """The pilot warmup: trains theta_old to theta_bar and gives the curvature."""
 
     lr: Positive | None = None
-    """Peak learning rate; null is finetune.lr."""
+    """Peak learning rate. null: finetune.lr."""
     epochs: Whole = 1
-    """Passes over the warm examples; 0 means theta_bar = theta_old and no curvature."""
+    """Passes over the warmup examples. 0: theta_bar = theta_old and no curvature."""
     batch_size: Count | None = None
-    """Examples in an optimizer step; null is finetune.batch_size."""
+    """Examples per optimizer step. null: finetune.batch_size."""
     min_steps: Whole = 0
-    """Repeat epochs until there are at least this many optimizer steps."""
+    """Minimum number of optimizer steps; epochs are repeated to reach it."""
     trainable: Literal["all", "candidates"] = "all"
-    """Parameters that the warmup moves: all, or only those that compete (score.candidates)."""
+    """Parameters that the warmup trains: all, or only the candidates (score.candidates)."""
     moments: Moments = "float32"
-    """Type of the optimizer's moments, whose second one becomes the curvature: bfloat16 and int8
-    (a logarithmic code of 8 bits) are rounded at random, without bias."""
+    """Data type of the optimizer moments; the second moment becomes the curvature. bfloat16 and
+    int8 (an 8-bit logarithmic code) use unbiased stochastic rounding."""
     offload: bool = False
-    """Keep moments and master weights in the host's memory and bring them over step by step."""
+    """Keep moments and master weights in host memory and copy them to the device in each step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreConfig:
-    """Gradients, the projection u and both scores."""
+    """Gradients, the projection u, and the example and parameter scores."""
 
     lam: Annotated[float, Bounds(least=0, most=1e30)] = 0.8
-    """Weight of preservation: v_val = v_new + lam * v_prior."""
+    """Weight of the preservation gradient: v_val = v_new + lam * v_prior."""
     lam_relative: bool = False
-    """Rescale v_prior to the norm of v_new before lam."""
+    """Rescale v_prior to the norm of v_new before applying lam."""
     tau: Positive = 1.0
     """Temperature of the CWSD loss."""
     preservation: Literal["cwsd", "l2", "fisher", "none"] = "cwsd"
-    """What v_prior is the gradient of."""
+    """The loss whose gradient is v_prior."""
     curvature: Literal["adam_rms", "none"] = "adam_rms"
-    """Diagonal of the second-order term: the warmup optimizer's root second moment, or none."""
+    """Diagonal of the second-order term. adam_rms: root of the warmup's second moment."""
     curvature_scale: Annotated[float, Bounds(least=0, most=1e30)] = 1.0
-    """Factor on the curvature in u."""
+    """Factor applied to the curvature in u."""
     step: Literal["sgd", "adam"] = "sgd"
-    """The step the scores assume: sgd is the paper, adam divides the direction by the curvature."""
+    """Optimizer step that the scores assume. sgd: the paper; adam: u divided by the curvature."""
     mode: Literal["one_pass", "two_pass"] = "one_pass"
-    """Passes over the pool: two as in the paper, or one with a certificate."""
+    """Passes over the pool: two as in the paper, or one with certified bounds on the scores."""
     candidates: Annotated[str, Names()] = "block_linear"
-    """Parameters that compete: block_linear, all, or comma-separated glob patterns over parameter
-    names; a leading ! excludes, and exclusions alone start from block_linear."""
+    """Parameters to select from: block_linear, all, or comma-separated glob patterns over parameter
+    names. A leading ! excludes; a list with only exclusions starts from block_linear."""
     keep: Annotated[str, Names(("gradients", "param_scores", "projection", "all"))] = "gradients"
-    """Parameter-sized files to save beside the gradients (which are always saved, since selection
-    reads them): param_scores, projection, or all; each as large as the candidates in fp32."""
+    """Parameter-sized files to save in addition to the gradients (always saved, since selection
+    reads them): param_scores, projection, or all. Each has the size of the candidates in fp32."""
     batch_tokens: Count | None = None
-    """Most tokens in a scoring batch, padding included; changes no score beyond rounding; null is
-    1,024 on a CPU; on a GPU as many as take 12 GiB (at least 4,096, at most 32,768)."""
+    """Maximum tokens per scoring batch, including padding; changes scores only by rounding. null:
+    1,024 on a CPU; on a GPU as many as fit in 12 GiB (at least 4,096, at most 32,768)."""
     plan: Literal["auto", "device", "host", "blocks"] = "auto"
-    """Where G and the direction are while the pool is walked: on the device; in the host's memory,
-    brought over layer by layer; or on the device for some layers at a time, with several walks.
-    auto takes the first that fits, and a smaller one when memory runs out."""
+    """Where G and the direction are kept during the pass over the pool. device: on the device;
+    host: in host memory, copied layer by layer; blocks: on the device for a group of layers at a
+    time, with one pass per group. auto: the first that fits, and a smaller one if out of
+    memory."""
     checkpointing: bool | None = None
-    """Recompute activations in the backward pass instead of keeping them; null is when they would
-    not fit otherwise."""
+    """Recompute activations in the backward pass instead of storing them. null: only if they would
+    not fit in memory."""
     precision: Literal["mixed", "half", "full"] = "mixed"
-    """For a model in bfloat16 or float16: which walks have fp32 weights (TF32 products on a GPU,
-    about half the speed). mixed: those over D_val and D_anchor, where rounding would be in every
-    score; half: none; full: the pool's too."""
+    """For a bfloat16 or float16 model: which passes use fp32 weights (TF32 products on a GPU, about
+    half the speed). mixed: those over D_val and D_anchor, whose rounding error enters every score;
+    half: none; full: also the pass over the pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectConfig:
-    """Which examples and which parameter entries are kept."""
+    """How many examples and parameter entries to select."""
 
     variant: Literal["dual", "data", "param"] = "dual"
-    """Select both sides, only examples, or only parameter entries."""
+    """What to select. dual: examples and parameter entries; data: examples; param: entries."""
     data_budget: Budget = 0.1
-    """Examples to keep: a count, or a fraction of |D_full|."""
+    """Examples to select: a count, or a fraction of |D_full|."""
     param_budget: Budget = 0.05
     """Parameter entries to train: a count, or a fraction of the candidates."""
     rounds: Whole = 0
-    """Re-selections of one side given the other."""
+    """Number of rounds that re-select one side given the other."""
     order: Literal["data_to_param", "param_to_data"] = "data_to_param"
-    """Which side the first round re-selects: parameters given the data, or the reverse."""
+    """Order of rounds: first re-select parameters given the data, or data given parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodConfig:
-    """Which method answers on each axis; `dualsft methods` lists them. Settings of a method itself
-    are method.NAME.OPTION, such as method.less.dim."""
+    """The method of each axis; `dualsft methods` lists them. Options of a method are set as
+    method.NAME.OPTION, such as method.less.dim."""
 
     data: str | None = None
-    """What chooses the examples; null is dualsft, or what select.variant says."""
+    """Method that selects the examples. null: as given by select.variant (default dualsft)."""
     params: str | None = None
-    """What chooses the entries; null is dualsft, or what select.variant says."""
+    """Method that selects the parameter entries. null: as given by select.variant."""
     weights: str | None = None
-    """How tokens or examples count in training; null is the mean over the response tokens."""
+    """Method that weights tokens or examples in training. null: mean over the response tokens."""
     after: str | None = None
-    """What is done to the trained weights; null is nothing."""
+    """Method applied to the trained weights. null: none."""
     preset: Literal["default", "paper"] = "default"
-    """Where the methods' own options start: our defaults, or the DualSFT paper's literal values."""
+    """Initial values of the method options: the defaults, or those stated in the DualSFT paper."""
     lr_ratio: Positive | None = None
-    """Learning rate of fine-tuning over finetune.lr; null is the ratio of the paper's tables for
-    the method that trains (1 for dualsft and for all parameters)."""
+    """Ratio of the fine-tuning learning rate to finetune.lr. null: the ratio in the paper's tables
+    for the method that trains (1 for dualsft and for all parameters)."""
     denominator: Literal["candidates", "all", "eligible"] = "candidates"
-    """What a fraction in select.param_budget is of: the candidates (score.candidates), all
-    parameters, or what the method itself can choose from."""
+    """Base of a fraction in select.param_budget: the candidates (score.candidates), all parameters,
+    or the entries that the method can select from."""
     options: Annotated[dict[str, Any], Options()] = dataclasses.field(default_factory=dict)
-    """Options of the methods as one mapping, NAME.OPTION -> value."""
+    """Options of all methods as one mapping, NAME.OPTION -> value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneConfig:
-    """Restricted fine-tuning of theta_old on what was selected."""
+    """Fine-tuning of the selected entries of theta_old on the selected examples."""
 
     lr: Positive = 2e-5
-    """Peak learning rate; also eta_ft of the scores."""
+    """Peak learning rate; also eta_ft in the scores."""
     epochs: Count = 3
     """Passes over the selected examples."""
     batch_size: Count = 64
-    """Examples in an optimizer step."""
+    """Examples per optimizer step."""
     micro_batch_size: Count | None = None
-    """Examples in a forward pass; null is as many as score.batch_tokens allows, or 8,192 tokens on
-    a GPU and 1,024 on a CPU."""
+    """Examples per forward pass. null: as many as score.batch_tokens allows; if that is null too,
+    8,192 tokens on a GPU and 1,024 on a CPU."""
     max_grad_norm: NonNegative = 1.0
-    """Clip the gradient of the trained entries to this norm; 0 is off. The warmup never clips."""
+    """Clip the gradient of the trained entries to this norm; 0: off. The warmup never clips."""
     moments: Moments = "float32"
-    """Type of the optimizer's moments: bfloat16 and int8 (a logarithmic code of 8 bits) are rounded
-    at random, without bias."""
+    """Data type of the optimizer moments. bfloat16 and int8 (an 8-bit logarithmic code) use
+    unbiased stochastic rounding."""
     checkpointing: bool | None = None
-    """Recompute activations in the backward pass instead of keeping them (the warmup too); null is
-    when they would not fit otherwise."""
+    """Recompute activations in the backward pass instead of storing them; applies to the warmup
+    too. null: only if they would not fit in memory."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay on the trained entries."""
+    """Decoupled weight decay of the trained entries."""
     warmup_ratio: Annotated[float, Bounds(least=0, below=1)] = 0.03
-    """Share of the steps with a rising learning rate, before the cosine; the warmup uses it too."""
+    """Fraction of steps with linear warmup before cosine decay; applies to the pilot warmup too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
-    """What the base and the tuned model are compared on."""
+    """Comparison of the base model and the fine-tuned model."""
 
     files: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Files in the format of data.path: name -> path, a list of paths (named by their stems), or
-    as a flag name:path,name2:path2."""
+    """Files in the format of data.path: a mapping name -> path, a list of paths (named by file
+    stem), or name:path,name2:path2 as a flag."""
     batch_tokens: Count | None = None
-    """Most tokens in an evaluation batch; null is score.batch_tokens."""
+    """Maximum tokens per evaluation batch. null: score.batch_tokens."""
     prompt: str | None = None
-    """A prompt that both models answer, greedily."""
+    """A prompt that both models complete with greedy decoding."""
     max_new_tokens: Count = 48
-    """Longest answer to evaluation.prompt."""
+    """Maximum new tokens for evaluation.prompt."""
     limit: Count | None = None
-    """Most examples of each file; null is all."""
+    """Maximum examples per file. null: all."""
     tasks: Annotated[str, Names(TASK_NAMES)] | None = None
-    """Benchmarks that both models are asked, with the paper's settings (extra `eval`): any of
-    humaneval, piqa, arc_challenge, mmlu, gsm8k; null is none."""
+    """Benchmarks to run on both models with the paper's settings (extra `eval`): any of humaneval,
+    piqa, arc_challenge, mmlu, gsm8k. null: none."""
     domain: Literal["code", "math"] = "code"
-    """Which benchmark is plasticity: humaneval (code) or gsm8k (math); stability is the mean of
-    the four others."""
+    """Benchmark that measures plasticity: humaneval (code) or gsm8k (math). Stability is the mean
+    of the four others."""
     data_dir: str | None = None
-    """Folder with the benchmarks' rows as files (docs/evaluation.md); null takes them from the
-    hub."""
+    """Folder with the benchmark data as files (docs/evaluation.md). null: download from the hub."""
     limit_tasks: Count | None = None
-    """Most items of a benchmark (of mmlu: of each subject); null is all."""
+    """Maximum items per benchmark (for mmlu: per subject). null: all."""
     task_batch_size: Count | None = None
-    """Requests in a batch of a benchmark, on a GPU 16 times as many where answers are generated;
-    null is 8 (with vllm what it chooses)."""
+    """Requests per benchmark batch; 16 times as many for generation on a GPU. null: 8 (with vllm:
+    auto)."""
     backend: Literal["hf", "vllm"] = "hf"
-    """What answers the benchmarks: the loaded models, or vLLM where it is installed."""
+    """Backend that runs the benchmarks. hf: the loaded models; vllm: vLLM, if installed."""
     allow_code_execution: bool = False
-    """Run the programs that the models write for humaneval, in a sandbox; the flag
-    --allow-code-execution sets it. Never read from a file, never stored."""
+    """Run the programs that the models generate for humaneval, in a sandbox. Set by the flag
+    --allow-code-execution; never read from a file, never stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeConfig:
-    """What is kept of a stage while it runs, so that a kill loses little; changes no result."""
+    """How often the progress of a running stage is saved; does not change results."""
 
     every: NonNegative | None = 60.0
-    """Seconds between saves of a stage's progress (never more than 5 % of its time, unless 0, which
-    saves after every step and batch); null saves only when asked to stop (Ctrl-C, SIGTERM)."""
+    """Seconds between saves of a stage's progress. Saving takes at most 5 % of the time. 0: save
+    after every step and batch, without that limit; null: save only when stopped (Ctrl-C,
+    SIGTERM)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How several processes (torchrun, --gpus) hold the model; changes no result but rounding."""
+    """Parallelism over processes (torchrun, --gpus); changes results only by rounding."""
 
     mode: Literal["auto", "replicate", "shard"] = "auto"
-    """replicate: every process has the whole model, and examples are shared out; shard: each has
-    its rows of every parameter and vector (FSDP2); auto shards what does not fit one GPU."""
+    """replicate: every process holds the whole model, and examples are distributed; shard: each
+    process holds its rows of every parameter and vector (FSDP2); auto: shard if scoring or
+    the warmup would not fit on one GPU."""
     offload: bool = False
-    """With shard: each process's rows wait in the host's memory, and on the GPU only in use."""
+    """With shard: keep each process's rows in host memory and copy them to the GPU when used."""

@@ -1,12 +1,13 @@
-"""The registry of methods: every method by axis and name, and what a run is composed of.
+"""Registry of methods by axis and name, and the composition of methods that a run uses.
 
-A method answers one question on one axis: which examples (`data`), which entries (`params`), how
-much each token or example counts (`weights`), what is done to the trained weights (`after`). A
-config names one method per axis, so LESS + S²FT is `method.data=less method.params=s2ft`.
+Each method belongs to one axis: which examples to train on (`data`), which parameter entries to
+train (`params`), how much each token or example counts (`weights`), and how to process the trained
+weights (`after`). A config names one method per axis, so LESS + S²FT is
+`method.data=less method.params=s2ft`.
 
-This module knows no method. The tables are handed down by `dualsft/__init__.py` (`parts.py`), and
-other packages add theirs through entry points of the group `dualsft.methods`, each an `Entry`. The
-class of a method is named as "module:Class" and imported when a run uses it.
+This module defines no methods. `dualsft/__init__.py` registers the built-in tables (`parts.py`);
+other packages add methods through entry points of the group `dualsft.methods`, each an `Entry`. The
+class of a method is given as "module:Class" and imported when a run uses it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ AXES: tuple[Axis, ...] = ("data", "params", "weights", "after")
 
 @dataclass(frozen=True, slots=True)
 class NoOptions:
-    """A method without settings of its own."""
+    """Options of a method that has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,49 +44,50 @@ class Entry:
     name: str
     axis: Axis
     target: str
-    """Where its class is, as "module:Class"."""
+    """The class that implements it, as "module:Class"."""
     summary: str
-    """What it selects or does, in one line."""
+    """One line: what it selects or does."""
     cost: str
-    """Passes over the data, and what grows with what."""
+    """Passes over the data, and how the cost scales."""
     memory: str
     source: str
-    """Paper, and what our version was written from."""
+    """The paper, and the source that this implementation follows."""
     deviations: str = "none"
-    """Where ours differs from the original, and why."""
+    """Differences from the original method, with reasons."""
     needs: tuple[str, ...] = ()
-    """Stages whose results it reads: warmup, scores (which is all of them)."""
+    """Stages whose results it reads: warmup, or scores (which implies all earlier stages)."""
     spared: Callable[[Any], bool] = lambda options: False
-    """Whether these options make it do without the stages of `needs`."""
+    """Whether, with these options, it does not need the stages in `needs`."""
     options: type = NoOptions
     """A dataclass; its fields are the settings `method.<name>.<field>`."""
     paper: Mapping[str, Any] = field(default_factory=dict)
-    """What `method.preset=paper` sets the options to: the DualSFT paper's own values."""
+    """Option values for `method.preset=paper`: those of the DualSFT paper."""
     lr_ratio: float = 1.0
-    """Its learning rate over plain fine-tuning's (the DualSFT paper's tables, Llama-3.2-3B)."""
+    """Ratio of its learning rate to plain fine-tuning's (DualSFT paper, Llama-3.2-3B)."""
     trains: bool = False
-    """Whether it trains while it chooses, and so depends on finetune.*."""
+    """Whether selection itself trains the model and so depends on finetune.*."""
     uses_budget: bool = True
-    """Whether select.data_budget or select.param_budget says how much it takes."""
+    """Whether select.data_budget or select.param_budget sets how much it selects."""
     parallel: bool = False
-    """Whether several processes share its work; otherwise the first does it while others wait."""
+    """Whether its work is distributed over processes; otherwise rank 0 runs it and others wait."""
     lends: bool = False
-    """Data: whether its choice depends on nothing of the parameter side and is all in what it
-    returns, so that a run with another parameter side may take it over (`runs/stages/reuse.py`)."""
+    """For data methods: whether the selection is independent of the parameter side and fully
+    contained in the returned value, so that a run with another parameter side can reuse it
+    (`runs/stages/reuse.py`)."""
     extra: str | None = None
-    """The optional package that it needs."""
+    """The optional dependency that it requires, if any."""
 
     def specs(self) -> dict[str, FieldSpec]:
-        """Its settings by full key."""
+        """Specs of its options by full key."""
         return option_specs(f"method.{self.name}", self.options)
 
     def docs(self) -> dict[str, str]:
-        """The documentation of each option."""
+        """Documentation of its options by name."""
         return option_docs(self.options)
 
 
 def option_specs(prefix: str, options: type) -> dict[str, FieldSpec]:
-    """The fields of a dataclass of options as settings, by full key."""
+    """Specs of the fields of an options dataclass, by full key."""
     hints = typing.get_type_hints(options, include_extras=True)
     return {
         f"{prefix}.{f.name}": field_spec(f"{prefix}.{f.name}", hints[f.name], f.default)
@@ -95,7 +97,7 @@ def option_specs(prefix: str, options: type) -> dict[str, FieldSpec]:
 
 @functools.cache
 def option_docs(options: type) -> dict[str, str]:
-    """The string under each field of a dataclass of options."""
+    """Docstrings of the fields of an options dataclass, by name."""
     found = field_docs(inspect.getsource(sys.modules[options.__module__]))
     return {name: text for (owner, name), text in found.items() if owner == options.__name__}
 
@@ -108,12 +110,12 @@ SIDES: dict[str, dict[Axis, str]] = {
     "data": {"data": "dualsft", "params": "all"},
     "param": {"data": "all", "params": "dualsft"},
 }
-"""What `select.variant` names on the two axes of selection."""
+"""The data and params methods that `select.variant` stands for."""
 
 
 @functools.cache
 def registry() -> dict[Axis, dict[str, Entry]]:
-    """Every method by axis and name, in the order of the tables."""
+    """All methods by axis and name, in the order of the tables."""
     found: dict[Axis, dict[str, Entry]] = {axis: {} for axis in AXES}
     tables = [entry for table in parts("methods") for entry in table]
     plugins = [point.load() for point in entry_points(group=PLUGINS)]
@@ -129,7 +131,7 @@ def registry() -> dict[Axis, dict[str, Entry]]:
 
 
 def find(axis: Axis, name: str) -> Entry:
-    """The method of this name; a miss says what is near."""
+    """Return the method; the error for an unknown name suggests the closest one."""
     known = registry()[axis]
     if name not in known:
         others = [other for other in AXES if name in registry()[other]]
@@ -137,13 +139,13 @@ def find(axis: Axis, name: str) -> Entry:
         cure = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
         if others:
             cure = f"it is a method of method.{others[0]}"
-        raise ConfigError(f"method.{axis}: {name!r} is no method of this axis; {cure}")
+        raise ConfigError(f"method.{axis}: {name!r} is not a method of this axis; {cure}")
     return known[name]
 
 
 @dataclass(frozen=True)
 class Composition:
-    """The methods of a run, one an axis; None where an axis has none."""
+    """The methods of a run, at most one per axis."""
 
     entries: Mapping[Axis, Entry]
     options: Mapping[str, Any]
@@ -158,31 +160,31 @@ class Composition:
 
     @property
     def title(self) -> str:
-        """How a table names it: less + s2ft."""
+        """Name used in tables, such as less+s2ft."""
         return row_name({axis: entry.name for axis, entry in self.entries.items()})
 
     @property
     def needs(self) -> set[str]:
-        """Stages that some method reads."""
+        """Stages that any of the methods reads."""
         return {stage for axis in self.entries for stage in self.needs_of(axis)}
 
     def needs_of(self, axis: Axis) -> tuple[str, ...]:
-        """Stages that the method on an axis reads, with the options it has."""
+        """Stages that the method of an axis reads, given its options."""
         entry = self.entries[axis]
         return () if entry.spared(self.options_of(axis)) else entry.needs
 
     @property
     def parallel(self) -> bool:
-        """Whether several processes share the choosing."""
+        """Whether selection is distributed over processes."""
         return all(self.entries[axis].parallel for axis in ("data", "params"))
 
     def scored(self, axis: Axis) -> bool:
-        """Whether this axis is chosen by DualSFT's scores."""
+        """Whether the method of this axis selects by DualSFT's scores."""
         entry = self.entries.get(axis)
         return entry is not None and "scores" in entry.needs
 
     def options_of(self, axis: Axis) -> Any:
-        """The options of the method on an axis: defaults, the preset, what the user set."""
+        """Options of the method of an axis: defaults, then the preset, then user settings."""
         entry = self.entries[axis]
         values = dict(entry.paper) if self.preset == "paper" else {}
         prefix = f"{entry.name}."
@@ -190,14 +192,14 @@ class Composition:
         return entry.options(**values)
 
     def load(self, axis: Axis) -> Any:
-        """The method itself, made with its options; None where there is none."""
+        """Instantiate the method of an axis with its options; None if the axis has no method."""
         entry = self.entries.get(axis)
         if entry is None:
             return None
         return load_target(entry.target)(entry, self.options_of(axis))
 
     def settings(self, axis: Axis) -> dict[str, Any]:
-        """What decides this method's result, for a fingerprint."""
+        """Settings that determine this method's result, for the fingerprint."""
         entry = self.entries.get(axis)
         if entry is None:
             return {}
@@ -208,7 +210,7 @@ class Composition:
 
 
 def names_of(values: Mapping[str, Any]) -> dict[Axis, str]:
-    """The method of each axis that flat settings name; `select.variant` where they do not."""
+    """Method names by axis from flat settings; `select.variant` is the default."""
     sides = SIDES[values.get("select.variant", "dual")]
     chosen: dict[Axis, str] = {}
     for axis in AXES:
@@ -218,7 +220,7 @@ def names_of(values: Mapping[str, Any]) -> dict[Axis, str]:
 
 
 def compose(values: Mapping[str, Any]) -> Composition:
-    """The methods that flat, valid settings name."""
+    """Build the composition from flat, valid settings."""
     entries: dict[Axis, Entry] = {}
     for axis, name in names_of(values).items():
         entries[axis] = find(axis, name)
@@ -226,7 +228,7 @@ def compose(values: Mapping[str, Any]) -> Composition:
 
 
 def problems_of(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """(what is wrong with `method.*`, the options converted by their methods' own types)."""
+    """Check `method.*`; returns (problems, converted options)."""
     problems: list[str] = []
     entries: dict[Axis, Entry] = {}
     for axis, name in names_of(values).items():
@@ -241,7 +243,7 @@ def problems_of(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
         if given is not None and variant == side:
             problems.append(
                 f"method.{axis}: {given!r} is not allowed with select.variant={variant}, which "
-                f"leaves this side whole; leave select.variant out"
+                f"does not select on this axis; leave select.variant out"
             )
     both = all(e is not None and "scores" in e.needs for e in map(entries.get, AXES[:2]))
     if values.get("select.rounds", 0) > 0 and not both and variant == "dual":
@@ -291,14 +293,14 @@ ROWS: dict[str, dict[Axis, str]] = {
     "dualsft-data": SIDES["data"],
     "dualsft-param": SIDES["param"],
 }
-"""Names of whole rows; others are methods joined by +, what is not named being all."""
+"""Predefined rows. Other rows are method names joined by +, with `all` on axes not named."""
 
 
 def row(name: str) -> dict[Axis, str]:
-    """The axes of a table's row: a name of `ROWS`, or methods joined by +, such as less+s2ft.
+    """Parse a row name: a key of `ROWS`, or methods joined by +, such as less+s2ft.
 
-    A name that several axes have (random) is the first of them that is not taken yet; a name of
-    `ROWS` has all of its axes, but for dualsft beside a method that takes one of the two.
+    A name that exists on several axes (random) goes to the first free axis. A key of `ROWS` sets
+    all of its axes, except that dualsft next to another data or params method sets one axis.
     """
     chosen: dict[Axis, str] = {}
     parts = name.split("+")
@@ -319,19 +321,19 @@ def row(name: str) -> dict[Axis, str]:
             every = {n for methods in registry().values() for n in methods} | set(ROWS)
             close = difflib.get_close_matches(part, every, n=1)
             cure = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(every))}"
-            raise ConfigError(f"method {name!r}: {part!r} is no method; {cure}")
+            raise ConfigError(f"method {name!r}: {part!r} is not a method; {cure}")
         chosen[free[0]] = part
     return {"data": "all", "params": "all", **chosen}
 
 
 def _takes_a_side(parts: list[str]) -> bool:
-    """Whether another method than dualsft chooses the examples or the parameters."""
+    """Whether a method other than dualsft selects the examples or the parameters."""
     sides = {*registry()["data"], *registry()["params"], "dualsft-data", "dualsft-param"}
     return any(part in sides for part in parts if part != "dualsft")
 
 
 def row_name(axes: Mapping[Axis, str]) -> str:
-    """The shortest name that `row` turns into these axes, or axis=method for each."""
+    """The shortest name that `row` parses into these axes, else axis=method pairs."""
     for name, known in ROWS.items():
         if known == dict(axes):
             return name

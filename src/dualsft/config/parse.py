@@ -1,10 +1,10 @@
-"""From what a user typed to a field's value: the half of the configuration that knows no field.
+"""Convert user input to field values: parsing and conversion that is independent of the fields.
 
-Feeds `config/settings.py`, which says what each setting of ALGORITHM.md section 2 means. A plain
-YAML scalar and the right side of a `key=value` flag are both `Text`: the field decides which type
-it is, so `1e-4` is a number for `finetune.lr` and `no` stays a word for `data.prompt_field`. YAML
-is only composed, never constructed: no tag can make an object, and aliases are refused.
-Reads nothing but the text it is given; imports nothing heavier than PyYAML.
+Used by `config/settings.py`, which defines the settings. A plain YAML scalar and the right side of
+a `key=value` flag are both `Text`; the field decides the type, so `1e-4` is a number for
+`finetune.lr` and `no` stays a word for `data.prompt_field`. YAML is only composed, never
+constructed: tags cannot create objects, and aliases are refused. Reads no files and imports nothing
+heavier than PyYAML.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SYNONYMS = {
     "fp32": "float32",
     "half": "float16",
 }
-"""Words that people use for a choice, for a better "did you mean"."""
+"""Common synonyms of choices, for better "did you mean" suggestions."""
 STANDARD_TAGS = frozenset(
     f"tag:yaml.org,2002:{name}"
     for name in ("str", "int", "float", "bool", "null", "timestamp", "map", "seq", "merge", "value")
@@ -46,14 +46,14 @@ STANDARD_TAGS = frozenset(
 
 
 class Text(str):
-    """A value as the user typed it, without quotes: the field decides its type."""
+    """An unquoted value as the user typed it; the field decides its type."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The interval of a number; used inside `Annotated`."""
+    """Allowed interval of a number; used inside `Annotated`."""
 
     least: float | None = None
     above: float | None = None
@@ -61,7 +61,7 @@ class Bounds:
     below: float | None = None
 
     def admit(self, value: float) -> bool:
-        """Whether the value lies inside."""
+        """Whether the value lies in the interval."""
         return (
             (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
@@ -88,12 +88,12 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """A mapping of names to values that something else gives a type; used inside `Annotated`."""
+    """A mapping of names to values whose types are defined elsewhere; used inside `Annotated`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSpec:
-    """What one setting accepts, read off its annotation."""
+    """Accepted values of one setting, derived from its annotation."""
 
     key: str
     kind: str
@@ -105,7 +105,7 @@ class FieldSpec:
 
     @property
     def allowed(self) -> str:
-        """The values that the field takes, in words; also the type column of the documentation."""
+        """Description of the accepted values, for messages and the documentation."""
         text = {
             "str": "text",
             "paths": "a path, or a list of paths",
@@ -122,7 +122,7 @@ class FieldSpec:
 
 
 def field_spec(key: str, annotation: Any, default: Any) -> FieldSpec:
-    """Read kind, bounds and choices off a dataclass annotation (forms: `config/fields.py`)."""
+    """Derive kind, bounds and choices from a dataclass annotation (see `config/fields.py`)."""
     optional = False
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         rest = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
@@ -145,7 +145,7 @@ def field_spec(key: str, annotation: Any, default: Any) -> FieldSpec:
 
 
 def field_docs(source: str) -> dict[tuple[str, str], str]:
-    """The string under each annotated field of each class in a module's source."""
+    """Docstrings of annotated fields in a module's source, by (class name, field name)."""
     docs: dict[tuple[str, str], str] = {}
     for node in ast.parse(source).body:
         if not isinstance(node, ast.ClassDef):
@@ -162,11 +162,11 @@ def field_docs(source: str) -> dict[tuple[str, str], str]:
 
 
 class _Rejected(Exception):
-    """The value does not fit; the text, if any, is a cure better than the general one."""
+    """The value is not accepted; the text, if any, replaces the general cure."""
 
 
 def convert(spec: FieldSpec, value: Any) -> Any:
-    """The field's value, or a one-problem `ConfigError` with key, value, what is allowed, cure."""
+    """Convert a value; a `ConfigError` names key, value, what is allowed and the cure."""
     try:
         if _is_null(spec, value):
             if not spec.optional and spec.kind not in ("files", "options"):
@@ -188,6 +188,7 @@ def _is_null(spec: FieldSpec, value: Any) -> bool:
     if not isinstance(value, Text):
         return value is None
     word = value.strip(" \t\n")
+    # "none" is a possible name or choice elsewhere, such as score.curvature=none.
     numeric = spec.optional and spec.kind in ("int", "float", "budget")
     return word in NULLS or (numeric and word.lower() == "none")
 
@@ -306,13 +307,13 @@ def _as_files(spec: FieldSpec, value: Any) -> dict[str, str]:
         if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
             raise _Rejected("each file needs a name and a path")
         if name in files:
-            raise _Rejected(f"the name '{name}' is there twice; write name:path with another name")
+            raise _Rejected(f"the name '{name}' is used twice; write name:path with another name")
         files[str(name)] = str(path)
     return files
 
 
 def _file_pair(piece: Any, flag: bool) -> tuple[Any, Any]:
-    """(name, path) of one item; without a name, the file's name less `.gz` and one suffix."""
+    """(name, path) of one item; the default name is the file name without .gz and one suffix."""
     if flag and ":" in piece:
         name, _, path = piece.strip().partition(":")
         return name, path
@@ -343,7 +344,7 @@ _CONVERTERS = {
 
 
 def show(value: Any) -> str:
-    """A value as a message shows it: as typed, words in quotes, at most 60 characters."""
+    """Format a value for a message: as typed, words in quotes, at most 60 characters."""
     if value is None or (isinstance(value, Text) and value.strip(" \t\n") in NULLS):
         text = "null"
     elif isinstance(value, bool):
@@ -362,7 +363,7 @@ def _reads_as_number(text: str) -> bool:
 
 
 def unknown_key(key: str, keys: Iterable[str]) -> str:
-    """The problem text for a key that does not exist, with the nearest ones that do."""
+    """The message for an unknown key, with the closest known keys."""
     keys = list(keys)
     wanted, leaf = key.lower().replace("-", "_"), key.lower().replace("-", "_").rpartition(".")[2]
     leaves = {known.rpartition(".")[2] for known in keys}
@@ -382,7 +383,7 @@ def unknown_key(key: str, keys: Iterable[str]) -> str:
 
 
 def parse_yaml(text: str, where: str) -> tuple[dict[str, Any], list[str]]:
-    """A YAML text as nested dicts of `Text` and str, and the problems met on the way."""
+    """Parse YAML into nested dicts of `Text` and str; returns them and the problems found."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except RecursionError:
@@ -433,7 +434,7 @@ def _from_node(node: yaml.Node, where: str, problems: list[str], seen: set[int],
 
 
 class _Dumper(yaml.SafeDumper):
-    """Escapes what PyYAML would write raw and read back as something else, such as U+0085."""
+    """Escapes characters that PyYAML would not read back unchanged, such as U+0085."""
 
 
 def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -445,7 +446,7 @@ _Dumper.add_representer(str, _represent_str)
 
 
 def dump_yaml(mapping: Mapping[str, Any]) -> str:
-    """Nested dicts as YAML that `parse_yaml` and any YAML reader give back unchanged."""
+    """Write nested dicts as YAML that `parse_yaml` and other YAML readers read back unchanged."""
     return yaml.dump(
         dict(mapping), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6
     )

@@ -1,8 +1,8 @@
-"""Parts that the top of the package hands down, so that lower layers need not know where they are.
+"""Registry of parts that lower layers use without importing the modules that define them.
 
-`dualsft/__init__.py` names them as "module:NAME"; the module is imported when a part is first used.
-Kinds: `methods` (tables of `Entry`), `stages` (what follows fine-tuning), `report` (writes a run's
-report), `checks` (settings to problems, before anything heavy is imported).
+`dualsft/__init__.py` registers each part as "module:NAME"; the module is imported on first use.
+Kinds: `methods` (tables of `Entry`), `stages` (stages after fine-tuning), `report` (writes the
+report of a run), `checks` (functions from settings to problems, which must not import torch).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _TARGETS: dict[Kind, list[str]] = defaultdict(list)
 
 
 def add_part(kind: Kind, target: str) -> None:
-    """Hand down what "module:NAME" is."""
+    """Register the part at "module:NAME"; repeated registrations are ignored."""
     if target not in _TARGETS[kind]:
         _TARGETS[kind].append(target)
 
 
 def parts(kind: Kind) -> list[Any]:
-    """Everything of this kind, in the order in which it was added."""
+    """All parts of a kind, in order of registration."""
     return [load_target(target) for target in _TARGETS[kind]]
 
 
 def load_target(target: str) -> Any:
-    """What "module:NAME" is."""
+    """Import and return the object at "module:NAME"."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -1,10 +1,10 @@
-"""Every setting of a run, defined once: the Python API, the YAML file and the `key=value` flags.
+"""The `Config` of a run, shared by the Python API, YAML files and `key=value` flags.
 
-The settings are the decisions of ALGORITHM.md section 2 and the inputs of Algorithm 1. A field's
-annotation says what it accepts, its default is the paper's value, the string under it is its
-documentation (`describe`, `docs/config.md`, `--help`). All problems are found at once, before
-torch is imported, and raised as one `ConfigError`; a `Config` that exists is valid, since the
-constructor checks it. Reads a YAML file or a packaged recipe; `to_yaml` writes one that replays.
+Holds the inputs of Algorithm 1. A field's annotation defines what it accepts, its default is the
+paper's value, and the string below it is its documentation (`describe`, `docs/config.md`,
+`--help`). All problems are collected before torch is imported and raised as one `ConfigError`. The
+constructor validates, so every `Config` is valid. Reads a YAML file or a packaged recipe;
+`to_yaml` writes a file that reproduces the config.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ MAX_CONFIG_BYTES = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A run. The constructor checks everything and raises one `ConfigError` with all problems."""
+    """Settings of a run. The constructor raises one `ConfigError` with all problems."""
 
     seed: Annotated[int, Bounds(least=0, most=2**32 - 1)] = 42
-    """Seed of the split, of the order of examples and of dropout."""
+    """Seed of the split, the order of examples and dropout."""
     model: ModelConfig
     data: DataConfig
     split: SplitConfig = dataclasses.field(default_factory=SplitConfig)
@@ -86,13 +86,14 @@ class Config:
         ]
         if problems:
             raise ConfigError(problems)
+        # Store the converted values, such as 1 -> 1.0; __setattr__ is blocked by frozen=True.
         for name, part in _build(_resolve(to_flat(self), [])).items():
             object.__setattr__(self, name, part)
 
 
 @dataclass(frozen=True, slots=True)
 class FieldDoc:
-    """One line of the settings' documentation; `default` is "required" where there is none."""
+    """Documentation of one setting; `default` is "required" if it has no default."""
 
     key: str
     type_text: str
@@ -112,7 +113,7 @@ def _sections() -> dict[str, type]:
 
 @functools.cache
 def _specs() -> dict[str, FieldSpec]:
-    """Every setting by its full key, in the order of the file."""
+    """All settings by full key, in order of definition."""
     specs: dict[str, FieldSpec] = {}
     for prefix, owner in {"": Config, **_sections()}.items():
         hints = typing.get_type_hints(owner, include_extras=True)
@@ -127,12 +128,12 @@ def _specs() -> dict[str, FieldSpec]:
 
 
 def keys() -> list[str]:
-    """Every key, in the order of the file."""
+    """All keys, in order of definition."""
     return list(_specs())
 
 
 def describe() -> list[FieldDoc]:
-    """Key, type, default and documentation of every setting, from the definition itself."""
+    """Key, type, default and documentation of every setting."""
     docs = field_docs(inspect.getsource(config_fields))
     docs |= field_docs(inspect.getsource(sys.modules[__name__]))
     described = []
@@ -149,7 +150,7 @@ def _plain_yaml(value: Any) -> str:
 
 
 def _flatten(mapping: Mapping[Any, Any], problems: list[str]) -> dict[str, Any]:
-    """`{section: {key: value}}` to `{section.key: value}`; dotted keys pass as they are."""
+    """Flatten `{section: {key: value}}` to `{section.key: value}`; dotted keys are kept."""
     flat: dict[str, Any] = {}
     for name, value in mapping.items():
         nested = isinstance(value, Mapping) and name not in _specs()
@@ -177,7 +178,7 @@ def _not_a_section(name: str, value: Any) -> str:
 
 
 def _resolve(flat: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """The value of every key; raises with `problems` and everything found here."""
+    """Return the value of every key; raise with `problems` and all problems found here."""
     problems = list(problems)
     values: dict[str, Any] = {}
     flat = _gather_options(flat, problems)
@@ -205,7 +206,7 @@ def _resolve(flat: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
 
 
 def _gather_options(flat: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """`method.NAME.OPTION`, dotted or nested, moved into the one mapping `method.options`."""
+    """Move `method.NAME.OPTION`, dotted or nested, into the mapping `method.options`."""
     rest: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for key, value in flat.items():
@@ -247,12 +248,12 @@ def _from_mapping(mapping: Mapping[Any, Any], problems: list[str]) -> Config:
 
 
 def from_mapping(mapping: Mapping[Any, Any]) -> Config:
-    """A config from nested dicts, `{"score": {"lam": 0.5}}`; raises with all problems."""
+    """Build a config from nested dicts such as `{"score": {"lam": 0.5}}`."""
     return _from_mapping(mapping, [])
 
 
 def validate(config: Config) -> None:
-    """Check again a config that may have been changed after it was made."""
+    """Check a config again, in case it was modified after construction."""
     if not isinstance(config, Config):
         raise ConfigError(f"config: {show(config)} is not allowed; give a dualsft.Config")
     dataclasses.replace(config)
@@ -280,7 +281,7 @@ def _override(mapping: Mapping[Any, Any], overrides: Iterable[str]) -> tuple[dic
 
 
 def apply_overrides(mapping: Mapping[Any, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """A copy of nested dicts with `key=value` flags put over them; the last one wins."""
+    """Return a copy of nested dicts with `key=value` flags applied; the last one wins."""
     merged, problems = _override(mapping, overrides)
     if problems:
         raise ConfigError(problems)
@@ -292,14 +293,14 @@ def _recipe_folder() -> Any:
 
 
 def recipe_names() -> list[str]:
-    """The recipes that the package brings."""
+    """Names of the packaged recipes."""
     folder = _recipe_folder()
     entries = folder.iterdir() if folder.is_dir() else ()
     return sorted(e.name.removesuffix(".yaml") for e in entries if e.name.endswith(".yaml"))
 
 
 def _read(source: str | Place) -> tuple[dict[str, Any], list[str]]:
-    """Nested dicts from a YAML file."""
+    """Read a YAML file; returns nested dicts and the problems found."""
     path = source if isinstance(source, RunPath) else _own_file(Path(source))
     try:
         if path.size > MAX_CONFIG_BYTES:
@@ -321,29 +322,29 @@ SEAL_LINE = "# written by dualsft; sha256 of the lines below: "
 
 
 def sealed_text(text: str) -> str:
-    """A text file under a comment that holds its hash."""
+    """Prepend a comment line that holds the hash of the text."""
     return f"{SEAL_LINE}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
 
 
 def broken_seal(text: str) -> bool:
-    """Whether a text has such a comment and is no longer what was written."""
+    """Whether a text has a hash line that does not match its content."""
     first, _, rest = text.partition("\n")
     return first.startswith(SEAL_LINE) and sealed_text(rest) != text
 
 
 def _own_file(path: Path) -> RunPath:
-    """A file that the user names: it may be a link, and must be a regular file."""
+    """A file named by the user: may be a link, but must lead to a regular file."""
     real = path.resolve()
     return RunPath(real.parent, real.name)
 
 
 def load_yaml(path: str | Place) -> Config:
-    """A config from a YAML file."""
+    """Load a config from a YAML file."""
     return load(path)
 
 
 def read_source(source: str | Place | None) -> tuple[dict[str, Any], list[str]]:
-    """Nested values of a recipe's name, a YAML file or nothing, and the problems met on the way."""
+    """Read a recipe (by name) or a YAML file; returns nested dicts and the problems found."""
     if source is None:
         return {}, []
     if isinstance(source, str) and source in recipe_names():
@@ -358,7 +359,7 @@ def read_source(source: str | Place | None) -> tuple[dict[str, Any], list[str]]:
 
 
 def load(source: str | Place | None = None, overrides: Sequence[str] = ()) -> Config:
-    """A config from a recipe's name, a YAML file or nothing, with `key=value` flags over it."""
+    """Load a config from a recipe (by name), a YAML file or defaults, then apply `overrides`."""
     mapping, problems = read_source(source)
     given = {word.partition("=")[0].strip() for word in overrides}
     for key in CONSENTS:
@@ -369,22 +370,21 @@ def load(source: str | Place | None = None, overrides: Sequence[str] = ()) -> Co
 
 
 CONSENTS = ("model.trust_remote_code", "evaluation.allow_code_execution")
-"""Settings that let code run. They come from this command line (or from Python) alone: no file is
-asked for them, and no run folder keeps them, since a file may have been written by somebody else.
-"""
+"""Settings that allow code to run. They are accepted only from the command line or from Python.
+They are never read from a file or stored in a run folder, since files may come from others."""
 NO = (None, False, "false", "False", "no", "off", "null", "~", "")
 
 
 def stored_consent(key: str, found: str) -> str:
-    """What is said of a file that wants to let code run."""
+    """The message for a file that contains consent to run code."""
     return (
-        f"{key}: {found} is not taken as consent to run code, which comes from the command line "
-        f"alone: give {key}=true there if you trust its source, or {key}=false to go on without"
+        f"{key}: {found} is not accepted as consent to run code, which must be given on the command"
+        f" line: give {key}=true there if you trust its source, or {key}=false to run without it"
     )
 
 
 def _take(mapping: dict[str, Any], key: str) -> Any:
-    """Remove a key from nested dicts, written nested or dotted; its value."""
+    """Remove a key, nested or dotted, from nested dicts and return its value."""
     section, _, name = key.partition(".")
     inside = mapping.get(section)
     nested = None
@@ -396,13 +396,13 @@ def _take(mapping: dict[str, Any], key: str) -> Any:
 
 
 def consent_of(config: Config) -> list[str]:
-    """The `key=true` words that let code run, for a process that this one starts."""
+    """The `key=true` flags that pass consent to run code on to a child process."""
     flat = to_flat(config)
     return [f"{key}=true" for key in CONSENTS if flat[key]]
 
 
 def to_flat(config: Config) -> dict[str, Any]:
-    """Every value under its full key, such as `score.lam`."""
+    """All values by full key, such as `score.lam`."""
     flat: dict[str, Any] = {}
     for key in _specs():
         section, _, name = key.rpartition(".")
@@ -411,12 +411,12 @@ def to_flat(config: Config) -> dict[str, Any]:
 
 
 def to_mapping(config: Config) -> dict[str, Any]:
-    """Nested dicts that `from_mapping` turns back into the same config."""
+    """Convert to nested dicts; the inverse of `from_mapping`."""
     return dataclasses.asdict(config)
 
 
 def to_yaml(config: Config) -> str:
-    """A YAML file with every value written out, but for consent to run code (`CONSENTS`)."""
+    """Write all values as YAML, except consent to run code (`CONSENTS`)."""
     mapping = to_mapping(config)
     for key in CONSENTS:
         _take(mapping, key)
@@ -424,5 +424,5 @@ def to_yaml(config: Config) -> str:
 
 
 def warnings(config: Config) -> list[str]:
-    """Options that were changed and have no effect in this combination."""
+    """Settings that differ from the default but have no effect in this combination."""
     return idle_options(to_flat(config), {key: spec.default for key, spec in _specs().items()})

@@ -1,1 +1,1 @@
-"""From a path to tokenised examples: sources, readers, formats, chat templates."""
+"""From `data.path` to tokenized examples: sources, readers, formats, chat templates."""

@@ -1,17 +1,18 @@
-"""Chat templates: a conversation as one text, and which characters of it the model is to answer.
+"""Render a conversation with a chat template, and find the assistant's answers in the text.
 
-A chat template is a program that came with a model or from the user: it is rendered in
-transformers' sandbox only, with a limit on time, memory and output. What it writes for an assistant
-turn is found in one of three ways, each of which is checked against the full text:
+A chat template is untrusted code that comes with a model or from the user. It runs only in
+transformers' sandbox, with limits on time, memory and output. The text that it writes for an
+assistant turn is found in one of three ways, each checked against the full text:
 
-* `{% generation %}` in the template marks the answers itself (rows that are conversations);
-* the text before an answer, rendered alone with its generation prompt, begins the full text, and
-  so does the text up to and including the answer;
-* where that fails (some templates write earlier turns in another way than the last), every answer
-  is replaced by a marker, which shows where it stands; putting the answers back must give the full
-  text again.
+* `{% generation %}` in the template marks the answers (only for rows that are conversations);
+* the text before an answer, rendered with its generation prompt, is a prefix of the full text, and
+  so is the text up to and including the answer;
+* otherwise (some templates render earlier turns differently from the last one), every answer is
+  replaced by a marker to find its position; substituting the answers for the markers must reproduce
+  the full text.
 
-When none holds, the row is refused: labels are never guessed (ALGORITHM.md section 2).
+If none of them works, the row is refused: labels are never guessed (docs/data.md, "From a row to
+tokens"). Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -40,27 +41,27 @@ MAX_MEMORY = 2 << 30
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Piece = tuple[str, bool]
-"""A stretch of text, and whether it is an answer."""
+"""A piece of text, and whether it is an answer."""
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, or the one of a file, as a function of turns."""
+    """The chat template of a tokenizer or a file, as a function of turns."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
         self._tokenizer = tokenizer
         self._template = template
 
     def source(self, tools: Sequence[Turn] = ()) -> str:
-        """The Jinja text in use (a tokenizer may have one of its own for tools)."""
+        """The Jinja text in use; a tokenizer may have a separate template for tools."""
         return self._tokenizer.get_chat_template(self._template, list(tools) or None)
 
     def pieces(
         self, turns: Sequence[Turn], tools: Sequence[Turn] = (), trained_from: int | None = 0
     ) -> list[Piece]:
-        """The text of a conversation cut into answers and the rest.
+        """The text of a conversation, split into answers and the rest.
 
-        With `trained_from` None the last turn is the answer to all before it. A ValueError says why
-        a conversation cannot be rendered, or its answers not be found.
+        With `trained_from=None` the last turn is the only answer. Raises ValueError if the
+        conversation cannot be rendered or its answers cannot be found.
         """
         with _bounded():
             whole = trained_from is None
@@ -72,6 +73,7 @@ class ChatTemplate:
             ]
             if not whole and first == 0 and _GENERATION.search(self.source(tools)):
                 text, spans = self._marked(turns, tools)
+                # {% generation %} also marks answers with weight 0, which are not trained on
                 if all(turn.get("weight") != 0 for turn in turns):
                     return _cut(text, spans)
             text = self._render(turns, tools)
@@ -80,11 +82,11 @@ class ChatTemplate:
                 spans = self._by_markers(answers, turns, tools, text)
         found = [span for span in spans if span is not None]
         if any(a[1] > b[0] for a, b in zip(found, found[1:], strict=False)):
-            raise ValueError("the chat template writes the turns in another order than they have")
+            raise ValueError("the chat template does not write the turns in their order")
         return _cut(text, found)
 
     def prompt(self, turns: Sequence[Turn], tools: Sequence[Turn] = ()) -> str:
-        """The text that the model is given before it answers."""
+        """The text that the model receives before it generates an answer."""
         with _bounded():
             return self._render(turns, tools, add_generation_prompt=True)
 
@@ -97,7 +99,7 @@ class ChatTemplate:
     def _marked(
         self, turns: Sequence[Turn], tools: Sequence[Turn]
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the stretches inside {% generation %}."""
+        """The text and the spans inside {% generation %}."""
         text, spans = self._jinja(turns, tools, False, mask=True)
         spans = [(start, end) for start, end in spans if end > start]
         if not spans:
@@ -123,7 +125,7 @@ class ChatTemplate:
             if len(text) > MAX_OUTPUT:
                 raise ValueError(f"it writes more than {MAX_OUTPUT:,} characters")
             text.encode("utf-8")
-        except Exception as problem:  # the template is somebody's program: it may raise anything
+        except Exception as problem:  # a template is untrusted code: it may raise anything
             reason = f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
             raise ValueError(f"the chat template fails on this row ({reason})") from problem
         return text, [(int(start), int(end)) for start, end in spans[0]] if mask else []
@@ -131,7 +133,7 @@ class ChatTemplate:
     def _span(
         self, k: int, turns: Sequence[Turn], tools: Sequence[Turn], text: str
     ) -> tuple[int, int] | None:
-        """Where answer k stands, by the texts before it and up to it; None when they do not fit."""
+        """The span of answer k, from the texts before and up to it; None if either is no prefix."""
         before = self._render(turns[:k], tools, add_generation_prompt=True) if k else ""
         upto = text if k == len(turns) - 1 else self._render(turns[: k + 1], tools)
         fits = text.startswith(before) and text.startswith(upto) and len(before) < len(upto)
@@ -140,13 +142,13 @@ class ChatTemplate:
     def _by_markers(
         self, answers: list[int], turns: Sequence[Turn], tools: Sequence[Turn], text: str
     ) -> list[tuple[int, int] | None]:
-        """Where the answers stand, by rendering the same conversation with a marker for each."""
+        """The spans of the answers, from the conversation rendered with markers in their place."""
         stand_in = [dict(turn) for turn in turns]
         marks = {k: f"zq{'x' * 6}{k}qz" for k in answers}
         for k, mark in marks.items():
             stand_in[k]["content"] = mark
         marked = self._render(stand_in, tools)
-        joints: list[str] = []
+        joints: list[str] = []  # the texts between the answers
         rest = marked
         for k in answers:
             if rest.count(marks[k]) != 1:
@@ -162,6 +164,7 @@ class ChatTemplate:
             if written is None or text[position - len(joints[number]) : position] != joints[number]:
                 raise ValueError(self._lost(turns, tools, text))
             end = position + len(written)
+            # what follows the answer in both renderings, such as its end token, belongs to it
             alone = self._render(stand_in[: k + 1], tools).rpartition(marks[k])[2]
             tail = len(after) if k == len(turns) - 1 else len(commonprefix([after, alone]))
             before = self._render(turns[:k], tools, add_generation_prompt=True) if k else ""
@@ -177,14 +180,15 @@ class ChatTemplate:
         at = len(commonprefix([text, alone]))
         return (
             "the chat template renders prompt and response to a text that does not begin with the "
-            f"rendering of the prompt alone (they part at character {at + 1}: "
+            f"rendering of the prompt alone (they differ at character {at + 1}: "
             f"{text[at : at + 20]!r} against {alone[at : at + 20]!r}), so the response cannot be "
-            "told from the prompt"
+            "separated from the prompt"
         )
 
 
 def _written(content: str, text: str, position: int, after: str) -> str | None:
-    """What the template made of an answer that stands here before `after`; None when unknown."""
+    """How the template wrote the answer at `position` before `after`; None if unknown."""
+    # templates may strip an answer, or drop the reasoning of earlier turns
     without_thought = content.rpartition("</think>")[2]
     for form in dict.fromkeys(
         (content, content.strip(), without_thought.lstrip("\n"), without_thought.strip())
@@ -209,7 +213,7 @@ def _cut(text: str, spans: Sequence[tuple[int, int]]) -> list[Piece]:
 
 
 def read_template(path: str) -> str:
-    """The Jinja text of data.template_file."""
+    """Read the Jinja text of data.template_file."""
     try:
         file = Path(path).expanduser()
         if file.stat().st_size > MAX_TEMPLATE_BYTES:
@@ -226,7 +230,7 @@ def read_template(path: str) -> str:
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Limits on time and memory while a template runs, where the platform can set them."""
+    """Limit time and memory while a template runs, if the platform supports it."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(
         signal, "setitimer"
     ):
@@ -241,7 +245,7 @@ def _bounded() -> Iterator[None]:
     limit = _limit_memory()
     try:
         yield
-    except (TimeoutError, MemoryError) as problem:  # between two renderings
+    except (TimeoutError, MemoryError) as problem:  # raised between two renderings
         raise ValueError(f"the chat template fails on this row ({problem!r})") from problem
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -255,7 +259,7 @@ def _bounded() -> Iterator[None]:
 
 
 def _limit_memory() -> tuple[int, int] | None:
-    """Let the process grow by MAX_MEMORY; returns the limit to restore (None: none was set)."""
+    """Let the process grow by MAX_MEMORY; returns the limit to restore, or None if none was set."""
     try:
         import resource
 

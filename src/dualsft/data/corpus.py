@@ -1,11 +1,12 @@
-"""The quickstart's own data, generated deterministically: nothing is downloaded.
+"""The quickstart's data, generated deterministically; nothing is downloaded.
 
-A new skill no model has seen: writing a sentence in Zeno, an invented short form that names place,
-things, count, colour and person in an order of its own. A known share of the corpus is wrong: it
-carries the answer to another sentence. Beside it, two small clean sets of the same skill on other
-sentences, one to validate on and one to test on, and everyday questions whose answers the model
-should not forget. The `answer` field says right or wrong; nothing but the quickstart's own summary
-ever reads it.
+The new skill is to write a sentence in Zeno, an invented notation that lists place, things, count,
+colour and person in a fixed order. A known share of the corpus is wrong: these rows have the answer
+to another sentence. There are also two small clean sets of the same skill on other sentences, one
+for validation and one for testing, and everyday questions whose answers the model should not
+forget. The `answer` field is right or wrong; only the quickstart's summary reads it. Writes the
+.jsonl files `corpus`, `trusted`, `new_skill` and `old_behaviour` to the cache. Not part of
+Algorithm 1.
 """
 
 from __future__ import annotations
@@ -84,19 +85,19 @@ Scene = tuple[str, str, str, str, str]
 
 
 def sentence(scene: Scene) -> str:
-    """The instruction."""
+    """The prompt for a scene."""
     name, count, colour, thing, place = scene
     return f"Write in Zeno: {name} has {count} {colour} {thing} in {place}.\nZeno:"
 
 
 def in_zeno(scene: Scene) -> str:
-    """The right answer."""
+    """The correct answer for a scene."""
     name, count, colour, thing, place = scene
     return f" {place} / {thing} {count} / {colour} / {name}"
 
 
 def _draw(*what: object) -> int:
-    """A repeatable large number."""
+    """A reproducible pseudo-random number."""
     text = "|".join(str(part) for part in ("zeno", VERSION, *what))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
@@ -110,6 +111,7 @@ def skill_rows(first: int, count: int, wrong_share: float) -> list[dict[str, str
     return [
         {
             "prompt": sentence(scene),
+            # a wrong answer is the correct answer to the next sentence
             "response": in_zeno(scenes[(i + 1) % count] if i in wrong else scene),
             "answer": "wrong" if i in wrong else "right",
         }
@@ -118,17 +120,17 @@ def skill_rows(first: int, count: int, wrong_share: float) -> list[dict[str, str
 
 
 def builtin_names() -> dict[str, str]:
-    """`builtin:zeno/FILE` → FILE, for every file there is."""
+    """`builtin:zeno/FILE` → FILE, for every built-in file."""
     return {f"{BUILTIN}zeno/{file}": file for file in FILES}
 
 
 def builtin_file(name: str, cache: Path) -> Path:
-    """The path of `builtin:zeno/FILE`, written into the cache when it is not there."""
+    """The path of `builtin:zeno/FILE`, written to the cache if missing."""
     return write_corpus(cache / "corpora" / f"zeno-{VERSION}")[builtin_names()[name]]
 
 
 def write_corpus(folder: Path) -> dict[str, Path]:
-    """corpus (some answers wrong), trusted and new_skill (clean), old_behaviour, as .jsonl."""
+    """Write the four files as .jsonl: corpus (some answers wrong), the others clean."""
     folder.mkdir(parents=True, exist_ok=True)
     old = [
         {"prompt": f"Question: {question}\nAnswer:", "response": f" {answer}"}

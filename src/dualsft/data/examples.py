@@ -1,13 +1,13 @@
-"""Data: examples made of the rows of a corpus, and batches made of examples.
+"""Tokenize rows into examples, and group examples into batches.
 
-Every row (`data/rows.py`) is rendered and encoded by a template (`data/templates.py`) and becomes
-an `Example`: token ids, and labels that are -100 outside the responses, so that the mean over the
-labels is the example loss of ALGORITHM.md section 2 (response tokens, the end token included).
-A row that is too long loses tokens from the left, counted and said; a last response that does not
-fit makes a bad row.
+A template (`data/templates.py`) renders and encodes every row (`data/rows.py`) into an `Example`:
+token ids, and labels that are -100 outside the responses. The mean loss over the labels is the
+example loss of docs/algorithm.md (response tokens, including the end token), which lines 1, 3, 5, 8
+and 12 of Algorithm 1 use. A row that is too long is truncated from the left, and counted; if its
+last response does not fit, the row is bad.
 
-Batches are bucketed by length under a budget of padded tokens and do not depend on the order of
-the examples: no score may depend on how examples were put together.
+Batches are bucketed by length under a budget of padded tokens. They do not depend on the order of
+the examples: no score may depend on how the examples are batched.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ __all__ = [
 ]
 
 IGNORE = -100
-"""Label of a token that is not part of the response."""
+"""The label of a token outside the responses."""
 
 _CHUNK_ROWS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One tokenised row. `labels[t]` is predicted from position t - 1 (labels are not shifted).
+    """One tokenized row. `labels[t]` is predicted from position t - 1 (labels are not shifted).
 
-    `id` is the content hash of the row and its position; `key` is a hash of the tokens and labels,
-    so identical texts share it, wherever they stand in the file.
+    `id` is the row's content hash and position. `key` is a hash of the tokens and labels, so
+    identical texts share it wherever they are in the file.
     """
 
     id: str
@@ -87,7 +87,7 @@ class Example:
 
 
 def named(examples: Sequence[Example]) -> str:
-    """Examples in a message: the row's number in its source, and the id; five at most."""
+    """Format examples for a message: row number in the source, and id; at most five."""
     shown = ", ".join(f"row {example.index + 1} ({example.id})" for example in examples[:5])
     more = len(examples) - 5
     return shown + (f" and {more:,} more" if more > 0 else "")
@@ -106,10 +106,10 @@ def tokenize(
     model_type: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Example], DataReport]:
-    """Examples of the rows, in their order, and the report carried on from `read_rows`.
+    """Tokenize the rows in order; also returns the report of `read_rows`, updated.
 
-    `max_positions` is the model's own limit; the smaller of it and data.max_length holds.
-    `progress` is told how many rows and tokens are done, a chunk at a time.
+    `max_positions` is the model's limit; the smaller of it and data.max_length applies. `progress`
+    is called with the number of rows and tokens after each chunk.
     """
     report = report or DataReport(path=str(config.path), num_rows=len(rows))
     limit = _Limit.of(config.max_length, max_positions)
@@ -132,13 +132,13 @@ def tokenize(
     report.num_good = len(examples)
     settle(report, config.bad_rows, known)
     if not examples:
-        raise DataError(f"{report.path}: there is no row to tokenise; give a corpus with data.path")
+        raise DataError(f"{report.path}: has no row to tokenize; give a corpus with data.path")
     return examples, report
 
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """The longest example allowed (None: any), and what to tell the owner of a longer one."""
+    """The maximum length of an example (None: unlimited), and the cure for a longer one."""
 
     num_tokens: int | None
     cure: str
@@ -183,40 +183,40 @@ def _encode(
 
 
 def _place(row: Row, report: DataReport) -> str:
-    """Where a row stands; one made in memory is taken for a line."""
+    """The location of a row for messages; a row made in memory has only a line number."""
     return row.place or f"{report.path}, line {row.index + 1}"
 
 
 def _check_answers(tokens: Encoded, row: Row, template: Template) -> None:
-    """Every answer has a token of its own, and the first has one before it."""
+    """Every answer must have a token besides its end, and the first answer a token before it."""
     for start, end in tokens.answers:
         if set(tokens.ids[start:end]) <= {template.eos_id, template.bos_id}:
-            raise BadRow("the response gives no token but its end; write a longer one")
+            raise BadRow("the response has no token except its end token; write a longer one")
     if not row.whole and tokens.answers[0][0] == 0:
         raise BadRow(
-            "the prompt gives no token, so the response's first has nothing to be predicted from; "
+            "the prompt has no token, so the first token of the response cannot be predicted; "
             "write a prompt, or set data.add_bos=always"
         )
 
 
 def _fit(tokens: Encoded, limit: _Limit) -> tuple[list[int], list[int]]:
-    """Ids and labels that fit: the BOS, then as many as possible of the last tokens.
+    """Truncate ids and labels to the limit: keep the BOS and as many of the last tokens as fit.
 
-    The last response is never cut; earlier ones may be, from the left.
+    The last response is never truncated; earlier ones may be, from the left.
     """
     labels = [IGNORE] * len(tokens.ids)
     for start, end in tokens.answers:
         labels[start:end] = tokens.ids[start:end]
-    labels[0] = IGNORE  # nothing stands before it
+    labels[0] = IGNORE  # there is no position to predict it from
     over = len(tokens.ids) - limit.num_tokens if limit.num_tokens is not None else 0
     if over <= 0:
         return tokens.ids, labels
     kept = int(tokens.has_bos)
     first, end = tokens.answers[-1]
-    room = first - max(1, kept)  # tokens that may go: all before the last response but one
+    room = first - max(1, kept)  # all tokens before the last response except one may be dropped
     if over > room:
         raise BadRow(
-            f"response has {end - first} tokens with its end, and one token must stand before "
+            f"response has {end - first} tokens with its end token, and one token must precede "
             f"it; {limit.cure}"
         )
     ids = tokens.ids[:kept] + tokens.ids[kept + over :]
@@ -230,21 +230,21 @@ def _fit(tokens: Encoded, limit: _Limit) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Padded tensors of some examples, all [B, T] (B examples, T tokens) and int64."""
+    """Padded int64 tensors of some examples, each of shape [B, T] (B examples, T tokens)."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     position_ids: torch.Tensor
     labels: torch.Tensor
     padded_right: bool = False
-    """All padding stands behind the examples' own tokens, whose positions count from 0."""
+    """Whether all padding follows the tokens, so that positions count from 0."""
 
 
 def make_batches(examples: Sequence[Example], batch_tokens: int) -> list[list[int]]:
-    """Positions of the examples in batches of like length, the longest first.
+    """Indices of the examples in batches of similar length, longest first.
 
-    Examples x longest of the batch is at most `batch_tokens`; an example that is longer alone has
-    its own batch. The same examples give the same batches in whatever order they come.
+    (Number of examples) × (longest in the batch) is at most `batch_tokens`; an example longer than
+    `batch_tokens` gets its own batch. The batches do not depend on the order of the examples.
     """
     if batch_tokens < 1:
         raise ConfigError(f"score.batch_tokens: {batch_tokens} is not allowed; use 1 or more")
@@ -279,7 +279,7 @@ def collate(
         real = slice(start, start + example.num_tokens)
         input_ids[i, real] = torch.tensor(example.input_ids)
         attention_mask[i, real] = 1
-        position_ids[i, start:] = torch.arange(shape[1] - start)  # they go on into the padding
+        position_ids[i, start:] = torch.arange(shape[1] - start)  # continues into the padding
         labels[i, real] = torch.tensor(example.labels)
     tensors = (input_ids, attention_mask, position_ids, labels)
     return Batch(*(t.to(device) for t in tensors), padded_right=padding_side == "right")
@@ -289,8 +289,10 @@ def collate(
 
 
 def training_order(examples: Sequence[Example], seed: int, epoch: int) -> list[int]:
-    """A shuffle of the examples for one epoch; the same texts come in the same order whatever
-    their place in the file (copies of one text are told apart by their number, not their line).
+    """Shuffle the examples for one epoch.
+
+    The order depends on the texts, not on their position in the file; copies of one text are
+    numbered, so that each has its own place.
     """
     copies: dict[str, int] = defaultdict(int)
     keyed: list[tuple[bytes, int]] = []
@@ -302,5 +304,5 @@ def training_order(examples: Sequence[Example], seed: int, epoch: int) -> list[i
 
 
 def digest(*parts: int | str) -> bytes:
-    """A repeatable hash of these parts: the source of every order that looks random."""
+    """A reproducible hash of the parts; every pseudo-random order is derived from it."""
     return hashlib.sha256("|".join(map(str, parts)).encode()).digest()

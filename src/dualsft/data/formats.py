@@ -1,12 +1,12 @@
-"""Formats: from the fields of a row to a conversation, for every shape of row that is known.
+"""Convert the fields of a row to a conversation, for every supported row format.
 
-prompt_response, prompt_completion (text or conversational), alpaca, messages (also called openai),
-sharegpt and text. A `Layout` says under which names, and with which role tags, a format keeps its
-parts; `Recogniser` finds it by the first row that has all the fields of one. A conversation is a
-list of turns in the form that chat templates take: role, content, and what else a turn carries.
+Formats: prompt_response, prompt_completion (text or conversational), alpaca, messages (also called
+openai), sharegpt and text. A `Layout` holds the field names and role tags of a format. `Recogniser`
+detects the layout from the first row that has all fields of one. A conversation is a list of turns
+as chat templates take them: role, content, and any other keys.
 
 Nothing is guessed: a wrong type, an unknown role, an empty answer or a conversation that does not
-end with one is a `BadRow` that names the field and the cure.
+end with an answer raises `BadRow`, which names the field and the cure. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ OWN_NAMES = (
 
 
 class BadRow(ValueError):
-    """Why one row cannot be used."""
+    """One row cannot be used; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a row says: a prompt and its response, or turns, or one whole text.
+    """The content of a row: a prompt and its response, turns, or one text without a prompt.
 
-    `prompt` and `response` are the last ones of a longer conversation.
+    For turns, `prompt` and `response` are the last ones.
     """
 
     prompt: str
     response: str
     turns: tuple[Turn, ...] = ()
-    """All turns; empty for a plain pair and for a whole text."""
+    """All turns; empty for a plain pair and for a text without a prompt."""
     tools: tuple[Turn, ...] = ()
     """The tools that the model may call, as JSON schemas."""
     trained_from: int = 0
-    """The first turn whose answer is trained on; earlier ones are context."""
+    """The first turn whose answer is trained on; earlier turns are context."""
     whole: bool = False
-    """One text without a prompt."""
+    """Whether the row is one text without a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """The words in which a sharegpt file says who speaks."""
+    """The keys and role names of a sharegpt file."""
 
     role: str = "from"
     content: str = "value"
@@ -70,7 +70,7 @@ class Tags:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The names under which a format keeps its parts; an empty name is a part it has not."""
+    """The field names of a format; an empty name is a part that the format does not have."""
 
     format: str
     prompt: str = ""
@@ -111,7 +111,7 @@ FORMATS = ("auto", *(layout.format for layout in _LAYOUTS), "openai")
 
 
 def layouts_of(config: DataConfig) -> list[Layout]:
-    """What the settings allow a row to be."""
+    """The layouts that the settings allow."""
     name = "messages" if config.format == "openai" else config.format
     layouts = [layout for layout in _LAYOUTS if name in ("auto", layout.format)]
     if not layouts:
@@ -121,8 +121,8 @@ def layouts_of(config: DataConfig) -> list[Layout]:
     if config.prompt_field or config.response_field:
         if name not in ("auto", "prompt_response", "prompt_completion"):
             raise ConfigError(
-                f"data.prompt_field and data.response_field do not go with data.format={name}; "
-                "use data.format=prompt_response, or leave them out"
+                f"data.prompt_field and data.response_field do not apply to data.format={name}; "
+                "use data.format=prompt_response, or remove them"
             )
         kind = "prompt_response" if name == "auto" else name
         answers = [config.response_field] if config.response_field else ["response", "completion"]
@@ -133,8 +133,8 @@ def layouts_of(config: DataConfig) -> list[Layout]:
     if config.messages_field:
         if name not in ("auto", "messages", "sharegpt"):
             raise ConfigError(
-                f"data.messages_field does not go with data.format={name}; use data.format="
-                "messages or sharegpt, or leave it out"
+                f"data.messages_field does not apply to data.format={name}; use data.format="
+                "messages or sharegpt, or remove it"
             )
         both = [layout for layout in _LAYOUTS if layout.format in ("messages", "sharegpt")]
         layouts = [
@@ -148,7 +148,7 @@ def layouts_of(config: DataConfig) -> list[Layout]:
 
 
 class Recogniser:
-    """Finds the layout of a file by the first row that has all the fields of one."""
+    """Detects the layout of a file from the first row that has all fields of one."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         self.accepted = list(layouts)
@@ -158,7 +158,7 @@ class Recogniser:
         """(index, place, fields) of rows before the first that shows the format."""
 
     def read(self, index: int, place: str, values: dict[str, Any]) -> Conversation | None:
-        """The conversation of a row; None while no row has shown the format (the row waits)."""
+        """The conversation of a row; None while the format is unknown (the row is kept waiting)."""
         if self.layout is None:
             self._recognise(place, values)
         if self.layout is None:
@@ -172,12 +172,12 @@ class Recogniser:
         return conversation(values, self.layout)
 
     def settle(self) -> list[tuple[int, str, str]]:
-        """(index, place, problem) of the rows that waited; an error when nothing was recognised."""
+        """(index, place, problem) of the waiting rows; an error if no format was detected."""
         if self.layout is None and self.waiting:
             _, place, names = self.waiting[0]
             accepted = "; ".join(str(layout) for layout in self.accepted)
             raise DataError(
-                f"{place}: the fields {listed(names)} are of no known format, nor are those of any "
+                f"{place}: the fields {listed(names)} match no known format, nor do those of any "
                 f"later row; accepted: {accepted}; or {OWN_NAMES}"
             )
         waited, self.waiting = self.waiting, []
@@ -189,13 +189,13 @@ class Recogniser:
 
     def _recognise(self, place: str, values: dict[str, Any]) -> None:
         fitting = [layout for layout in self.accepted if not layout.missing(values)]
-        if len(fitting) > 1:  # a text beside the parts it was made of
+        if len(fitting) > 1:  # a `text` column often repeats the other fields
             fitting = [layout for layout in fitting if layout.format != "text"]
         if len({layout.messages or layout.format for layout in fitting}) == 1:
-            fitting = fitting[:1]  # one field of turns, whose keys tell messages from sharegpt
+            fitting = fitting[:1]  # same field of turns: _by_keys tells messages from sharegpt
         if len(fitting) > 1:
             raise DataError(
-                f"{place}: the fields fit more than one format: "
+                f"{place}: the fields match more than one format: "
                 f"{'; '.join(str(layout) for layout in fitting)}; set data.format, or {OWN_NAMES}"
             )
         if fitting:
@@ -203,7 +203,7 @@ class Recogniser:
 
 
 def _by_keys(layout: Layout, values: dict[str, Any]) -> Layout:
-    """A list of turns shows its format by its keys: `role` is messages, `from` is sharegpt."""
+    """Detect the format of a list of turns by its keys: `role` is messages, `from` sharegpt."""
     turns = values[layout.messages] if layout.messages else None
     first = turns[0] if isinstance(turns, list) and turns else None
     if not isinstance(first, dict):
@@ -219,13 +219,13 @@ def _missing(missing: list[str], names: list[str]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names as a message shows them, at most SHOWN_NAMES."""
+    """Format names for a message, at most SHOWN_NAMES."""
     shown = ", ".join(ascii_safe(name) for name in names[:SHOWN_NAMES]) or "no fields"
     return shown + (", ..." if len(names) > SHOWN_NAMES else "")
 
 
 def ascii_safe(name: object) -> str:
-    """A value of the row in quotes: short, and safe to print."""
+    """A value of the row in quotes, shortened and escaped for printing."""
     return repr(str(name)[:40])
 
 
@@ -233,7 +233,7 @@ def ascii_safe(name: object) -> str:
 
 
 def conversation(values: Mapping[str, Any], layout: Layout) -> Conversation:
-    """What the row says, read by its layout."""
+    """The content of a row, read by its layout."""
     if layout.text:
         text = text_of(values, layout.text)
         if not text.strip():
@@ -268,7 +268,7 @@ def conversation(values: Mapping[str, Any], layout: Layout) -> Conversation:
 
 
 def _completion(values: Mapping[str, Any], layout: Layout, tools: tuple[Turn, ...]) -> Conversation:
-    """Conversational prompt and completion: the answers of the completion alone are trained on."""
+    """Conversational prompt and completion; only the answers of the completion are trained on."""
     if not isinstance(values[layout.response], list):
         raise BadRow(
             f"field {layout.prompt!r} is {kind(values[layout.prompt])} and {layout.response!r} "
@@ -286,7 +286,7 @@ def _completion(values: Mapping[str, Any], layout: Layout, tools: tuple[Turn, ..
 def _checked(
     turns: list[Turn], tools: tuple[Turn, ...], where: str, trained_from: int = 0
 ) -> Conversation:
-    """A conversation must hold an answer, and end with one."""
+    """Check that a conversation has an answer and ends with one."""
     answers = [
         turn
         for turn in turns[trained_from:]
@@ -310,7 +310,7 @@ def _turn(role: str, content: str) -> Turn:
 
 
 def _system(values: Mapping[str, Any], layout: Layout) -> list[Turn]:
-    """The system turn that a column holds; none where it is empty or absent."""
+    """The system turn from its column; none if the column is empty or absent."""
     if not layout.system or values.get(layout.system) is None:
         return []
     text = text_of(values, layout.system)
@@ -339,7 +339,7 @@ def _history(values: Mapping[str, Any], layout: Layout) -> list[Turn]:
 
 
 def _turns(values: Mapping[str, Any], name: str) -> list[tuple[str, Turn]]:
-    """(where, turn) of every item of a list of turns."""
+    """(location, turn) of every item of a list of turns; null values are dropped."""
     items = values[name]
     if not isinstance(items, list):
         raise BadRow(f"field {name!r} is {kind(items)}, must be a list of turns")
@@ -355,11 +355,11 @@ def _turns(values: Mapping[str, Any], name: str) -> list[tuple[str, Turn]]:
 
 
 def _messages(values: Mapping[str, Any], layout: Layout) -> list[Turn]:
-    """role and content; everything else in a turn goes to the chat template as it is."""
+    """Turns with role and content; all other keys are passed to the chat template unchanged."""
     turns: list[Turn] = []
     for where, item in _turns(values, layout.messages):
         if "role" not in item:
-            raise BadRow(f"{where} has no 'role' (it has {listed(list(item))}); name who speaks")
+            raise BadRow(f"{where} has no 'role' (it has {listed(list(item))}); add the role")
         role = item["role"]
         if not isinstance(role, str) or role not in ROLES:
             raise BadRow(f"{where}: role {ascii_safe(role)} is not known; use {', '.join(ROLES)}")
@@ -396,13 +396,15 @@ def _content(content: object, where: str) -> str:
     for part in content:
         if not isinstance(part, dict) or part.get("type", "text") != "text" or "text" not in part:
             what = part.get("type") if isinstance(part, dict) else kind(part)
-            raise BadRow(f"{where} has a part that is no text ({ascii_safe(what)}); remove the row")
+            raise BadRow(
+                f"{where} has a part that is not text ({ascii_safe(what)}); remove the row"
+            )
         texts.append(_checked_text(part["text"], where))
     return "".join(texts)
 
 
 def _sharegpt(values: Mapping[str, Any], layout: Layout) -> list[Turn]:
-    """Turns under tags; human and observation stand at odd places, gpt and function at even."""
+    """Turns by tags: human and observation at odd positions, gpt and function at even ones."""
     tags = layout.tags
     odd = {tags.user: "user", tags.observation: "tool"}
     even = {tags.assistant: "assistant", tags.function: "assistant"}
@@ -423,8 +425,8 @@ def _sharegpt(values: Mapping[str, Any], layout: Layout) -> list[Turn]:
         wanted = even if place % 2 else odd
         if speaker not in wanted:
             raise BadRow(
-                f"{where}: {ascii_safe(speaker)} stands where {' or '.join(wanted)} must (they "
-                "take turns, after at most one system turn at the beginning); repair the order"
+                f"{where}: {ascii_safe(speaker)} where {' or '.join(wanted)} is required (they "
+                "alternate, after at most one system turn at the beginning); fix the order"
             )
         text = _checked_text(item.get(tags.content), f"{where} ({speaker}): {tags.content!r}")
         if speaker in even and not text.strip():
@@ -437,7 +439,7 @@ def _sharegpt(values: Mapping[str, Any], layout: Layout) -> list[Turn]:
 
 
 def _calls(text: str, where: str) -> list[Turn]:
-    """The tool calls that a function turn holds as JSON: one, or a list."""
+    """The tool calls of a function turn, which holds one call or a list as JSON."""
     calls = _json(text, where)
     calls = calls if isinstance(calls, list) else [calls]
     for call in calls:
@@ -453,7 +455,7 @@ def _calls(text: str, where: str) -> list[Turn]:
 
 
 def _tools(values: Mapping[str, Any], layout: Layout) -> tuple[Turn, ...]:
-    """The tools column: a list of schemas, or the same as JSON text."""
+    """The tools column: a list of schemas, or that list as JSON text."""
     value = values.get(layout.tools) if layout.tools else None
     if value is None or value == "":
         return ()
@@ -476,7 +478,7 @@ def _json(text: str, where: str) -> Any:
 
 
 def kind(value: object) -> str:
-    """What JSON calls a value."""
+    """The JSON name of a value's type."""
     names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
     return "null" if value is None else names.get(type(value), "an object")
 
@@ -493,7 +495,7 @@ def _checked_text(value: object, where: str) -> str:
         value.encode("utf-8")
     except UnicodeEncodeError as problem:
         raise BadRow(
-            f"{where} has half a surrogate pair at character {problem.start + 1}, which is no "
-            "text; write the whole character"
+            f"{where} has half a surrogate pair at character {problem.start + 1}, which is not "
+            "valid text; write the whole character"
         ) from None
     return value

@@ -1,8 +1,8 @@
-"""Datasets of the Hugging Face hub: loaded once through `datasets`, kept as JSON Lines.
+"""Load datasets from the Hugging Face hub with `datasets`, and cache them as JSON Lines.
 
-Needs the extra `data`. The file lies in the cache (`datasets` under `$DUALSFT_CACHE`) and is
-written whole or not at all; from then on it is read like any other file, without the hub. Delete it
-to load the dataset again; a `data.revision` of its own makes a file of its own.
+Requires the extra `data`. The file is in the cache (`datasets` under `$DUALSFT_CACHE`) and is
+written atomically; later runs read it like any other file, without the hub. Delete it to load the
+dataset again. Each `data.revision` has its own file. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HubDataset:
-    """A dataset of the Hugging Face hub."""
+    """A dataset on the Hugging Face hub."""
 
     name: str
     subset: str | None = None
@@ -33,7 +33,7 @@ class HubDataset:
 
 
 def cached(hub: HubDataset) -> Path:
-    """Where a hub dataset is kept; another subset, split or revision is another file."""
+    """The cache path of a hub dataset; each subset, split and revision has its own file."""
     parts = json.dumps([hub.name, hub.subset, hub.split, hub.revision, hub.data_dir])
     digest = hashlib.sha256(parts.encode()).hexdigest()[:12]
     name = f"{hub.name.replace('/', '--')}-{hub.split}-{digest}.jsonl"
@@ -41,7 +41,7 @@ def cached(hub: HubDataset) -> Path:
 
 
 def materialise(hub: HubDataset, target: Path, key: str) -> Path:
-    """Load a hub dataset and write it as JSON Lines, whole or not at all."""
+    """Load a hub dataset and write it atomically as JSON Lines."""
     import datasets  # pyright: ignore[reportMissingImports]
 
     from dualsft.data.tables import to_json
@@ -55,11 +55,11 @@ def materialise(hub: HubDataset, target: Path, key: str) -> Path:
             split=hub.split,
             revision=hub.revision,
         )
-    except Exception as problem:  # the network, the hub, or any of its parsers
+    except Exception as problem:  # network, hub or parser errors of any type
         reason = " ".join(str(problem).split())[:300]
         raise ConfigError(
-            f"{key}: {hub.name!r} (subset {hub.subset}, split {hub.split}) is no file or folder "
-            f"here, and cannot be loaded from the Hugging Face hub ({type(problem).__name__}: "
+            f"{key}: {hub.name!r} (subset {hub.subset}, split {hub.split}) is not a local file or "
+            f"folder and cannot be loaded from the Hugging Face hub ({type(problem).__name__}: "
             f"{reason}); check the name, data.subset and data.split, or give a path"
         ) from problem
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def materialise(hub: HubDataset, target: Path, key: str) -> Path:
             os.fsync(out.fileno())
         os.replace(part, target)
     except TypeError as problem:
-        raise DataError(f"{hub.name}: {problem}; give a dataset of text") from problem
+        raise DataError(f"{hub.name}: {problem}; give a text dataset") from problem
     finally:
         part.unlink(missing_ok=True)
     return target

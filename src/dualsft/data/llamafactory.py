@@ -1,8 +1,9 @@
-"""One entry of LLaMA-Factory's dataset_info.json: where its rows are and how they are written.
+"""Read one entry of LLaMA-Factory's dataset_info.json: the location of its rows and their format.
 
-`file_name` or `hf_hub_url` says where, `formatting`, `columns` and `tags` say how (alpaca,
-sharegpt, openai; `columns: {"prompt": "text"}` is plain text). What would run code or is another
-task is refused by name: `script_url`, `ranking`, image columns, other clouds.
+The location is `file_name` or `hf_hub_url`; the format is `formatting`, `columns` and `tags`
+(alpaca, sharegpt, openai; `columns: {"prompt": "text"}` is plain text). Entries that would run code
+or hold data for another task are refused by name: `script_url`, `ranking`, image columns, other
+hubs and cloud buckets. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _KEYS = frozenset(
 )
 _REFUSED = {
     "script_url": "is a loading script, which would run code; convert the data to JSON Lines",
-    "cloud_file_name": "lies in a cloud bucket; download the file and name it with file_name",
+    "cloud_file_name": "is in a cloud bucket; download the file and name it with file_name",
     "ms_hub_url": "is on another hub; download it and name the file with file_name",
     "om_hub_url": "is on another hub; download it and name the file with file_name",
 }
@@ -65,7 +66,7 @@ _OPENAI_TAGS = {
 
 @dataclass(frozen=True, slots=True)
 class DatasetEntry:
-    """Where an entry's rows are, and how they are written."""
+    """The location of an entry's rows, and their format."""
 
     source: str | HubDataset
     layout: Layout
@@ -73,14 +74,14 @@ class DatasetEntry:
 
 
 def read_entry(path: Path, name: str, entries: Mapping[str, Any], key: str) -> DatasetEntry:
-    """The entry of this name."""
+    """Read and check the entry `name`."""
 
     def refuse(what: str) -> ConfigError:
         return ConfigError(f"{key}: {path}, dataset {name!r}: {what}")
 
     if name not in entries:
         close = get_close_matches(name, entries, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(entries)[:300]}"
+        hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(entries)[:300]}"
         raise ConfigError(f"data.dataset: {path} has no dataset {name!r}; {hint}")
     entry = entries[name]
     if not isinstance(entry, dict):
@@ -94,7 +95,7 @@ def read_entry(path: Path, name: str, entries: Mapping[str, Any], key: str) -> D
     elif "script_url" in entry:
         raise refuse(f"script_url {_REFUSED['script_url']}")
     if entry.get("ranking"):
-        raise refuse("ranking: true is preference data; give a dataset of answers")
+        raise refuse("ranking: true is preference data; give a dataset of prompts and responses")
     source = entry.get("hf_hub_url") or entry.get("file_name")
     if not isinstance(source, str) or not source:
         raise refuse("it needs file_name or hf_hub_url, as text; add one")
@@ -104,7 +105,7 @@ def read_entry(path: Path, name: str, entries: Mapping[str, Any], key: str) -> D
             source, entry.get("subset"), split, None, entry.get("folder")
         )
     elif split != "train":
-        raise refuse(f"split {split!r} needs a hub dataset; a file is its own split: remove it")
+        raise refuse(f"split {split!r} needs a hub dataset; a file has no splits: remove it")
     else:
         found = source
     samples = entry.get("num_samples")
@@ -121,7 +122,7 @@ def _layout(entry: dict[str, Any], refuse: Any) -> Layout:
         if given is not None and not (
             isinstance(given, dict) and all(isinstance(v, str) for v in given.values())
         ):
-            raise refuse(f"{what} must be an object of texts; repair it")
+            raise refuse(f"{what} must be an object with string values; repair it")
         if unknown := sorted((given or {}).keys() - set(known)):
             raise refuse(f"{what}: {unknown[0]!r} cannot be used here; remove it")
     if formatting == "alpaca":
@@ -145,7 +146,7 @@ def _layout(entry: dict[str, Any], refuse: Any) -> Layout:
     chosen = Tags(**{_TAGS[tag]: word for tag, word in tags.items()})
     roles = [chosen.user, chosen.assistant, chosen.observation, chosen.function, chosen.system]
     if twice := [word for word in roles if roles.count(word) > 1]:
-        raise refuse(f"tags give two roles the word {twice[0]!r}; name each role by its own")
+        raise refuse(f"tags use {twice[0]!r} for two roles; give each role its own name")
     plain = Tags(**{_TAGS[tag]: word for tag, word in _OPENAI_TAGS.items()})
     return Layout(
         "messages" if formatting == "openai" and chosen == plain else "sharegpt",

@@ -1,14 +1,15 @@
-"""Readers: a file of text as numbered records, streamed, with bounded memory.
+"""Read text files as numbered records, streamed with bounded memory.
 
-JSON Lines, a JSON array (element by element), CSV and TSV, each plain or gzip; `data/tables.py` has
-Parquet and Arrow behind the same interface. A record is what one row was in the file: the JSON
-text, or the fields. What is wrong with one record is said in it, and the reading goes on; damage
-to the file itself (a cut or exploding gzip, a list that never ends, a quote that never closes, a
-line without end) is a `DataError` that names the place. This is D_full before any row is looked at.
+Reads JSON Lines, a JSON array (element by element), CSV and TSV, each plain or gzip.
+`data/tables.py` has the same interface for Parquet and Arrow. A record is one row as it is in the
+file: the JSON text, or the fields. A problem with one record is stored in the record, and reading
+continues. Damage to the file itself (a truncated gzip file or a decompression bomb, a list or quote
+that never closes, a line that never ends) raises a `DataError` that names the location. The records
+are D_full of Algorithm 1 before any row is checked.
 
-A record's `index` is 0-based: the physical line less one (JSON Lines), the number of the element
-(JSON array) or of the data row (CSV). `line` is the physical line where it begins. `count` of a
-finished reader is what the index of the next file starts from.
+A record's `index` is 0-based: the physical line number minus one (JSON Lines), or the number of the
+element (JSON array) or data row (CSV). `line` is the physical line where the record begins. When a
+file has been read, `count` is the offset for the indices of the next file.
 """
 
 from __future__ import annotations
@@ -34,26 +35,26 @@ _MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a file may cost before it is refused."""
+    """Size limits; a file that exceeds one is refused."""
 
     max_line_bytes: int = 32 << 20
-    """Bytes of one row; a line of four times as many ends the reading."""
+    """Bytes per row; reading stops at a line of more than four times as many."""
     max_expanded_bytes: int = 64 << 30
-    """Bytes that may come out of a gzip file."""
+    """Bytes that a gzip file may expand to."""
     max_ratio: int = 200
-    """Expansion that a gzip file may have once more than `max_line_bytes` have come out of it."""
+    """Expansion ratio allowed for a gzip file once it exceeds `max_line_bytes`."""
     max_columns: int = 10_000
-    """Fields of one row."""
+    """Fields per row."""
 
     def most_bytes(self, packed: int) -> int:
-        """What may come out of a packed file of this size."""
+        """Bytes that a compressed file of this size may expand to."""
         by_ratio = max(self.max_line_bytes, self.max_ratio * packed)
         return min(self.max_expanded_bytes, by_ratio)
 
 
 @dataclass(slots=True)
 class Record:
-    """One row as it stands in its file: JSON text, or fields, or why it is neither."""
+    """One row as it is in its file: JSON text, fields, or a problem."""
 
     index: int
     line: int
@@ -63,7 +64,7 @@ class Record:
 
 
 class Stream:
-    """The bytes of a file, unpacked where it is gzip, and counted against the limits."""
+    """The bytes of a file, decompressed if it is gzip, and counted against the limits."""
 
     def __init__(self, path: Path, limits: Limits) -> None:
         self._zipped = is_gzip(path)
@@ -86,7 +87,7 @@ class Stream:
         return self._counted(self._bytes.readline(size))
 
     def share(self) -> float:
-        """How much of the file has been read."""
+        """Fraction of the file that has been read."""
         return self._file.tell() / max(1, self._size)
 
     def _counted(self, piece: bytes) -> bytes:
@@ -97,7 +98,7 @@ class Stream:
 
 
 class _TooLarge(Exception):
-    """A gzip file gave more bytes than its limit."""
+    """A gzip file expanded to more bytes than its limit."""
 
 
 def is_gzip(path: Path) -> bool:
@@ -105,7 +106,7 @@ def is_gzip(path: Path) -> bool:
 
 
 class Reader(ABC):
-    """The records of one file, in its order; read once."""
+    """Iterates over the records of one file, in order and only once."""
 
     unit: ClassVar[str] = "line"
     kind: ClassVar[str]
@@ -115,7 +116,7 @@ class Reader(ABC):
         self.limits = limits
         self.count = 0
         self.at = 1
-        """The line or row that is being read, for errors."""
+        """The current line or row, for error messages."""
         self._stream: Stream | None = None
 
     def __iter__(self) -> Iterator[Record]:
@@ -129,7 +130,7 @@ class Reader(ABC):
         except _TooLarge as problem:
             raise self.damage(
                 f"the gzip file expands to more than {problem} bytes, which looks like a "
-                "decompression bomb; unpack it and give the unpacked file if you mean it"
+                "decompression bomb; if it is not, unpack it and give the unpacked file"
             ) from problem
         except OSError as problem:
             raise self.damage(f"cannot be read ({problem}); copy the file again") from problem
@@ -138,22 +139,22 @@ class Reader(ABC):
     def _records(self) -> Iterator[Record]: ...
 
     def share(self) -> float:
-        """How much of the file has been read, between 0 and 1."""
+        """Fraction of the file that has been read, between 0 and 1."""
         return self._stream.share() if self._stream else 0.0
 
     def damage(self, what: str) -> DataError:
-        """What is wrong with the file here, in one printable line."""
+        """An error for damage at the current location, as one printable line."""
         line = "".join(c if c.isprintable() else " " for c in what)
         return DataError(f"{self.path}, {self.unit} {self.at}: {' '.join(line.split())}")
 
     def check_kind(self, head: bytes, own: bytes = b"\0") -> None:
-        """Refuse a file that is visibly of another kind than its name says."""
+        """Refuse a file whose first bytes show another kind than its name."""
         for magic, kind, cure in _OTHER_KINDS:
             if head.startswith(magic) and magic != own:
                 raise self.damage(f"the file is {kind}, not {self.kind}; {cure}")
 
     def _lines(self) -> Iterator[bytes | None]:
-        """Every physical line without its newline; None for one over the limit."""
+        """Every physical line without its newline; None for a line over the limit."""
         most = self.limits.max_line_bytes
         with Stream(self.path, self.limits) as self._stream:
             length = blank = 0
@@ -163,7 +164,7 @@ class Reader(ABC):
                 if length > _LONGEST_FACTOR * most:
                     raise self.damage(
                         f"the line does not end within {length:,} bytes; a row may have {most:,}: "
-                        "check that this is a text file with one row a line"
+                        "check that this is a text file with one row per line"
                     )
                 if length <= most or piece.endswith(b"\n"):
                     if self.at == 1 and length <= most:
@@ -180,7 +181,7 @@ class Reader(ABC):
     def _too_long(self) -> str:
         return (
             f"longer than {self.limits.max_line_bytes:,} bytes; split the row, or check that the "
-            "file has one row a line"
+            "file has one row per line"
         )
 
 
@@ -198,7 +199,7 @@ _OTHER_KINDS = (
 
 
 class LinesReader(Reader):
-    """JSON Lines: one JSON object a line; blank lines give no record but are counted."""
+    """JSON Lines: one JSON object per line; blank lines give no record but count in the index."""
 
     kind: ClassVar[str] = "JSON"
 
@@ -212,15 +213,17 @@ class LinesReader(Reader):
 
 
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["{}\[\],]', re.DOTALL)
-"""What decides where an element ends: whole strings, brackets, commas; a lone quote opens a string
-that goes on beyond the buffer."""
+"""Tokens that determine where an element ends: strings, brackets, commas.
+
+A lone `"` opens a string that continues beyond the buffer.
+"""
 
 
 _CLOSES = {b"}": b"{", b"]": b"["}
 
 
 class ArrayReader(Reader):
-    """A JSON array, one element at a time; only the element being read is held."""
+    """A JSON array, read one element at a time; only the current element is in memory."""
 
     kind: ClassVar[str] = "JSON"
 
@@ -257,16 +260,17 @@ class ArrayReader(Reader):
                         break
                 elif not opened and (closed or token == b"}"):
                     self.at += held.count(b"\n", start, match.start())
-                    what = (
-                        "a } opens nowhere" if token == b"}" else "a comma is missing before this"
-                    )
+                    what = "a } is unmatched" if token == b"}" else "a comma is missing before this"
                     raise self.damage(f"{what} in the JSON list; repair the file")
                 elif token in (b"{", b"["):
                     opened += token
             self._check_end(held[start:])
 
     def _more(self, held: bytes, closed: bool) -> bytes:
-        """What is held of this element and at least as much again."""
+        """The bytes held for this element plus at least as many new ones.
+
+        Doubling the buffer keeps the total time linear in the length of the element.
+        """
         assert self._stream is not None
         if len(held) > self.limits.max_line_bytes:
             self.at += _blank_lines(held)
@@ -290,7 +294,7 @@ class ArrayReader(Reader):
         text = raw.strip(_SPACE)
         record = Record(self.count, self.at + (_blank_lines(raw) if text else 0), text=text)
         if not text:
-            record.text, record.problem = None, "nothing stands beside a comma; remove the comma"
+            record.text, record.problem = None, "no element next to a comma; remove the comma"
         elif len(text) > self.limits.max_line_bytes:
             record.text, record.problem = None, self._too_long()
         self.count += 1
@@ -307,23 +311,23 @@ class ArrayReader(Reader):
 
 
 def _blank_lines(text: bytes) -> int:
-    """Newlines before the first byte that is no white space."""
+    """Number of newlines before the first non-space byte."""
     return text.count(b"\n", 0, len(text) - len(text.lstrip(_SPACE)))
 
 
 def json_reader(path: Path, limits: Limits) -> Reader:
-    """A .json file: one list, or JSON Lines under another name."""
+    """The reader for a .json file: a single list, or JSON Lines."""
     probe = LinesReader(path, limits)
     try:
         with Stream(path, limits) as stream:
             head = stream.read(CHUNK_BYTES).removeprefix(_MARK).lstrip(_SPACE)
     except (EOFError, zlib.error, OSError, _TooLarge):
-        return probe  # which meets the same damage and names it
+        return probe  # it raises the same error with the location
     return ArrayReader(path, limits) if head.startswith(b"[") else probe
 
 
 class CsvReader(Reader):
-    """CSV with a header (RFC 4180: quotes doubled inside quotes, newlines allowed in them)."""
+    """CSV with a header (RFC 4180: quotes doubled inside quotes, which may hold newlines)."""
 
     kind: ClassVar[str] = "CSV"
     delimiter: ClassVar[str] = ","
@@ -350,11 +354,12 @@ class CsvReader(Reader):
             if line is None:
                 raise self.damage(self._too_long())
             self._pulled = self.at
+            # bad bytes become surrogates, so that only the rows that hold them are bad
             yield line.decode("utf-8", "surrogateescape") + "\n"
         self._ended = True
 
     def _next(self, rows: Iterator[list[str]]) -> list[str] | str | None:
-        """The cells of the next record, what is wrong with it, or None at the end."""
+        """The cells of the next record, the problem with it, or None at the end."""
         self._began = self._pulled + 1
         try:
             return next(rows)
@@ -374,11 +379,13 @@ class CsvReader(Reader):
         if len(cells) > self.limits.max_columns:
             raise self.damage(
                 f"the header has {len(cells):,} columns; {self.limits.max_columns:,} are allowed: "
-                "keep those with the texts"
+                "keep only those with text"
             )
         for number, name in enumerate(cells, 1):
             if not name.strip():
-                raise self.damage(f"column {number} has no name; name it in the header, or cut it")
+                raise self.damage(
+                    f"column {number} has no name; name it in the header, or remove it"
+                )
             if cells.index(name) != number - 1:
                 raise self.damage(f"the header names {name[:60]!r} twice; rename one column")
             if not name.isprintable() and _undecoded(name):
@@ -407,7 +414,7 @@ class CsvReader(Reader):
 
 
 class TsvReader(CsvReader):
-    """CSV with tabs."""
+    """CSV with tabs as delimiters."""
 
     delimiter: ClassVar[str] = "\t"
 
@@ -416,6 +423,6 @@ _SURROGATE = re.compile("[\udc80-\udcff]")
 
 
 def _undecoded(text: str) -> str:
-    """The first byte of a text that was not UTF-8, as its escape; empty when all were."""
+    """The first byte that was not UTF-8, as its surrogate escape; empty if there is none."""
     found = _SURROGATE.search(text) if not text.isascii() else None
     return found[0] if found else ""

@@ -1,17 +1,19 @@
-"""Rows: the files of a corpus as a stream of checked rows, and what was wrong with the others.
+"""Read the files of a corpus into checked rows, and report the rows that cannot be used.
 
-`data/sources.py` says which files a path names, `data/readers.py` and `data/tables.py` turn a file
-into records, `data/formats.py` a record into a conversation. This is D_full, before Algorithm 1
-begins.
+`data/sources.py` resolves a path to files, `data/readers.py` and `data/tables.py` turn a file into
+records, and `data/formats.py` turns a record into a conversation. The rows are D_full, the input of
+Algorithm 1.
 
-Nothing is skipped silently. A row that cannot be used is a bad row, named with file, 1-based line
-(or row), field and cure: `data.bad_rows: error` stops and shows them, `skip` leaves them out of
-|D_full| and counts them (ALGORITHM.md section 2). Damage to the file itself always stops.
+No row is skipped silently. A row that cannot be used is a bad row, reported with file, 1-based line
+(or row), field and cure. `data.bad_rows: error` stops and lists them; `skip` leaves them out of
+|D_full| and counts them (docs/data.md, "Rows that cannot be used"). Damage to the file itself
+always stops.
 
-A row's `index` is its place in the source, from 0: the physical line less one in JSON Lines (blank
-lines are counted), the element's or data row's number elsewhere; with several files it counts on.
-`raw` is a JSON line as it came without its b"\\n" (a b"\\r" stays; a byte order mark belongs to the
-file), or the fields of another kind of row as one compact JSON object.
+A row's `index` is its 0-based position in the source: the physical line number minus one in JSON
+Lines (blank lines count), the number of the element or data row elsewhere. It continues over
+several files. `raw` is a JSON line as it is in the file without its b"\\n" (a b"\\r" stays; a byte
+order mark belongs to the file); for other kinds of files it is the fields as one compact JSON
+object.
 """
 
 from __future__ import annotations
@@ -47,9 +49,9 @@ _PROGRESS_ROWS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One usable row: what it says, the bytes it came as, and where it stands.
+    """One usable row: its content, its bytes and its location.
 
-    `prompt` and `response` are the last ones of a conversation, whose `turns` hold all of it.
+    For a conversation, `prompt` and `response` are the last ones, and `turns` holds all of it.
     """
 
     index: int
@@ -66,7 +68,7 @@ class Row:
 
 @dataclass(slots=True)
 class DataReport:
-    """What was read, what was left out and what was changed."""
+    """Counts of the rows that were read, left out and changed."""
 
     path: str
     format: str = ""
@@ -74,9 +76,9 @@ class DataReport:
     max_length: int | None = None
     files: list[str] = field(default_factory=list)
     num_rows: int = 0
-    """Rows of the files; blank lines are none."""
+    """Rows in the files; blank lines do not count."""
     num_good: int = 0
-    """Rows that can be used: |D_full|."""
+    """Usable rows: |D_full|."""
     num_bad: int = 0
     num_truncated: int = 0
     num_cut_responses: int = 0
@@ -87,11 +89,11 @@ class DataReport:
     num_repeated_ids: int = 0
     num_not_sampled: int = 0
     problems: list[tuple[int, str]] = field(default_factory=list)
-    """(index, message) of bad rows, at most KEPT_PROBLEMS of them."""
+    """(index, message) of bad rows, at most KEPT_PROBLEMS."""
 
     @property
     def bad(self) -> list[str]:
-        """The messages, in the order of the source."""
+        """The messages, in source order."""
         return [message for _, message in sorted(self.problems)]
 
     def add(self, index: int, place: str, problem: str) -> None:
@@ -100,7 +102,7 @@ class DataReport:
             self.problems.append((index, f"{place}: {problem}"))
 
     def notes(self) -> list[str]:
-        """What the user should know about rows that were left out or changed."""
+        """Warnings about rows that were left out or changed."""
         counted = (
             (self.num_bad, "are bad and left out (data.bad_rows=skip)"),
             (self.num_truncated, f"lost prompt tokens from the left to fit {self.max_length}"),
@@ -127,7 +129,7 @@ class DataReport:
         return lines + self.bad[:3] if self.num_bad else lines
 
     def numbers(self) -> dict[str, Any]:
-        """Everything but the messages, for a summary file."""
+        """All fields except the messages, for a summary file."""
         return {name: value for name, value in asdict(self).items() if name != "problems"}
 
 
@@ -146,12 +148,12 @@ def _records(
             empty = False
             yield file, reader, before + record.index, record
         if empty:
-            raise DataError(f"{file.path}: there is no row in the file; remove it, or fill it")
+            raise DataError(f"{file.path}: there is no row in the file; remove it, or add rows")
         before += reader.count
 
 
 def _fields(record: Record, limits: Limits) -> dict[str, Any]:
-    """The fields of a record."""
+    """The fields of a record; raises BadRow if it has a problem."""
     if record.problem:
         raise BadRow(record.problem)
     if record.values is not None:
@@ -161,13 +163,13 @@ def _fields(record: Record, limits: Limits) -> dict[str, Any]:
 
 
 def _raw(reader: Reader, record: Record, values: dict[str, Any]) -> bytes:
-    """What selected.jsonl holds of a row."""
+    """The bytes of a row in selected.jsonl."""
     as_it_came = isinstance(reader, LinesReader) and record.text is not None
     return record.text if as_it_came and record.text is not None else to_json(values)
 
 
 def _parse(raw: bytes, limits: Limits) -> dict[str, Any]:
-    """The JSON object of a row, strictly: UTF-8, no NaN, no repeated key."""
+    """Parse the JSON object of a row strictly: UTF-8, no NaN, no repeated key."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as problem:
@@ -180,7 +182,7 @@ def _parse(raw: bytes, limits: Limits) -> dict[str, Any]:
         if len(pairs) > limits.max_columns:
             raise BadRow(
                 f"an object with {len(pairs):,} fields; {limits.max_columns:,} are allowed: keep "
-                "those with the texts"
+                "only those with text"
             )
         row = dict(pairs)
         if len(row) < len(pairs):
@@ -204,8 +206,8 @@ def _parse(raw: bytes, limits: Limits) -> dict[str, Any]:
         raise BadRow(f"not valid JSON: {problem}; write a shorter number") from None
     if not isinstance(row, dict):
         raise BadRow(
-            f"{kind(row)} where a JSON object is needed; write one object a row "
-            "(jq -c '.[]' makes JSON Lines of a file that is one list)"
+            f"{kind(row)} where a JSON object is needed; write one object per row "
+            "(jq -c '.[]' converts a file with one list to JSON Lines)"
         )
     return row
 
@@ -215,7 +217,7 @@ def _no_constant(name: str) -> None:
 
 
 def _row_id(values: dict[str, Any], raw: bytes, index: int) -> str:
-    """A hash of the content, whatever its spelling, and the position."""
+    """A hash of the content, independent of its JSON formatting, followed by the index."""
     try:
         canonical = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
     except (TypeError, ValueError):  # a table's own types: its JSON form is already canonical
@@ -227,7 +229,7 @@ def _row_id(values: dict[str, Any], raw: bytes, index: int) -> str:
 
 
 class _Collector:
-    """Rows and problems of the files as they are read."""
+    """Collects rows and problems while the files are read."""
 
     def __init__(self, config: DataConfig, report: DataReport, limits: Limits) -> None:
         self.config, self.report, self.limits = config, report, limits
@@ -236,7 +238,7 @@ class _Collector:
         self._ids: set[int] = set()
 
     def add(self, file: SourceFile, reader: Reader, index: int, record: Record) -> None:
-        """One record: a row, a problem, or one that waits for its file's format to show."""
+        """Add one record: a row, a problem, or a row that waits until its format is known."""
         place = f"{file.path}, {reader.unit} {record.line}"
         self.report.num_rows += 1
         recogniser = self.recogniser(file)
@@ -252,7 +254,7 @@ class _Collector:
             self.settle(recogniser)
 
     def recogniser(self, file: SourceFile) -> Recogniser:
-        """Every file is recognised by itself: a list may mix formats."""
+        """The recogniser of a file; each file has its own, because a list may mix formats."""
         if file.path not in self._recognisers:
             layouts = [file.layout] if file.layout else layouts_of(self.config)
             self._recognisers[file.path] = Recogniser(layouts)
@@ -292,7 +294,7 @@ class _Collector:
         )
 
     def _is_repeated(self, name: object) -> bool:
-        """Whether an earlier row has this `id`; only its hash is kept."""
+        """Whether an earlier row has this `id`; only hashes are kept, to save memory."""
         if not isinstance(name, str | int):
             return False
         number = hash(repr(name))
@@ -308,10 +310,10 @@ def read_rows(
     key: str = "data.path",
     progress: Callable[[float, int], None] | None = None,
 ) -> tuple[list[Row], DataReport]:
-    """The usable rows that a path names, and what was wrong with the others (data.bad_rows).
+    """Read the usable rows of a path, and report the others (data.bad_rows).
 
-    `key` is the setting that an error about the path names; `progress` is told the share of the
-    bytes that has been read, and the rows.
+    `key` is the setting named in errors about the path. `progress` is called with the fraction of
+    bytes read and the number of rows.
     """
     limits = limits or Limits()
     files = find_files(str(path), config, key)
@@ -337,7 +339,7 @@ def read_rows(
 
 
 def _sample(rows: list[Row], files: Sequence[SourceFile], report: DataReport) -> list[Row]:
-    """num_samples of a dataset_info.json entry: as many rows, those of the smallest hashes."""
+    """Apply num_samples of a dataset_info.json entry: keep that many rows, by smallest hash."""
     kept = rows
     for file in files:
         if file.num_samples is None:
@@ -351,7 +353,7 @@ def _sample(rows: list[Row], files: Sequence[SourceFile], report: DataReport) ->
 
 
 def settle(report: DataReport, policy: str, known: int) -> None:
-    """Apply data.bad_rows to the problems beyond the `known` first ones."""
+    """Apply data.bad_rows to the problems found after the first `known` ones."""
     num_new = report.num_bad - known
     if not num_new:
         return
@@ -361,7 +363,7 @@ def settle(report: DataReport, policy: str, known: int) -> None:
         cure = "repair them, or leave them out with data.bad_rows=skip"
         raise DataError([*shown, f"{total} ({len(shown)} shown); {cure}"])
     if not report.num_good:
-        raise DataError([*shown, f"{total} ({len(shown)} shown): nothing is left; repair them"])
+        raise DataError([*shown, f"{total} ({len(shown)} shown): no row is left; repair them"])
 
 
 def source_lines(
@@ -372,7 +374,7 @@ def source_lines(
 ) -> dict[int, bytes]:
     """These rows by index, in source order: JSON lines byte for byte, others as compact JSON.
 
-    `rows` are indices, or a mapping of index to row id; then the content hash in the id is compared
+    `rows` are indices, or a mapping from index to row id. With ids, the content hash is compared,
     and a file that has changed since it was read is refused.
     """
     limits = limits or Limits()
@@ -388,17 +390,17 @@ def source_lines(
             lines[index] = raw
             if len(lines) == len(ids):
                 return lines
-        place = f"{file.path}, {reader.unit} {record.line + 1}"  # where a lost row would stand
+        place = f"{file.path}, {reader.unit} {record.line + 1}"  # where a missing row would be
     if ids.keys() - lines.keys():
         raise DataError(
-            f"{place}: not the row that was read before; the file has changed. Restore it, or run "
+            f"{place}: not the row that was read before: the file has changed; restore it, or run "
             "the split again"
         )
     return lines
 
 
 def _same(reader: Reader, record: Record, index: int, row_id: str, limits: Limits) -> bytes | None:
-    """The row of a record; None when it is not the one of this id (an empty id is any)."""
+    """The bytes of a record; None if its id differs from `row_id` (an empty id matches any row)."""
     try:
         values = _fields(record, limits)
     except BadRow:

@@ -1,12 +1,12 @@
-"""Sources: from what the user names to the files it stands for.
+"""Resolve `data.path` to data files.
 
-`data.path` is a file, a glob, a folder, a Hugging Face hub id, or several of these. A folder is one
+`data.path` is a file, a glob, a folder, a Hugging Face hub id, or a list of these. A folder is one
 that `datasets` saved (`save_to_disk`), one with LLaMA-Factory's `dataset_info.json`, or one of
-plain files. A hub dataset is loaded once through `datasets` (extra `data`) and kept as JSON Lines
-in the cache. Nothing here runs code that comes with data: loading scripts are refused by name.
+plain files. A hub dataset is loaded once with `datasets` (extra `data`) and cached as JSON Lines.
+No code that comes with data is run: loading scripts are refused by name.
 
-Reads only names and small JSON files; `make_reader` opens the data. No torch is imported, so that a
-wrong path is answered at once.
+Reads only file names and small JSON files; `make_reader` opens the data. Does not import torch, so
+that a wrong path is reported immediately. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _NOT_DATA = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One data file, and what a dataset_info.json says about it."""
+    """One data file, and its settings from a dataset_info.json."""
 
     path: Path
     layout: Layout | None = None
@@ -61,7 +61,7 @@ class SourceFile:
 
 
 def make_reader(file: SourceFile, limits: Limits) -> Reader:
-    """The reader of a file's kind, told by its suffix."""
+    """The reader for a file, chosen by its suffix."""
     suffix = _suffix(file.path)
     if suffix in (".parquet", ".arrow", ".feather"):
         from dualsft.data import tables
@@ -77,7 +77,7 @@ def make_reader(file: SourceFile, limits: Limits) -> Reader:
 
 
 def _suffix(path: Path) -> str:
-    """The suffix of a kind that is read, without .gz; empty for any other."""
+    """The supported suffix of a path, without .gz; empty if there is none."""
     name = path.name.lower().removesuffix(".gz")
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix) and name != suffix), "")
 
@@ -85,9 +85,10 @@ def _suffix(path: Path) -> str:
 def find_files(
     path: str, config: DataConfig | None = None, key: str = "data.path", fetch: bool = True
 ) -> list[SourceFile]:
-    """The files that a path names, in order; all problems in one error.
+    """The files that a path names, in order; raises one error with all problems.
 
-    With `fetch` off a hub dataset is not loaded (and gives no file): enough to check a setting.
+    With `fetch=False` a hub dataset is not loaded and gives no file, which is enough to check the
+    settings.
     """
     from dualsft.config.settings import DataConfig as Settings
 
@@ -108,7 +109,7 @@ def find_files(
 
 
 def split_paths(text: str) -> list[str]:
-    """The items of a comma-separated list; an existing path that holds commas is one item."""
+    """The items of a comma-separated list; an existing path that contains commas is one item."""
     pieces = text.split(",")
     items: list[str] = []
     while pieces:
@@ -121,7 +122,7 @@ def split_paths(text: str) -> list[str]:
 def _exists(path: str) -> bool:
     try:
         return Path(path).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):  # a name no file system takes, an unknown user
+    except (OSError, ValueError, RuntimeError):  # an invalid file name, or an unknown user
         return False
 
 
@@ -139,7 +140,7 @@ def _is_list(value: object) -> TypeGuard[list[Any]]:
 
 
 class _Finder:
-    """Looks up one item after another under the same settings."""
+    """Finds the files of each item under the same settings."""
 
     def __init__(self, config: DataConfig, key: str, fetch: bool) -> None:
         self.config, self.key, self.fetch = config, key, fetch
@@ -148,7 +149,7 @@ class _Finder:
         try:
             path = Path(item).expanduser()
         except RuntimeError:
-            return self._refuse(item, "names a user that is not known", "write the whole path")
+            return self._refuse(item, "names an unknown user", "write the full path")
         if _exists(item):
             if path.is_dir():
                 return self._folder(path)
@@ -158,7 +159,7 @@ class _Finder:
         if glob.has_magic(item):
             found = sorted(glob.glob(str(path), recursive=True))
             files = [self._file(Path(name)) for name in found if Path(name).is_file()]
-            return files or self._refuse(item, "matches no file", "give a pattern that does")
+            return files or self._refuse(item, "matches no file", "give a pattern that matches")
         if _HUB_ID.fullmatch(item) and not _suffix(path):
             config = self.config
             hub = HubDataset(item, config.subset, config.split or "train", config.revision)
@@ -171,13 +172,13 @@ class _Finder:
         raise ConfigError(f"{self.key}: {str(item)!r} {what}; {cure}")
 
     def _unknown_kind(self, path: Path) -> Any:
-        return self._refuse(path, "is not a kind of file that can be read", f"supported: {KINDS}")
+        return self._refuse(path, "is not a supported kind of file", f"supported: {KINDS}")
 
     def _file(self, path: Path) -> SourceFile:
         if not _suffix(path):
             return self._unknown_kind(path)
         if not path.is_file():
-            return self._refuse(path, "is not an ordinary file", "give the path of the corpus")
+            return self._refuse(path, "is not a regular file", "give the path of the corpus")
         return SourceFile(path)
 
     # --- folders -------------------------------------------------------------------------------
@@ -205,11 +206,11 @@ class _Finder:
         return self._saved(folder / wanted)
 
     def _saved(self, folder: Path) -> list[SourceFile]:
-        """A folder of `Dataset.save_to_disk`: its Arrow files in the order of state.json."""
+        """A folder written by `Dataset.save_to_disk`: Arrow files in the order of state.json."""
         state = self._json(folder / "state.json")
         if state.get("_indices_data_files"):
             return self._refuse(
-                folder, "keeps its rows behind an index", "save it again after flatten_indices()"
+                folder, "has an indices mapping", "save it again after flatten_indices()"
             )
         files: list[SourceFile] = []
         entries = state.get("_data_files")
@@ -221,7 +222,7 @@ class _Finder:
         return files
 
     def _plain(self, folder: Path) -> list[SourceFile]:
-        """All data files below a folder, of one kind; of named splits only the wanted one."""
+        """All data files below a folder, of one kind; if names contain splits, only data.split."""
         found: dict[Path, str] = {}
         for path in sorted(folder.rglob("*")):
             inside = path.relative_to(folder)
@@ -249,7 +250,7 @@ class _Finder:
         return [SourceFile(path) for path in chosen]
 
     def _inside(self, folder: Path, name: object, where: str) -> Path:
-        """A file of this folder; a name that leads elsewhere is refused."""
+        """A file inside this folder; a name that leads outside is refused."""
         if (
             not isinstance(name, str)
             or not name
@@ -258,11 +259,11 @@ class _Finder:
         ):
             return self._refuse(
                 folder / where,
-                f"names {str(name)[:60]!r}, which leads out of its folder",
+                f"names {str(name)[:60]!r}, which is outside its folder",
                 "repair it",
             )
         if not (folder / name).exists():
-            return self._refuse(folder / where, f"names {name!r}, which is not there", "add it")
+            return self._refuse(folder / where, f"names {name!r}, which does not exist", "add it")
         return folder / name
 
     def _json(self, path: Path) -> dict[str, Any]:
@@ -273,13 +274,13 @@ class _Finder:
         except (ValueError, RecursionError, OSError) as problem:
             return self._refuse(path, f"is not valid JSON ({str(problem)[:80]})", "repair it")
         if not isinstance(value, dict):
-            return self._refuse(path, "is no JSON object", "repair it")
+            return self._refuse(path, "is not a JSON object", "repair it")
         return value
 
     # --- LLaMA-Factory -------------------------------------------------------------------------
 
     def _llamafactory(self, path: Path) -> list[SourceFile]:
-        """The entries of dataset_info.json that data.dataset names."""
+        """The files of the dataset_info.json entries that data.dataset names."""
         entries = self._json(path)
         wanted = [name.strip() for name in (self.config.dataset or "").split(",") if name.strip()]
         if not wanted:
@@ -305,8 +306,8 @@ class _Finder:
         if importlib.util.find_spec("datasets") is None:
             return self._refuse(
                 hub.name,
-                "is no file or folder here; as a dataset of the Hugging Face hub it needs the "
-                "package 'datasets'",
+                "is not a local file or folder; to load it from the Hugging Face hub, the package "
+                "'datasets' is needed",
                 "install dualsft[data], or give the path of the corpus",
             )
         return [SourceFile(materialise(hub, target, self.key))] if self.fetch else []

@@ -1,9 +1,10 @@
-"""Parquet and Arrow files as numbered records, a few hundred rows at a time.
+"""Read Parquet and Arrow files as numbered records, a few hundred rows at a time.
 
-The same interface as `data/readers.py`; the place of a record is its 1-based row. Sizes are
-checked in the file's own metadata before a column is read, so a small file that declares a huge
-column is refused; strings that repeat stay shared while a batch is read. An Arrow file is the IPC
-file or stream format, as Hugging Face `datasets` and Feather write it.
+Not part of Algorithm 1. Same interface as `data/readers.py`; the location of a record is its
+1-based row. Declared sizes are checked in the file's metadata before a column is read, so a small
+file that declares a huge column is refused. Repeated strings stay dictionary-encoded while a batch
+is read. Arrow files are in the IPC file or stream format, as written by Hugging Face `datasets` and
+Feather.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from dualsft.errors import DataError
 
 _BATCH_ROWS = 256
 _DAMAGE = (pa.ArrowException, ValueError, OverflowError, OSError, EOFError, MemoryError)
-"""What pyarrow raises on a damaged file; a length that is nonsense shows as a lack of memory."""
+"""What pyarrow raises on a damaged file; an invalid length can raise MemoryError."""
 
 
 class TableReader(Reader):
-    """What Parquet and Arrow share: unpacking, columns, batches into records."""
+    """Code shared by Parquet and Arrow: decompression, column checks, batches to records."""
 
     unit: ClassVar[str] = "row"
     magic: ClassVar[bytes]
@@ -51,7 +52,7 @@ class TableReader(Reader):
             raise
         except _DAMAGE as problem:
             if is_gzip(self.path) and isinstance(problem, OSError | EOFError):
-                raise  # which the base class names
+                raise  # the base class reports it as gzip damage
             reason = str(problem)[:200]
             raise self.damage(
                 f"the {self.kind} file is damaged, cut off or of another kind ({reason}); "
@@ -67,7 +68,7 @@ class TableReader(Reader):
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
-        """The file itself; one that is gzip is unpacked into a temporary file first."""
+        """The open file; a gzip file is first decompressed into a temporary file."""
         if not is_gzip(self.path):
             with self.path.open("rb") as file:
                 self._check_head(file)
@@ -88,10 +89,10 @@ class TableReader(Reader):
         if len(schema.names) > self.limits.max_columns:
             raise self.damage(
                 f"the file has {len(schema.names):,} columns; {self.limits.max_columns:,} are "
-                "allowed: keep those with the texts"
+                "allowed: keep only those with text"
             )
         if twice := [name for name in schema.names if schema.names.count(name) > 1]:
-            raise self.damage(f"column {twice[0][:60]!r} is there twice; rename one of them")
+            raise self.damage(f"column {twice[0][:60]!r} occurs twice; rename one of them")
 
     def _rows(self, batch: pa.RecordBatch) -> Iterator[Record]:
         for column in batch.columns:
@@ -101,7 +102,7 @@ class TableReader(Reader):
         if self._given > self.limits.most_bytes(self._size):
             raise self.damage(
                 f"the rows hold more than {self._given:,} bytes in a file of {self._size:,}, which "
-                "looks like a decompression bomb; write it as JSON Lines if you mean it"
+                "looks like a decompression bomb; if it is not, write it as JSON Lines"
             )
         for fields in self._values(batch, sizes > self.limits.max_line_bytes):
             record = Record(self.count, self.count + 1)
@@ -114,12 +115,12 @@ class TableReader(Reader):
             yield record
 
     def _values(self, batch: pa.RecordBatch, long: np.ndarray) -> list[dict[str, Any] | str]:
-        """The fields of every row, or what is wrong with it; `long` rows are not touched."""
+        """The fields of every row, or the problem with it; rows marked `long` are not converted."""
         if not long.any():
             try:
                 return _without_nanoseconds(batch).to_pylist()
             except (ValueError, OverflowError, pa.ArrowException):
-                pass  # one row is to blame: each by itself
+                pass  # convert row by row to find the bad one
         return [
             self._too_long() if long[i] else self._row_alone(batch, i)
             for i in range(batch.num_rows)
@@ -141,8 +142,10 @@ class TableReader(Reader):
 
 
 def _check_column(column: pa.Array) -> None:
-    """Raise on offsets that point nowhere, which would end the process; bytes that are not UTF-8
-    in a column of text are left to the rows that have them."""
+    """Raise on invalid offsets, which would crash the process.
+
+    Invalid UTF-8 in a text column is not an error here; the rows that contain it become bad rows.
+    """
     try:
         column.validate(full=True)
     except pa.ArrowInvalid as problem:
@@ -160,7 +163,7 @@ def _check_column(column: pa.Array) -> None:
 
 
 def _row_bytes(batch: pa.RecordBatch) -> np.ndarray:
-    """The size of each row's values; of nested ones the mean, unless they are large."""
+    """The size of each row's values; small nested columns count by their mean."""
     sizes = np.zeros(batch.num_rows, dtype=np.int64)
     for column in batch.columns:
         kind = column.type
@@ -183,7 +186,7 @@ def _is_binary(kind: pa.DataType) -> bool:
 
 
 def _without_nanoseconds(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Columns of nanoseconds as text: Python has no type for them."""
+    """Convert nanosecond columns to text; Python has no type for them."""
     columns = [
         column.cast(pa.string()) if getattr(column.type, "unit", "") == "ns" else column
         for column in batch.columns
@@ -192,7 +195,7 @@ def _without_nanoseconds(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 class ParquetReader(TableReader):
-    """Parquet, read in batches after its declared sizes have been checked."""
+    """Parquet, read in batches after its declared sizes are checked."""
 
     kind: ClassVar[str] = "Parquet"
     magic: ClassVar[bytes] = b"PAR1"
@@ -207,13 +210,14 @@ class ParquetReader(TableReader):
         self._check_columns(parquet.schema_arrow)
         self._check_sizes(parquet.metadata)
         shared = [f.name for f in parquet.schema_arrow if pa.types.is_string(f.type)]
+        # dictionary-encoded strings are not copied for every row that repeats them
         parquet = pq.ParquetFile(file, read_dictionary=shared, **options)
         yield from parquet.iter_batches(batch_size=_BATCH_ROWS, use_threads=False)
 
     def _check_sizes(self, metadata: pq.FileMetaData) -> None:
-        """A row group may not be far larger than its file, nor its rows than a row may be.
+        """Refuse a row group far larger than its file, or with rows over the limit.
 
-        Columns are not asked: pyarrow ends the process on some damage to their metadata.
+        Column metadata is not read: pyarrow crashes on some kinds of damage to it.
         """
         for g in range(metadata.num_row_groups):
             group = metadata.row_group(g)
@@ -221,14 +225,14 @@ class ParquetReader(TableReader):
             large = group.total_byte_size > self.limits.most_bytes(self._size)
             if large or a_row > self.limits.max_line_bytes:
                 raise self.damage(
-                    f"the rows from here on declare {group.total_byte_size:,} bytes ({a_row:,} a "
+                    f"the rows from here on declare {group.total_byte_size:,} bytes ({a_row:,} per "
                     f"row) in a file of {self._size:,}, which looks like a decompression bomb; "
                     "write the file again without the large column"
                 )
 
 
 class ArrowReader(TableReader):
-    """Arrow IPC, file or stream."""
+    """Arrow IPC, in file or stream format."""
 
     kind: ClassVar[str] = "Arrow"
     magic: ClassVar[bytes] = b"ARROW1"
@@ -237,7 +241,7 @@ class ArrowReader(TableReader):
         head = file.read(8)
         file.seek(0)
         if head.startswith(b"FEA1"):
-            raise self.damage("Feather version 1 is not read; write it again as version 2")
+            raise self.damage("Feather version 1 is not supported; write it again as version 2")
         if head.startswith(b"ARROW1"):
             reader = pa.ipc.open_file(file)
             self._check_columns(reader.schema)
@@ -250,16 +254,16 @@ class ArrowReader(TableReader):
 
 
 def to_json(fields: dict[str, Any]) -> bytes:
-    """A row as one compact JSON object a line, its fields in order; what JSON has not as text."""
+    """A row as one compact JSON object, fields in order; values without a JSON type as text."""
     try:
         text = json.dumps(
             fields, ensure_ascii=False, separators=(",", ":"), default=_plain, allow_nan=False
         )
-    except ValueError:  # nan or infinity, which JSON has not
+    except ValueError:  # NaN and infinity are not valid JSON
         return to_json(_finite(fields))
     try:
         return text.encode("utf-8")
-    except UnicodeEncodeError:  # half a surrogate pair, which only an escape can hold
+    except UnicodeEncodeError:  # half a surrogate pair can only be written as an escape
         return json.dumps(fields, separators=(",", ":"), default=_plain).encode("ascii")
 
 

@@ -1,16 +1,18 @@
-"""Templates: from a row to text, and from text to token ids with the answers labelled.
+"""Render rows to text, and encode text to token ids with labelled answers.
 
-The paper's two templates stand here exactly as it prints them (appendix "Prompt Templates"): a
-blank line between the paragraphs and nothing after "### Response:". `plain` adds nothing at all;
-`chat` is the tokenizer's own chat template, or the one of data.template_file (`data/chat.py`).
+The paper's two templates are reproduced exactly (appendix "Prompt Templates"): a blank line between
+paragraphs and nothing after "### Response:". `plain` adds no text. `chat` is the tokenizer's chat
+template, or the one in data.template_file (`data/chat.py`).
 
-A row is rendered to pieces, answers and the rest, and the whole text is encoded at once, as it
-will be at inference and as other trainers do. The border of two pieces is clean when encoding them
-apart gives the same ids, or when the ids of the text up to it begin the ids of the whole. Where a
-token lies across a border the pieces are encoded apart, so that the labels of ALGORITHM.md section
-2 ("Example loss") are exact, and the row is counted. Every answer carries its end token: the
-tokenizer's EOS, or, for `chat`, what the template writes after the last answer (with the EOS behind
-it where the template writes no special token).
+A row is rendered to pieces, which are answers or not, and the full text is encoded at once, as at
+inference and in other trainers. The boundary between two pieces is clean if encoding them
+separately gives the same ids, or if the ids of the text up to it are a prefix of the ids of the
+full text. If a token spans a boundary, the pieces are encoded separately, so that the labels are
+exact (docs/algorithm.md, "Example loss"), and the row is counted. Every answer ends with an end
+token: the tokenizer's EOS, or, for `chat`, what the template writes after the last answer (followed
+by the EOS if the template writes no special token there).
+
+The labels define the example loss in Algorithm 1; the templates themselves are not part of it.
 """
 
 from __future__ import annotations
@@ -43,17 +45,19 @@ TEXT_TEMPLATES: dict[str, tuple[str, str]] = {
     "alpaca": (_PREAMBLE, _REQUEST),
     "plain": ("", "{instruction}"),
 }
-"""Templates that are plain text: what stands before the first request, and a request; `chat` is
-the only other name. A system text takes the place of the first part."""
+"""Plain-text templates: the text before the first request, and the request.
+
+A system text replaces the first part. `chat` is the only other template name.
+"""
 
 TEMPLATE_NAMES: tuple[str, ...] = (*TEXT_TEMPLATES, "chat")
 
-_MOST_CHARACTERS = 16 << 20
+_MOST_CHARACTERS = 16 << 20  # of a row's texts up to each boundary, in total
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Token ids of a row and which of them are answers."""
+    """Token ids of a row, and which of them are answers."""
 
     ids: list[int]
     answers: list[tuple[int, int]]
@@ -61,14 +65,14 @@ class Encoded:
     has_bos: bool
     doubled_bos: bool
     split: bool
-    """Whether a token lay across a border, so that the pieces were encoded apart."""
+    """Whether a token spanned a boundary, so that the pieces were encoded separately."""
 
 
 class Template:
-    """One template bound to one tokenizer: rendering, and encoding with BOS and end token.
+    """One template with one tokenizer: rendering, and encoding with BOS and end tokens.
 
-    `add_bos` is auto (what the tokenizer does by itself; a BOS that is missing is put there for
-    model types that begin with "gemma", which are useless without it), always or never.
+    `add_bos` is auto, always or never. `auto` keeps the tokenizer's behaviour, but adds a missing
+    BOS for model types that begin with "gemma", which do not work without it.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class Template:
     # --- text ----------------------------------------------------------------------------------
 
     def render(self, row: Row) -> list[Piece]:
-        """The row as pieces of text; a ValueError says why it cannot be rendered."""
+        """The row as pieces of text; raises ValueError if it cannot be rendered."""
         if row.whole:
             return [(self._ended(row.response), True)]
         if self.name == "chat":
@@ -114,7 +118,7 @@ class Template:
         return self._render_turns(row)
 
     def render_prompt(self, prompt: str) -> str:
-        """The text that the model is given before it answers a single question."""
+        """The text that the model receives before it answers a single question."""
         if self.name == "chat":
             return self.chat.prompt([{"role": "user", "content": prompt}])
         return self._request(prompt, first=True)
@@ -126,7 +130,7 @@ class Template:
         return f"{head}{lead}{request.replace('{instruction}', prompt)}"
 
     def _render_turns(self, row: Row) -> list[Piece]:
-        """A conversation in a text template: requests and answers in turn, each answer ended."""
+        """A conversation in a plain-text template: alternating requests and answers with EOS."""
         turns = list(row.turns)
         system = ""
         if turns[0]["role"] in ("system", "developer"):
@@ -135,8 +139,8 @@ class Template:
         wanted = ["user" if i % 2 == 0 else "assistant" for i in range(len(turns))]
         if row.tools or [turn["role"] for turn in turns] != wanted or any(map(_calls, turns)):
             raise ValueError(
-                f"data.template={self.name} takes user and assistant turns one after the other, "
-                "without tools; use data.template=chat"
+                f"data.template={self.name} requires alternating user and assistant turns without "
+                "tools; use data.template=chat"
             )
         pieces: list[Piece] = []
         for k in range(0, len(turns), 2):
@@ -150,14 +154,14 @@ class Template:
         return text if text.endswith(self._eos) else text + self._eos
 
     def _with_end(self, pieces: list[Piece]) -> list[Piece]:
-        """A chat whose template writes no end token, ended."""
+        """Append the EOS to a chat whose template writes no end token."""
         text, is_answer = pieces[-1]
         return (
             [*pieces[:-1], (self._ended(text), True)] if is_answer else [*pieces, (self._eos, True)]
         )
 
     def holds_special_text(self, row: Row) -> bool:
-        """Whether a text of the row reads as a special token."""
+        """Whether the row's text contains a special token."""
         if self._special is None:
             return False
         texts = [turn["content"] for turn in row.turns] or [row.prompt, row.response]
@@ -166,7 +170,7 @@ class Template:
     # --- tokens --------------------------------------------------------------------------------
 
     def encode(self, rows: Sequence[Sequence[Piece]]) -> list[Encoded]:
-        """Token ids of rendered rows, with BOS and end tokens as set."""
+        """Token ids of rendered rows, with BOS and end tokens as configured."""
         texts = ["".join(text for text, _ in pieces) for pieces in rows]
         whole = [len(pieces) == 1 for pieces in rows]
         joint = self._encode_starts(texts, whole)
@@ -187,15 +191,18 @@ class Template:
         return encoded
 
     def prompt_ids(self, prompt: str) -> list[int]:
-        """The tokens that the model is given before it answers a single question."""
+        """The tokens that the model receives before it answers a single question."""
         [ids] = self._encode_starts([self.render_prompt(prompt)])
         return self._with_bos(ids)[0]
 
     def _borders(
         self, rows: Mapping[int, tuple[Sequence[Piece], list[int]]]
     ) -> dict[int, list[int]]:
-        """Tokens of each row up to the end of every piece; rows with a token across a border are
-        left out, and rows of so many turns that their beginnings would fill the memory."""
+        """Number of tokens up to the end of every piece, for each row.
+
+        Omits rows in which a token spans a boundary, and rows with so many turns that the texts up
+        to each boundary would need too much memory.
+        """
         rows = {i: row for i, row in rows.items() if _beginnings(row[0]) <= _MOST_CHARACTERS}
         starts = {
             i: list(accumulate((text for text, _ in pieces[:-1])))
@@ -213,7 +220,7 @@ class Template:
     def _labelled(
         self, pieces: Sequence[Piece], ids: list[int], ends: list[int], split: bool
     ) -> Encoded:
-        """A row with its BOS as set; `ends` are the ends of the pieces in `ids`."""
+        """The row with its BOS as configured; `ends` are the ends of the pieces in `ids`."""
         ids, shift, doubled, has_bos = self._with_bos(ids)
         answers = [
             (max(int(has_bos), start + shift), end + shift)
@@ -223,7 +230,7 @@ class Template:
         return Encoded(ids, answers, has_bos, doubled, split)
 
     def _with_bos(self, ids: list[int]) -> tuple[list[int], int, bool, bool]:
-        """(ids with one BOS or none, how far they moved, whether there were two, whether one is)"""
+        """(ids with one BOS or none, their shift, whether there were two, whether one is kept)"""
         num_bos = 0
         while num_bos < len(ids) and ids[num_bos] == self.bos_id:
             num_bos += 1
@@ -232,9 +239,9 @@ class Template:
         return [*kept, *ids[num_bos:]], len(kept) - num_bos, num_bos > 1, keep
 
     def _encode_starts(self, texts: list[str], whole: Sequence[bool] = ()) -> list[list[int]]:
-        """Ids of texts that begin a row: with what the tokenizer puts before a text.
+        """Ids of texts that begin a row, including what the tokenizer adds before a text.
 
-        A chat template writes that itself; a whole text has no template around it.
+        A chat template writes that itself. A row without a prompt has no template around it.
         """
         own = [self.name == "chat" and not (whole and whole[i]) for i in range(len(texts))]
         plain = iter(self._encode([text for text, o in zip(texts, own, strict=True) if o]))
@@ -244,7 +251,7 @@ class Template:
         return [next(plain) if o else self._without_end(next(begun)) for o in own]
 
     def _without_end(self, ids: list[int]) -> list[int]:
-        """Without the EOS that some tokenizers close every text with."""
+        """Remove the EOS that some tokenizers append to every text."""
         return ids[:-1] if self._adds_end and ids[-1:] == [self.eos_id] else ids
 
     def _encode(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
@@ -287,8 +294,8 @@ class Template:
             ) from problem
         if "strftime_now" in self.chat.source():
             logger.warning(
-                "data.template=chat: the chat template asks for today's date, so the same data may "
-                "give other tokens, and another split, on another day"
+                "data.template=chat: the chat template uses today's date, so the same data may "
+                "give different tokens, and a different split, on another day"
             )
         tail = "".join(text for text, _ in pieces).rpartition("answer")[2]
         return self._special is not None and self._special.search(tail) is not None
@@ -297,26 +304,26 @@ class Template:
         eos_id = _token_id(self.tokenizer, "eos")
         if eos_id is None:
             raise ConfigError(
-                "model.path: the tokenizer has no end-of-sequence token, so a response cannot be "
-                "ended; set eos_token in its tokenizer_config.json"
+                "model.path: the tokenizer has no end-of-sequence token, which every response "
+                "needs; set eos_token in its tokenizer_config.json"
             )
         if self._encode([f"a{self.tokenizer.eos_token}"])[0][-1:] != [eos_id]:
             raise ConfigError(
-                f"model.path: the tokenizer does not read its own end token "
-                f"{str(self.tokenizer.eos_token)!r} in a text, so a response cannot be ended; mark "
-                "it as special in its tokenizer_config.json"
+                f"model.path: the tokenizer does not encode the text of its end token "
+                f"{str(self.tokenizer.eos_token)!r} as that token, which every response needs; "
+                "mark it as special in its tokenizer_config.json"
             )
         return eos_id
 
     def _tokenizer_adds_end(self) -> bool:
-        """Whether the tokenizer closes every text with an EOS of its own."""
+        """Whether the tokenizer appends an EOS to every text."""
         with_special = self._encode(["a"], add_special_tokens=True)[0]
         without = self._encode(["a"])[0]
         return with_special[-1:] == [self.eos_id] and without[-1:] != [self.eos_id]
 
 
 def _beginnings(pieces: Sequence[Piece]) -> int:
-    """Characters of the texts up to each border, all together."""
+    """Total number of characters in the texts up to each boundary."""
     return sum(accumulate(len(text) for text, _ in pieces[:-1]))
 
 
@@ -329,7 +336,7 @@ def _calls(turn: Turn) -> bool:
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """What finds the text of any special token."""
+    """A pattern that matches any special token; None if there are none."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     names = {str(token) for token in tokenizer.all_special_tokens}
     names |= {token.content for token in added if token.special}
@@ -339,7 +346,7 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | Non
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """A token id to fill batches with; it is masked everywhere, so any id of the model will do."""
+    """A token id for padding; padding is masked everywhere, so any valid id works."""
     pad_id = _token_id(tokenizer, "pad")
     eos_id = _token_id(tokenizer, "eos")
     return pad_id if pad_id is not None else eos_id if eos_id is not None else 0

@@ -1,1 +1,1 @@
-"""The processes of a run: who they are, how they talk, how they are started."""
+"""Processes of a run: ranks and collectives, launching, failure detection."""

@@ -1,25 +1,26 @@
-"""A process that dies takes the run down, by name and within a minute.
+"""Heartbeat between processes: detect a dead process within a minute, and end the run.
 
-Collectives wait for as long as it takes (`distributed.PATIENCE`), so who is dead must be found out
-otherwise. Every process of a run writes a beat to the launcher's store once a second and reads the
-others'. It ends, having said why, when
+Collectives have practically no timeout (`world.PATIENCE`), so dead peers are detected here. Every
+process writes a heartbeat to the launcher's store once a second and reads those of the others. A
+process logs the reason and exits when
 
-- a peer's beat has stood still for `PEER_TIMEOUT` (environment: DUALSFT_PEER_TIMEOUT, seconds);
-- a peer has failed or stopped, and this process is still there `FOLLOW_TIMEOUT` later: it waits in
-  a collective that nobody will enter;
-- the store is gone, with the process that holds it, for `STORE_TIMEOUT`;
-- it was asked to stop and has not come to the end of its step within `STOP_TIMEOUT` (environment:
-  DUALSFT_STOP_TIMEOUT): a signal is not heard inside a collective.
+- the heartbeat of a peer has not changed for `PEER_TIMEOUT` (environment: DUALSFT_PEER_TIMEOUT,
+  seconds);
+- a peer has failed or stopped and this process still runs `FOLLOW_TIMEOUT` later: it is blocked in
+  a collective that the peer will not enter;
+- the store, or the process that hosts it, has been unreachable for `STORE_TIMEOUT`;
+- it received a signal and has not finished its step within `STOP_TIMEOUT` (environment:
+  DUALSFT_STOP_TIMEOUT): a collective blocks Python's signal handlers.
 
-Most often the collective breaks first. `watched` then waits a few seconds to learn whose end broke
-it, and raises `PeerLost` with that name in place of the many lines of the transport.
+Usually the collective fails first. `watched` then waits a few seconds to find out which peer ended,
+and raises `PeerLost` with its name instead of the long error of the backend.
 
-Silence is counted in beats of one's own: the time during which this process itself did not run (the
-machine slept, other programs had the cores) is no silence of others. A peer is silent when it is
-stopped (SIGSTOP), cut off, or inside a single call that holds Python's lock: computing, loading and
-writing do not hold it, but to sort a list of 5 million numbers took 3 s and to write them as JSON 6
-s on a busy machine. Hence 30 s: a false alarm would come again at the same place of every attempt,
-and a death is most often seen earlier. It belongs to no line of Algorithm 1.
+Silence is measured in this process's own heartbeats, so time during which this process did not run
+(suspended machine, busy cores) does not count against the peers. A peer is silent if it is stopped
+(SIGSTOP), disconnected, or in a single call that holds the GIL. Computation, loading and writing
+release the GIL, but sorting a list of 5 million numbers took 3 s and writing them as JSON 6 s on a
+busy machine. Hence the timeout of 30 s: a false alarm would recur at the same place in every
+attempt, and most deaths are detected earlier by a failed collective. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -46,23 +47,25 @@ from dualsft.system import signals as interrupt
 from dualsft.system.signals import Interrupted
 
 EXIT_LOST = 75
-"""The exit code of a process that ends because of another one (EX_TEMPFAIL: try again)."""
+"""Exit code of a process that ends because of another one (EX_TEMPFAIL: try again)."""
 PEER_TIMEOUT = 30.0
 FOLLOW_TIMEOUT = 10.0
 STORE_TIMEOUT = 5.0
 STOP_TIMEOUT = 300.0
 BEAT = 1.0
+"""Seconds between heartbeats."""
 HURRY = 0.1
+"""Seconds between heartbeats while starting and leaving."""
 SUSPECT = 4.0
-"""So long a silence is enough when a collective has broken as well."""
+"""Seconds of silence after which a peer is blamed for a failed collective."""
 PARTING = 7.0
-"""A process that leaves waits so long to learn who else has; the others wait longer to follow."""
+"""Seconds that a leaving process waits to find the cause; must be below FOLLOW_TIMEOUT."""
 
-GO_ON = "start the same command again to go on from the saved progress"
+GO_ON = "run the same command again to resume from the last saved state"
 
 
 class PeerLost(RunError):
-    """Another process of the run has died or failed, and this one cannot go on without it."""
+    """Another process of the run died or failed, so this one cannot continue."""
 
     exit_code = EXIT_LOST
 
@@ -79,11 +82,11 @@ class _Verdict:
         return 128 + self.signum if self.signum else EXIT_LOST
 
 
-# --- the watch ----------------------------------------------------------------------------------
+# --- watchdog -----------------------------------------------------------------------------------
 
 
 class _Left:
-    """The newest error that came out of `watched`, and whether the first process says the same."""
+    """The last error raised by `watched`, and whether rank 0 reports the same."""
 
     error: BaseException | None = None
     repeated = False
@@ -91,17 +94,17 @@ class _Left:
 
 
 def repeated(error: BaseException) -> bool | None:
-    """Whether the first process says the same itself; None for an error not out of `watched`."""
+    """Whether rank 0 reports the same error; None for an error not raised by `watched`."""
     return _Left.repeated if _Left.error is error else None
 
 
 @contextmanager
 def watched(world: World, say: Callable[[str], None]) -> Iterator[None]:
-    """Watch over the other processes, and be watched, while the block runs.
+    """Exchange heartbeats with the other processes while the block runs.
 
-    `say` is given one line before this process ends without a word of its own. An error leaves as
-    it is, and the others learn of it; only one that a peer is to blame for becomes `PeerLost`, or
-    `Interrupted` when the peer was asked to stop.
+    If the watchdog must exit the process, it passes one line with the reason to `say` first. An
+    error raised in the block is published to the peers and re-raised unchanged, unless a peer
+    caused it: then it becomes `PeerLost`, or `Interrupted` if the peer received a signal.
     """
     if world.size == 1:
         yield
@@ -122,7 +125,7 @@ def watched(world: World, say: Callable[[str], None]) -> Iterator[None]:
 
 
 class _Watch:
-    """Two threads: one talks to the store, and may be stuck there; the other judges."""
+    """Two threads: one exchanges heartbeats and may block; the other checks the timeouts."""
 
     def __init__(self, world: World, say: Callable[[str], None]) -> None:
         self._patience = _seconds("DUALSFT_PEER_TIMEOUT", PEER_TIMEOUT)
@@ -134,7 +137,7 @@ class _Watch:
         self._own = Word(who=f"process {os.getpid()} on {socket.gethostname()}")
         self._purpose = f"beats{next(_Left.count)}"
         self._news = threading.Condition()
-        """Held to read or write what follows; notified after every exchange."""
+        """Guards the fields below; notified after every exchange."""
         self._asked_to_post, self._posted = 0, 0
         self._exchange_began: float | None = None
         self._heard_at = time.monotonic()
@@ -142,7 +145,7 @@ class _Watch:
         self._store_lost = False
         self._leaving = False
         self._clocks: dict[str, float] = {}
-        """For how long each reason to end has held without a break."""
+        """Seconds for which each reason to exit has held continuously."""
         self._signum = 0
         self._wake = threading.Event()
         self._over = threading.Event()
@@ -153,7 +156,7 @@ class _Watch:
         ]
 
     def start(self) -> None:
-        """Begin, and learn the names of the others, so that each can be called by its own."""
+        """Start the threads and wait for the first heartbeat, with the name, of every peer."""
         self._listen()
         for thread in self._threads:
             thread.start()
@@ -172,7 +175,7 @@ class _Watch:
             for end in self._signals:
                 os.close(end)
 
-    # --- signals: heard here even while the main thread is inside a collective --------------------
+    # --- signals: received here even if the main thread is blocked in a collective ----------------
 
     def _listen(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -184,7 +187,7 @@ class _Watch:
         if before == -1:
             self._signals = ends
             return
-        signal.set_wakeup_fd(before)  # an event loop's: leave it alone
+        signal.set_wakeup_fd(before)  # belongs to an event loop: restore it
         for end in ends:
             os.close(end)
 
@@ -198,7 +201,7 @@ class _Watch:
             self._signum = signal.SIGTERM
         return self._signum != 0
 
-    # --- the thread that talks --------------------------------------------------------------------
+    # --- heartbeat thread -------------------------------------------------------------------------
 
     def _exchange(self) -> None:
         line: Connection | None = None
@@ -228,7 +231,7 @@ class _Watch:
             line.close()
 
     def _turn(self, line: Connection, beat: int) -> None:
-        """Write what this process has to say, read what the others have."""
+        """Write the status of this process and read those of the peers."""
         with self._news:
             version, own = self._asked_to_post, self._own.beat(beat)
         line.write(f"{self._rank}", own)
@@ -241,15 +244,16 @@ class _Watch:
 
     def _note(self, found: dict[int, bytes]) -> None:
         now = time.monotonic()
+        # Capped, so that time during which this process did not run is not counted as silence.
         passed, self._heard_at = min(now - self._heard_at, 2 * self._beat), now
         for peer in self._peers.values():
             peer.hear(found.get(peer.rank), passed)
         knows = [peer.rank for peer in self._peers.values() if peer.word.final]
         if knows != self._own.knows:
             self._own.knows = knows
-            self._wake.set()  # one who leaves waits for it
+            self._wake.set()  # publish at once: a leaving peer waits for it
 
-    # --- the thread that judges -------------------------------------------------------------------
+    # --- timeout thread ---------------------------------------------------------------------------
 
     def _judge(self) -> None:
         before = time.monotonic()
@@ -266,38 +270,39 @@ class _Watch:
         return self._clocks[clock]
 
     def _verdict(self, passed: float) -> _Verdict | None:
-        """Why this process must end now; `passed` seconds have gone by since the last look."""
+        """The reason to exit now, or None; `passed` is the time since the last check in seconds."""
         peers = self._peers.values()
         for peer in peers:
             if peer.there and peer.silent >= self._patience:
-                return _Verdict(f"{peer.name} has not been heard of for {self._patience:g} s")
+                return _Verdict(f"{peer.name} has sent no heartbeat for {self._patience:g} s")
         left = [peer for peer in peers if peer.word.how not in ("", "done")]
         if self._counted("follow", bool(left), passed) >= FOLLOW_TIMEOUT:
-            return self._cause(SUSPECT) or _Verdict(f"{left[0].name} has left")
+            return self._cause(SUSPECT) or _Verdict(f"{left[0].name} has exited")
         unreached = self._store_lost and not self._connected
         if self._counted("unreached", unreached, passed) >= STORE_TIMEOUT:
-            self._say(f"[rank {self._rank}] the store cannot be reached; peers are not watched")
+            self._say(f"[rank {self._rank}] the store cannot be reached; peers are not monitored")
             self._over.set()
             self._news.notify_all()
             return None
+        # Losing the store is expected once the peer that hosts it has left.
         closing = self._holder is not None and not self._holder.there
         lost = self._store_lost and self._connected and not closing
         if self._counted("store", lost, passed) >= STORE_TIMEOUT:
-            return _Verdict(f"{self._holder_name} is gone")
+            return _Verdict(f"{self._holder_name} cannot be reached")
         began = self._exchange_began
         stalled = began is not None and time.monotonic() - began > self._beat and not closing
         if self._counted("stalled", stalled, passed) >= self._patience:
-            return _Verdict(f"{self._holder_name} has not answered for {self._patience:g} s")
+            return _Verdict(f"{self._holder_name} has not responded for {self._patience:g} s")
         stuck = self._asked_to_stop() and not interrupt.SAVING.is_set()
         if self._counted("stop", stuck, passed) >= self._stop_patience:
             name = signal.Signals(self._signum).name
-            text = f"{name} came {self._stop_patience:g} s ago, and the step has not come to an end"
+            text = f"received {name} {self._stop_patience:g} s ago, but the step has not finished"
             return _Verdict(text, self._signum)
         return None
 
     @property
     def _holder(self) -> Peer | None:
-        """The peer that holds the store; None when it is this process, or the launcher."""
+        """The peer that hosts the store; None if this process or the launcher hosts it."""
         return None if agent_store() else self._peers.get(0)
 
     @property
@@ -306,16 +311,16 @@ class _Watch:
         return f"the launcher at {where}" if self._holder is None else self._holder.name
 
     def _cause(self, silence: float) -> _Verdict | None:
-        """Whose end this process suffers from, as far as is known."""
+        """The peer that caused a failure, if known; failures take precedence over signals."""
         peers = list(self._peers.values())
         for peer in peers:
             if peer.word.how == "failed":
                 return _Verdict(f"{peer.name} failed: {peer.word.text}")
         for peer in peers:
             if peer.there and peer.silent >= silence:
-                return _Verdict(f"{peer.name} died, or is cut off")
+                return _Verdict(f"{peer.name} died or is disconnected")
         if self._store_lost and self._holder is not None and self._holder.there:
-            return _Verdict(f"{self._holder.name} died, or is cut off")
+            return _Verdict(f"{self._holder.name} died or is disconnected")
         for peer in peers:
             if peer.word.how == "stopped":
                 return _Verdict(f"{peer.name} {peer.word.text}", peer.word.signum)
@@ -325,18 +330,19 @@ class _Watch:
         return None
 
     def _end(self, verdict: _Verdict) -> None:
-        """End this process from here: its main thread cannot."""
+        """Exit the process from this thread: the main thread is blocked."""
         how = "stopped" if verdict.signum else "followed"
         self._tell(how, verdict.text, verdict.signum, final=True)
         self._wait(self._all_know, 2.0)
-        line = f"[rank {self._rank}] {verdict.text}; ending: {GO_ON}"
+        line = f"[rank {self._rank}] {verdict.text}; exiting: {GO_ON}"
 
         def speak() -> None:
             self._say(line)
             sys.stdout.flush()
             sys.stderr.flush()
 
-        last_word = threading.Thread(target=speak, daemon=True)  # a full pipe must not hold it
+        # In a thread: a full pipe must not block the exit.
+        last_word = threading.Thread(target=speak, daemon=True)
         last_word.start()
         last_word.join(3.0)
         os._exit(verdict.exit_code)
@@ -344,7 +350,7 @@ class _Watch:
     # --- leaving ----------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """The work is done: say so. Who holds the store waits for the others."""
+        """Publish that the work is done; the host of the store waits until all peers have left."""
         with self._news:
             self._leaving = True
         with interrupt.deferred():
@@ -352,11 +358,11 @@ class _Watch:
             self._wait(self._all_left if self._holds_store else self._heard, 30.0)
 
     def leave(self, error: BaseException) -> BaseException:
-        """Tell the others of an error; returns it, or what it means when a peer is the cause."""
+        """Publish an error; returns the error to raise, which differs if a peer caused it."""
         with self._news:
             self._leaving = True
         found = [error]
-        with suppress(Interrupted), interrupt.deferred():  # it is leaving already
+        with suppress(Interrupted), interrupt.deferred():  # already leaving: ignore signals
             found.append(self._explained(error))
             self._tell(self._own.how, self._own.text, self._own.signum, final=True)
             _Left.error, _Left.repeated = found[-1], self._first_says_the_same()
@@ -412,16 +418,16 @@ class _Watch:
         return peer.silent >= min(SUSPECT, self._patience)
 
     def _heard(self) -> bool:
-        """Whether the store has the word of this process, or never will."""
+        """Whether the latest status is written, or the store is lost."""
         return self._store_lost or self._posted == self._asked_to_post
 
     def _all_left(self) -> bool:
-        """Whether every peer has left, by its own word or without one."""
+        """Whether every peer has left, with or without a final status."""
         there = [peer for peer in self._peers.values() if peer.there and not self._gone(peer)]
         return self._heard() and (not there or self._store_lost)
 
     def _all_are_seen(self, before: dict[int, int]) -> bool:
-        """Whether each peer has left or is alive: it has beaten twice since."""
+        """Whether each peer has left or has sent two heartbeats since `before`."""
         unseen = [
             peer
             for peer in self._peers.values()
@@ -430,7 +436,7 @@ class _Watch:
         return self._heard() and (not unseen or self._store_lost)
 
     def _all_know(self) -> bool:
-        """Whether this process may go: it was heard, by every peer if the store goes with it."""
+        """Whether this process may exit: its status is written and, if it hosts the store, read."""
         told = all(
             self._rank in peer.word.knows or peer.word.how == "done" or self._gone(peer)
             for peer in self._peers.values()
@@ -443,7 +449,7 @@ class _Watch:
         return failed or lost or self._all_left()
 
 
-# --- what has happened --------------------------------------------------------------------------
+# --- helpers ------------------------------------------------------------------------------------
 
 
 def _seconds(name: str, default: float) -> float:
@@ -458,13 +464,13 @@ def _seconds(name: str, default: float) -> float:
 
 
 def _ends_the_run(number: int) -> bool:
-    """Whether a signal is one that is handled by ending the work, here or by Python itself."""
+    """Whether the handler of a signal, ours or Python's default, ends the run."""
     ours: tuple[Any, ...] = (interrupt._on_signal, signal.default_int_handler)
     return number in interrupt.SIGNALS and signal.getsignal(number) in ours
 
 
 def _is_broken(error: BaseException) -> bool:
-    """Whether this is what a collective says when a peer has gone."""
+    """Whether the error is one that a collective raises when a peer is lost."""
     if isinstance(error, dist.DistError):
         return True
     text = str(error)

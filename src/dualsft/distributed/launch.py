@@ -1,13 +1,13 @@
-"""Several processes from one command: `--gpus N`, and what a process under a launcher may say.
+"""Multi-process launch (`--gpus N`), and which rank prints an error under a launcher.
 
-`dualsft run --gpus N …` becomes `torchrun --standalone --nproc-per-node N -m dualsft run …` by
-replacing its process with the launcher's, once the settings have been found good. The launcher here
-is torchrun's own (`torch.distributed.run`), less its log: it ends with the exit code of the process
-that failed first, or 128 + the signal it was given, as a single process does.
+Once the settings are validated, `dualsft run --gpus N …` replaces its process (exec) by
+`torchrun --standalone --nproc-per-node N -m dualsft run …`. The launcher is torchrun
+(`torch.distributed.run`) without its log. It exits with the code of the process that failed first,
+or with 128 + signal if it received one, as a single process does.
 
-Under any launcher all processes execute the same command, and most errors are everybody's. The
-first process speaks; another one speaks, as `[rank N]`, when what it has to say is not the same.
-Belongs to no line of Algorithm 1.
+Under any launcher all processes execute the same command, and most errors occur on every rank.
+Rank 0 prints the error; another rank prints its own, prefixed with `[rank N]`, only if it differs.
+Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from dualsft.errors import ConfigError
 from dualsft.system import signals as interrupt
 
 FOLLOWERS = (75, 128 + signal.SIGTERM, -signal.SIGTERM)
-"""Exit codes of processes that ended because another one did (`heartbeat.EXIT_LOST`)."""
+"""Exit codes of processes that ended because another one did (75: `heartbeat.EXIT_LOST`)."""
 SAVING = 120
-"""Seconds that the launcher gives its processes to save their progress when it is stopped."""
+"""Seconds that the launcher waits for its processes to save progress when it is stopped."""
 SAID = "said"
+"""Store key under which rank 0 publishes the error that it printed."""
 FIRST_WORD = 5.0
-"""Seconds that the other processes give the first one to say what they all have to say."""
+"""Seconds that other ranks wait for rank 0 to print an error that they may share."""
 
 
-# --- who this process is ------------------------------------------------------------------------
+# --- rank and world size ------------------------------------------------------------------------
 
 
 def size() -> int:
-    """How many processes the launcher has started; 1 without a launcher."""
+    """Number of processes that the launcher started; 1 without a launcher."""
     return int(os.environ["WORLD_SIZE"]) if _launched() else 1
 
 
 def _launched() -> bool:
-    if "RANK" not in os.environ:  # as mostly: torch need not be imported to know
+    if "RANK" not in os.environ:  # common case: avoids the import of torch
         return False
     with interrupt.deferred():
         from dualsft.distributed.world import launched
@@ -51,29 +52,29 @@ def _launched() -> bool:
 
 
 def rank() -> int:
-    """The number of this process among those of the launcher; 0 without one."""
+    """Rank of this process; 0 without a launcher."""
     return int(os.environ["RANK"]) if size() > 1 else 0
 
 
 def check_alone(command: str) -> None:
-    """Refuse, in every process, a command that does not work in parallel; the first one says so."""
+    """Exit on every rank if the command does not support several processes; rank 0 reports it."""
     if size() == 1:
         return
-    if rank() and not _agent_store():  # nobody ends the first process before it has spoken
+    if rank() and not _agent_store():  # no agent that would kill rank 0 before it reports
         raise SystemExit(ConfigError.exit_code)
     raise ConfigError(f"dualsft {command} runs in one process; start it without torchrun")
 
 
-# --- what it may say ----------------------------------------------------------------------------
+# --- error output -------------------------------------------------------------------------------
 
 
 def speak(error: BaseException, lines: Sequence[str], write: Callable[[str], None]) -> None:
-    """Say why this process ends, unless it is another one than the first and says the same."""
+    """Print why this process ends, unless rank 0 prints the same."""
     if size() == 1:
         for line in lines:
             write(line)
         return
-    # the launcher ends the others as soon as one has ended: not before they have spoken
+    # The launcher kills the other ranks as soon as one exits: defer signals until this is printed.
     with suppress(interrupt.Interrupted), interrupt.handled(), interrupt.deferred():
         if rank() and _is_first_ones(error):
             return
@@ -98,7 +99,7 @@ def _let_others_know(error: BaseException) -> None:
 
 
 def _is_first_ones(error: BaseException) -> bool:
-    """Whether the first process says the same, as far as the store can tell."""
+    """Whether rank 0 reports the same error, according to the store."""
     from dualsft.distributed import heartbeat
     from dualsft.distributed.store import Connection
 
@@ -106,7 +107,7 @@ def _is_first_ones(error: BaseException) -> bool:
         return True
     if (known := heartbeat.repeated(error)) is not None:
         return known
-    if _agent_store():  # otherwise the store was the first process's: gone, or not yet made
+    if _agent_store():  # else rank 0 hosts the store: already closed, or not yet created
         with suppress(RuntimeError, OSError):
             line, deadline = Connection(SAID), time.monotonic() + FIRST_WORD
             while not line.has(SAID) and time.monotonic() < deadline:
@@ -119,11 +120,11 @@ def _is_first_ones(error: BaseException) -> bool:
 
 
 def spread(gpus: int | None, config: Config, say: Callable[[str], None]) -> None:
-    """Where --gpus asks for several processes: become their launcher, and do not return."""
+    """With --gpus N > 1, replace this process by the launcher; does not return then."""
     if gpus is not None and _launched():
         raise ConfigError(
             f"--gpus: this process was started by a launcher (WORLD_SIZE="
-            f"{os.environ['WORLD_SIZE']}); leave --gpus away, or start without torchrun"
+            f"{os.environ['WORLD_SIZE']}); leave --gpus out, or start without torchrun"
         )
     if gpus is None or gpus == 1:
         return
@@ -131,7 +132,7 @@ def spread(gpus: int | None, config: Config, say: Callable[[str], None]) -> None
         say(on_cpu)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_each(gpus)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING))
-    debug = [word for word in sys.orig_argv if word == "--debug"]  # `cli.main` has taken it out
+    debug = [word for word in sys.orig_argv if word == "--debug"]  # removed from argv by `cli.main`
     words = [*debug, *without_gpus(sys.argv[1:])]
     flags = ["--standalone", f"--nproc-per-node={gpus}", "-m", "dualsft"]
     sys.stdout.flush()
@@ -140,13 +141,13 @@ def spread(gpus: int | None, config: Config, say: Callable[[str], None]) -> None
 
 
 def threads_each(processes: int) -> int:
-    """Threads for each of so many processes on the cores that this one may use."""
+    """Threads per process if the available cores are divided among `processes`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // processes)
 
 
 def check_gpus(gpus: int, device: str) -> str:
-    """Refuse more processes than GPUs; where all go to the CPU, that is said."""
+    """Raise if there are fewer GPUs than processes; returns a note if they run on the CPU."""
     with interrupt.deferred():
         import torch
     count = torch.cuda.device_count()
@@ -165,7 +166,7 @@ def check_gpus(gpus: int, device: str) -> str:
 
 
 def without_gpus(words: Sequence[str]) -> list[str]:
-    """The same command without --gpus N."""
+    """Remove --gpus N from the arguments."""
     kept: list[str] = []
     rest = iter(words)
     for word in rest:
@@ -177,18 +178,18 @@ def without_gpus(words: Sequence[str]) -> list[str]:
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """torchrun with these arguments; returns the exit code of what it started."""
+    """Run torchrun with these arguments; returns the exit code of the job."""
     try:
         from torch.distributed import run as torchrun
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    if "LOGLEVEL" not in os.environ:  # torchrun's own variable
-        logging.disable(logging.ERROR)  # the processes have said what went wrong
+    if "LOGLEVEL" not in os.environ:  # read by torchrun
+        logging.disable(logging.ERROR)  # the processes report their own errors
     options = torchrun.parse_args(list(arguments))
     handled = getattr(options, "signals_to_handle", None)
-    if handled is not None:  # nohup stays in force
+    if handled is not None:  # keep signals ignored under nohup
         names = [name for name in handled.split(",") if not _is_ignored(name)]
         options.signals_to_handle = ",".join(names)
     try:
@@ -208,12 +209,14 @@ def _is_ignored(name: str) -> bool:
 
 
 def _told(failed: Any) -> int:
-    """The exit code of the first failure; names the processes that could say nothing themselves."""
+    """Return the exit code of the first failure; report processes that a signal killed."""
     for number, failure in failed.failures.items():
         if failure.exitcode < 0 and failure.exitcode not in FOLLOWERS:
             name = signal.Signals(-failure.exitcode).name
-            why = " (by hand, or by the system for want of memory)" if name == "SIGKILL" else ""
-            sys.stderr.write(f"error: rank {number} (process {failure.pid}) died of {name}{why}\n")
+            why = " (by a user, or by the system: out of memory)" if name == "SIGKILL" else ""
+            sys.stderr.write(
+                f"error: rank {number} (process {failure.pid}) was killed by {name}{why}\n"
+            )
     causes = sorted(
         failed.failures.values(), key=lambda one: (one.exitcode in FOLLOWERS, one.timestamp)
     )

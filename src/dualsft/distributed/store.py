@@ -1,8 +1,8 @@
-"""The store of a launcher: where processes read of one another without a collective.
+"""Access to the launcher's TCP store, which processes use to exchange state without a collective.
 
-torchrun holds a store for the processes it starts; under other launchers the first process holds it
-from the making of the process group on. `Connection` talks to it, `Word` is what a process writes
-there about itself (`distributed/heartbeat.py`, `distributed/launch.py`). Belongs to no line of
+torchrun hosts a store for the processes it starts; under other launchers rank 0 hosts it once the
+process group is initialized. `Connection` is a client; `Word` is the status that a process writes
+about itself. Used by `distributed/heartbeat.py` and `distributed/launch.py`. Not part of
 Algorithm 1.
 """
 
@@ -17,38 +17,39 @@ from datetime import timedelta
 from typing import Literal
 
 How = Literal["", "done", "failed", "stopped", "followed"]
-"""How a process has left: by itself, by its own error, by a signal, or because of another one."""
+"""How a process ended: finished, own error, signal, or because another one ended; "" = running."""
 
 
 @dataclass
 class Word:
-    """What a process tells the others."""
+    """Status that a process publishes to the others."""
 
     who: str = ""
     how: How = ""
     text: str = ""
     signum: int = 0
     final: bool = False
-    """Nothing more will be said: it goes as soon as this is heard."""
+    """The last status: the process exits once it has been written."""
     knows: list[int] = field(default_factory=list)
-    """The processes whose final word it has read."""
+    """Ranks whose final status this process has read."""
 
     def beat(self, number: int) -> str:
-        """As it is written; the number shows that the process lives."""
+        """The stored value; the changing number shows that the process is alive."""
         return json.dumps({"beat": number, **asdict(self)})
 
 
 @dataclass
 class Peer:
-    """What is known of another process."""
+    """Known state of another process."""
 
     rank: int
     word: Word = field(default_factory=Word)
     raw: bytes | None = None
-    """Its newest beat; None before the first."""
+    """Its latest heartbeat; None before the first."""
     silent: float = 0.0
+    """Seconds since its heartbeat last changed, as counted by this process."""
     beats: int = 0
-    """How many different ones were read."""
+    """Number of different heartbeats read."""
 
     @property
     def name(self) -> str:
@@ -59,7 +60,7 @@ class Peer:
         return self.word.how == ""
 
     def hear(self, raw: bytes | None, passed: float) -> None:
-        """What was read, `passed` seconds after the last reading."""
+        """Update with the value read, `passed` seconds after the previous read."""
         if raw is None or raw == self.raw:
             self.silent += passed
             return
@@ -70,17 +71,18 @@ class Peer:
 
 
 def agent_store() -> bool:
-    """Whether the launcher itself holds the store, from before the first line of this process."""
+    """Whether the launcher hosts the store, so it exists before this process starts."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 class Connection:
-    """A connection of one's own to the store that the process group was made with."""
+    """A separate connection to the store of the process group."""
 
     def __init__(self, purpose: str, timeout: float = 5.0) -> None:
-        from torch._C._distributed_c10d import PrefixStore, TCPStore  # not in every build of torch
+        from torch._C._distributed_c10d import PrefixStore, TCPStore  # missing in some torch builds
 
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # Raw socket on which no data arrives: recv returns b"" once the store is closed.
         self._sentinel = socket.create_connection((host, port), timeout)
         self._sentinel.setblocking(False)
         wait = timedelta(seconds=timeout)
@@ -90,8 +92,8 @@ class Connection:
         self._store = PrefixStore(f"dualsft/{run}/{purpose}", store)
 
     def check(self) -> None:
-        """Raise when the store has gone; asking the store itself would print a C++ stack."""
-        with suppress(BlockingIOError):  # nothing ever comes, but the end
+        """Raise if the store is closed; calling the store itself would print a C++ stack trace."""
+        with suppress(BlockingIOError):  # still open
             if not self._sentinel.recv(1):
                 raise ConnectionError("the store has closed the connection")
 
@@ -104,7 +106,7 @@ class Connection:
         return self._store.check([key])
 
     def read(self, keys: list[str]) -> list[bytes]:
-        """The values of keys that are there."""
+        """Values of existing keys."""
         self.check()
         return self._store.multi_get(keys) if keys else []
 

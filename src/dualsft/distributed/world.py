@@ -1,18 +1,17 @@
-"""Many processes, one answer: who computes what, and how it comes together.
+"""Distribution of work over processes, and the collectives that combine the results.
 
-A run under torchrun is one `World` of processes that all execute the same stages. Examples are
-shared out batch by batch, each to exactly one process; vectors over the candidates are shared out
-by rows, each row to exactly one process (`own`). Gradients are **summed** over the processes and
-never averaged: G of Algorithm 1 line 3 is a sum over examples, and a training step divides by the
-size of its whole batch. With one process every method here returns what it is given: the callers
-have one code path.
+A run under torchrun is a `World` of processes that all execute the same stages. Each batch of
+examples is assigned to exactly one process, and so is each row of a vector over the candidates
+(`own`). Gradients are **summed** over processes, never averaged: G of Algorithm 1 line 3 is a sum
+over examples, and a training step divides by the size of the global batch. With one process every
+method returns its input, so callers need no separate code path.
 
-How the model itself is held is the world's mode. Replicated, every process has all of it and only
-sums meet. Sharded, each has its rows of every parameter, of G, ĉ, v and u (`model/sharded.py`,
-FSDP2).
+The model is replicated or sharded. Replicated: every process holds the whole model, and only sums
+are reduced. Sharded: each process holds its rows of every parameter and of G, ĉ, v and u
+(`model/sharded.py`, FSDP2).
 
-The present world is `world()`. `joined()` makes it from torchrun's environment; under `alone()` a
-part that only the first process executes sees a world of one.
+`world()` returns the current world. `joined()` creates it from torchrun's environment. Code that a
+single process runs on its own is wrapped in `alone()`, which sets a world of size 1.
 """
 
 from __future__ import annotations
@@ -37,33 +36,32 @@ from dualsft.errors import ConfigError, RunError
 T = TypeVar("T")
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun, accelerate launch and every other launcher of torch sets."""
+"""Variables set by torchrun, accelerate launch and other torch launchers."""
 MEETING = timedelta(minutes=10)
-"""All processes must have started within this time."""
+"""Timeout for all processes to join."""
 PATIENCE = timedelta(days=30)
-"""A collective waits as long as its peers live: that they do is watched by
-`distributed/heartbeat.py`."""
+"""Timeout of collectives: effectively none, since `distributed/heartbeat.py` detects dead peers."""
 
-CHUNK = 1 << 22  # entries handled at a time where a temporary copy is needed
+CHUNK = 1 << 22  # entries per chunk, which bounds the size of temporary copies
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of this run, seen from one of them."""
+    """The processes of a run, from the view of one of them."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     sharded: bool = False
-    """Whether parameters and vectors are held by rows, one share a process."""
+    """Whether parameters and vectors are sharded by rows over the processes."""
     offload: bool = False
-    """Whether the shares of the parameters live in the host's memory."""
+    """Whether the parameter shards are kept in host memory."""
 
-    # --- who ------------------------------------------------------------------------------------
+    # --- identity -------------------------------------------------------------------------------
 
     @property
     def main(self) -> bool:
-        """The process that writes the run folder and speaks."""
+        """Whether this is rank 0, which writes the run folder and logs."""
         return self.rank == 0
 
     @property
@@ -73,21 +71,21 @@ class World:
     # --- examples -------------------------------------------------------------------------------
 
     def turns(self, items: Sequence[T]) -> list[Sequence[T]]:
-        """The items in turns of at most one a process; the last turn may leave some idle."""
+        """Group items into turns of one per process; the last turn may be incomplete."""
         return [items[i : i + self.size] for i in range(0, len(items), self.size)]
 
     def mine(self, turn: Sequence[T]) -> T | None:
-        """This process's item of a turn, if it has one."""
+        """This process's item in a turn, or None."""
         return turn[self.rank] if self.rank < len(turn) else None
 
     def dealt(self, items: Sequence[T]) -> list[Sequence[T]]:
-        """Each process's share of the items, as cards are dealt."""
+        """Items of each process by rank, assigned round-robin."""
         return [items[rank :: self.size] for rank in range(self.size)]
 
     # --- rows -----------------------------------------------------------------------------------
 
     def own(self, shape: Sequence[int], rank: int | None = None) -> tuple[int, int]:
-        """The flat range of a tensor that belongs to a process: whole rows, as FSDP2 cuts them."""
+        """Flat range of a tensor owned by a process: whole rows, split as FSDP2 does."""
         rank = self.rank if rank is None else rank
         rows = shape[0] if len(shape) else 1
         width = int(np.prod(shape[1:])) if len(shape) else 1
@@ -95,19 +93,19 @@ class World:
         return min(rank * share, rows) * width, min((rank + 1) * share, rows) * width
 
     def own_chunks(self, shape: Sequence[int], size: int = CHUNK) -> Iterator[tuple[int, int]]:
-        """Borders of the flat chunks of that range; one empty chunk when it has no entry."""
+        """Bounds of flat chunks of the own range; a single empty chunk if the range is empty."""
         first, last = self.own(shape)
         for start in range(first, max(first + 1, last), size):
             yield start, min(start + size, last)
 
     def held(self, shape: Sequence[int], rank: int | None = None) -> tuple[int, int]:
-        """The flat range that a process has in memory: its own when sharded, otherwise all."""
+        """Flat range that a process holds in memory: its own rows if sharded, else all."""
         return self.own(shape, rank) if self.sharded else (0, int(np.prod(shape)))
 
-    # --- words ----------------------------------------------------------------------------------
+    # --- object collectives ---------------------------------------------------------------------
 
     def told(self, value: T) -> T:
-        """What the first process says; the others' own value is not looked at."""
+        """Broadcast the value of rank 0; the values of other ranks are ignored."""
         if self.size == 1:
             return value
         box = [value if self.main else None]
@@ -115,11 +113,11 @@ class World:
         return box[0]  # pyright: ignore[reportReturnType]
 
     def decided(self, make: Callable[[], T]) -> T:
-        """What `make` gives in the first process, which alone calls it."""
+        """Call `make` on rank 0 only and broadcast the result."""
         return self.told(make() if self.main else None)  # pyright: ignore[reportReturnType]
 
     def answers(self, value: T) -> list[T]:
-        """What every process says, by rank."""
+        """Gather the values of all processes, by rank."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -127,7 +125,7 @@ class World:
         return found
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
-        """For each flag, whether any process has it."""
+        """For each flag, whether it is set on any process."""
         if self.size == 1:
             return flags
         shared = torch.tensor([int(flag) for flag in flags])
@@ -135,11 +133,11 @@ class World:
         return tuple(bool(flag) for flag in shared.tolist())
 
     def barrier(self) -> None:
-        """Until all are here."""
+        """Wait until all processes reach this call."""
         self.any(False)
 
     def agreed(self, value: str, what: str) -> None:
-        """Refuse to go on when the processes do not have the same."""
+        """Raise on all processes if their values differ."""
         found = self.answers(value)
         odd = [rank for rank, other in enumerate(found) if other != found[0]]
         if odd:
@@ -148,28 +146,28 @@ class World:
                 "nothing was written. The processes must run the same code on the same files"
             )
 
-    # --- sums -----------------------------------------------------------------------------------
+    # --- tensor collectives ---------------------------------------------------------------------
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """The sum over the processes, in place."""
+        """Sum over the processes, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def max_(self, tensor: Tensor) -> Tensor:
-        """The largest of the processes' values, entry by entry, in place."""
+        """Elementwise maximum over the processes, in place."""
         if self.size > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
     def total(self, values: np.ndarray) -> np.ndarray:
-        """The sum over the processes of an array, in place."""
+        """Sum a NumPy array over the processes, in place."""
         if self.size > 1 and values.size:
             dist.all_reduce(torch.from_numpy(values))
         return values
 
     def joined(self, own: Tensor) -> Tensor:
-        """The processes' 1-D tensors of any lengths one after the other, on every process."""
+        """Concatenate the 1-D tensors of all processes, of any lengths, on every process."""
         if self.size == 1:
             return own
         counts = self.answers(own.numel())
@@ -181,17 +179,18 @@ class World:
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def across(self, count: int) -> int:
-        """How many there are, when each process holds `count` of what is its own."""
+        """Total count: the sum over processes if sharded, else `count`."""
         return sum(self.answers(count)) if self.sharded else count
 
     def kept(self, own: Tensor) -> Tensor:
-        """What a process keeps of the processes' 1-D tensors: its own when sharded, else all."""
+        """The 1-D tensor to keep: this process's own if sharded, else all concatenated."""
         return own if self.sharded else self.joined(own)
 
     def at_main(self, owner: int, make: Callable[[], Tensor], like: Tensor) -> Tensor | None:
-        """What `make` gives in the process `owner`, as the first process has it (in host memory).
+        """Call `make` on rank `owner` and send the result to rank 0, in host memory.
 
-        `like` is an empty host tensor of its size and dtype, which the first process may write to.
+        `like` is a host tensor of the same size and dtype that rank 0 may use as receive buffer.
+        Returns None on other ranks.
         """
         if owner == 0:
             return make() if self.main else None
@@ -204,25 +203,25 @@ class World:
 
 
 def gather(every: Tensor, own: Tensor) -> None:
-    """All processes' equal shares into one tensor, by rank."""
-    newer = getattr(dist, "all_gather_single", None)  # its name since torch 2.13
+    """All-gather equally sized tensors into one, by rank."""
+    newer = getattr(dist, "all_gather_single", None)  # new name in torch 2.13
     (newer or dist.all_gather_into_tensor)(every, own)
 
 
 def scatter_sum(own: Tensor, every: Tensor) -> None:
-    """The sum over the processes of equal shares: each process is given its own."""
+    """Reduce-scatter: sum over the processes and keep this process's share."""
     newer = getattr(dist, "reduce_scatter_single", None)
     (newer or dist.reduce_scatter_tensor)(own, every)
 
 
 class _Present:
-    """The world that this process is in."""
+    """Holds the current world."""
 
     world = World()
 
 
 def world() -> World:
-    """The present world: of one process, unless `joined` made a larger one."""
+    """The current world; of size 1 unless `joined` created a larger one."""
     return _Present.world
 
 
@@ -237,26 +236,26 @@ def _being(one: World) -> Iterator[World]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """For what the first process does by itself while the others wait: a world of one."""
+    """Set a world of size 1, for code that a process runs without the others."""
     with _being(World(local_rank=world().local_rank)):
         yield
 
 
 @contextmanager
 def settled(*, sharded: bool, offload: bool) -> Iterator[World]:
-    """The present world with the model held so."""
+    """Set how the model is held in the current world."""
     with _being(replace(world(), sharded=sharded, offload=offload)) as one:
         yield one
 
 
 def launched(alone_too: bool = True) -> bool:
-    """Whether a launcher has started this process, as one of several or alone as well."""
+    """Whether a launcher started this process; `alone_too` includes a world of size 1."""
     given = all(name in os.environ for name in ENVIRONMENT)
     return given and (alone_too or os.environ["WORLD_SIZE"] != "1")
 
 
 def place_of_meeting() -> str:
-    """Where the first of several processes is about to wait for the others; empty otherwise."""
+    """Message that rank 0 logs before it waits for the other processes; else empty."""
     if not launched(alone_too=False) or world().size > 1 or os.environ["RANK"] != "0":
         return ""
     size, where = os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]
@@ -264,13 +263,13 @@ def place_of_meeting() -> str:
 
 
 def _meet(rank: int, size: int) -> Any:
-    """The store through which the processes find each other, once all are there."""
+    """Rendezvous: return the store once all processes have joined."""
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         store, _, _ = next(rendezvous("env://", rank, size, timeout=MEETING))
     except dist.DistError as problem:
         raise RunError(
-            f"rank {rank} of {size} did not meet the others at {where} within "
+            f"rank {rank} of {size} could not join the others at {where} within "
             f"{MEETING.total_seconds() / 60:.0f} minutes ({problem}); start all processes, with "
             "the same MASTER_ADDR and MASTER_PORT"
         ) from None
@@ -279,10 +278,10 @@ def _meet(rank: int, size: int) -> Any:
 
 @contextmanager
 def joined(use_cuda: bool, alone_too: bool = True) -> Iterator[World]:
-    """Take part in the world that the launcher's environment describes; leave it at the end.
+    """Initialize the process group from the launcher's environment; destroy it at the end.
 
-    Without a launcher, and inside an outer `joined`, nothing happens; nor, without `alone_too`, in
-    a world of one process. A process group that the caller has made is used and left as it is.
+    Does nothing without a launcher, inside an outer `joined`, or, without `alone_too`, in a world
+    of size 1. An existing process group is used and not destroyed.
     """
     if not launched(alone_too) or world().size > 1:
         yield world()
@@ -298,12 +297,12 @@ def joined(use_cuda: bool, alone_too: bool = True) -> Iterator[World]:
         dist.init_process_group(backend, timeout=PATIENCE, device_id=device, **named)
     elif "gloo" not in str(dist.get_backend_config()):
         raise ConfigError(
-            f"the process group was made with {dist.get_backend_config()} alone; words between the "
-            "processes need gloo too: init_process_group('cpu:gloo,cuda:nccl')"
+            f"the process group was initialized with {dist.get_backend_config()} only; collectives "
+            "on CPU tensors need gloo too: init_process_group('cpu:gloo,cuda:nccl')"
         )
     with _being(World(rank=rank, size=size, local_rank=local_rank)) as one:
         yield one
-    if made:  # after an error the others may not come to it: the process ends without
+    if made:  # not after an error: other processes may not reach this call, and it would block
         dist.destroy_process_group()
 
 
@@ -311,8 +310,8 @@ def _take_device(local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise ConfigError(
-            f"this machine has {count} GPUs, and this is its process {local_rank + 1}; start at "
-            f"most {count} processes on it (--nproc-per-node {count})"
+            f"this machine has {count} GPUs, but this is process {local_rank + 1} on it; start at "
+            f"most {count} processes per machine (--nproc-per-node {count})"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -1,1 +1,1 @@
-"""Gradients of many examples in one backward pass: G, per-example dot products, bounds."""
+"""Ghost engine: G, per-example dot products and norm bounds in one backward pass per batch."""

@@ -1,10 +1,11 @@
-"""Activation checkpointing of the decoder blocks: less memory for one more forward pass.
+"""Activation checkpointing of the decoder blocks: less memory at the cost of one more forward pass.
 
-A checkpointed block keeps its input alone; what its backward needs is computed again when the
-backward reaches it. The same operations on the same numbers: results keep every bit on a CPU. It
-works in training and in eval mode (Algorithm 1 takes its gradients, lines 3 to 8, in eval mode;
-the models' own switch works in training mode only), under the ghost engine's taps as well, whose
-rules see each use of a parameter once: the graph of the second forward is never walked.
+Not part of Algorithm 1. A checkpointed block stores only its input and recomputes its activations
+in the backward pass. The operations are the same, so results on a CPU are bit-identical. It works
+in training and in eval mode: Algorithm 1 takes its gradients (lines 3 to 8) in eval mode, where the
+models' own `gradient_checkpointing_enable` has no effect. It also works with the taps of the ghost
+engine: each use of a parameter is observed once, because no backward runs through the graph of the
+recomputed forward.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dualsft.model.load import decoder_blocks
 
 @contextmanager
 def checkpointed(model: PreTrainedModel, on: bool = True) -> Iterator[None]:
-    """Every decoder block recomputes its activations in the backward, while the context lasts."""
+    """Inside the context, backward recomputes the activations of every decoder block."""
     with ExitStack() as stack:
         for block in decoder_blocks(model)[1] if on else ():
             stack.enter_context(_recomputing(block))
@@ -32,14 +33,14 @@ def checkpointed(model: PreTrainedModel, on: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _recomputing(block: nn.Module) -> Iterator[None]:
-    """This block's forward, checkpointed; what stood in its place returns afterwards."""
+    """Replace the forward of one block by a checkpointed one, and restore it afterwards."""
     patched = vars(block).get("forward")
     forward: Callable[..., Any] = block.forward
 
     def recomputed(*inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*inputs, **named)
-        # dropout draws again what it drew; without it, no random state need be read
+        # dropout must draw the same noise twice; in eval mode there is none, so skip the RNG state
         return checkpoint(
             forward, *inputs, use_reentrant=False, preserve_rng_state=block.training, **named
         )

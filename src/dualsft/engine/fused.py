@@ -1,12 +1,11 @@
-"""A block's elementwise work in fewer passes over memory: RMS norm, gated activation, rotation.
+"""Fused elementwise operations of a decoder block: RMS norm, gated activation, rotary embedding.
 
-It belongs to no line of Algorithm 1: it is what a model computes anyway between its matrix
-products, in scoring (lines 3 to 8) and in training (lines 1 and 12). Eager PyTorch reads and writes
-each tensor many times and keeps fp32 copies for the backward pass; here each operation keeps its
-own input and computes its gradient directly. `fused_blocks` puts them in the place of a model's own
-modules, on CUDA with Triton, and only where a trial on random numbers shows that module and
-replacement agree; whatever is not recognised stays as it is. The plain expressions stand beside the
-kernels: they are what the tests compare with.
+Not part of Algorithm 1: a model computes these between its matrix products anyway, in scoring
+(lines 3 to 8) and in training (lines 1 and 12). Eager PyTorch reads and writes each tensor many
+times and keeps fp32 copies for the backward pass. The operations here save only their inputs and
+compute the gradient directly. `fused_blocks` replaces a model's own modules on CUDA with Triton,
+and only where module and replacement agree on random inputs; modules that are not recognised are
+not replaced. Each operation also has a plain PyTorch expression, which the tests compare with.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ KERNEL_DTYPES = (torch.float32, *HALF_DTYPES)
 
 @cache
 def triton_works() -> bool:
-    """Whether Triton is there and compiles for the present GPU; said once when it does not."""
+    """Whether Triton is installed and compiles for the current GPU; warns once if not."""
     try:
         from dualsft.engine import kernels
 
@@ -47,12 +46,13 @@ def triton_works() -> bool:
         kernels.cross_entropy(row, row.new_zeros(1, dtype=torch.int64), row.new_ones(1), None)
     except (
         Exception
-    ) as problem:  # no Triton, no compiler, an unknown GPU: each fails in its own way
+    ) as problem:  # no Triton, no compiler, unknown GPU: each raises another exception type
         if is_out_of_memory(problem):
             raise
         log.warning(
-            "Triton kernels cannot be used (%s: %s): the same results up to rounding, slower and "
-            "with more memory (install a Triton that fits this torch, and a C compiler)",
+            "Triton kernels cannot be used (%s: %s): results are the same up to rounding, but runs "
+            "are slower and need more memory (install a C compiler and a Triton version that "
+            "matches this torch)",
             type(problem).__name__,
             str(problem).splitlines()[0] if str(problem) else "",
         )
@@ -70,7 +70,7 @@ def _kernels() -> ModuleType | None:
 
 
 def kernels_for(x: Tensor) -> Any:
-    """The kernels, for a tensor that they take; None where the plain expressions are used."""
+    """The kernel module if it supports this tensor; None: use the plain expressions."""
     return _kernels() if x.is_cuda and x.dtype in KERNEL_DTYPES else None
 
 
@@ -78,7 +78,7 @@ def kernels_for(x: Tensor) -> Any:
 
 
 class RmsNorm(torch.autograd.Function):
-    """x̂ ⊙ w, or with `offset` x̂ ⊙ (1 + w) (Gemma's), in the weight's dtype; x̂ = x / rms(x)."""
+    """x̂ ⊙ w, or with `offset` x̂ ⊙ (1 + w) (Gemma), in the weight's dtype; x̂ = x / rms(x)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
@@ -118,7 +118,7 @@ class RmsNorm(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """act(gate) ⊙ up with SiLU or tanh-GELU; keeps gate and up, not the activation."""
+    """act(gate) ⊙ up with SiLU or tanh-GELU; saves gate and up, not the activation."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
@@ -149,7 +149,7 @@ def _activation(gelu: bool) -> Callable[[Tensor], Tensor]:
 
 
 class Rotate(torch.autograd.Function):
-    """Rotary embedding of one of q and k: x ⊙ cos + rotate_half(x) ⊙ sin, in x's own dtype."""
+    """Rotary embedding of q or k: x ⊙ cos + rotate_half(x) ⊙ sin, in x's dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -175,19 +175,19 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
 
 
-# --- in the place of a model's modules ---------------------------------------------------------
+# --- replacing a model's modules ---------------------------------------------------------------
 
 
 @contextmanager
 def fused_blocks(
     model: PreTrainedModel, *, wide: bool = False, wanted: bool | None = None
 ) -> Iterator[None]:
-    """The model with fused norms, gated activations and rotations, as before afterwards.
+    """Inside the context the model has fused norms, gated activations and rotary embeddings.
 
-    By default where the model is on CUDA in a dtype that the kernels take; `wanted` decides
-    otherwise (the tests run the plain expressions on a CPU). With `wide` the residual stream of a
-    half-precision model is fp32, since a fused norm takes it as it is: what the blocks add to it is
-    then not rounded away, and gradients flow back along it in fp32.
+    By default only if the model is on CUDA in a dtype that the kernels support; `wanted` overrides
+    this (the tests run the plain expressions on a CPU). With `wide` the residual stream of a
+    half-precision model is fp32, which fused norms accept: the outputs of the blocks are then added
+    without rounding the stream, and its gradients are fp32.
     """
     first = next(model.parameters())
     like = torch.empty(0, dtype=first.dtype, device=device_of(model))
@@ -197,7 +197,7 @@ def fused_blocks(
     with ExitStack() as stack:
         for module in model.modules():
             forward = fused_forward(module, first.dtype)
-            if forward is not None and "forward" not in vars(module):
+            if forward is not None and "forward" not in vars(module):  # not patched already
                 module.forward = forward
                 stack.callback(delattr, module, "forward")
         for source in _rotary_modules(model):
@@ -218,15 +218,15 @@ def _say_once(model: PreTrainedModel, what: str) -> None:
     said: set[str] = vars(model).setdefault("_dualsft_said", set())
     if what not in said:
         said.add(what)
-        log.info("%s: not every norm is one that can be fused: %s", type(model).__name__, what)
+        log.info("%s: not every norm can be fused: %s", type(model).__name__, what)
 
 
 @torch.no_grad()
 def _takes_wide(model: PreTrainedModel, like: Tensor) -> bool:
-    """Whether every block takes an fp32 residual stream and the last norm gives the model's dtype.
+    """Whether the blocks accept an fp32 residual stream and the last norm casts it back.
 
-    A module that was not recognised would hand fp32 to a half-precision product, which torch
-    refuses; such a model keeps its own dtype throughout.
+    A module that was not replaced would pass fp32 to a half-precision matrix product, which raises
+    an error. The residual stream of such a model stays in the model's dtype.
     """
     ids = torch.zeros(1, 2, dtype=torch.long, device=device_of(model))
     decoder = text_decoder(model)
@@ -241,7 +241,7 @@ def _takes_wide(model: PreTrainedModel, like: Tensor) -> bool:
 
 
 def fused_forward(module: nn.Module, dtype: torch.dtype) -> Callable[..., Tensor] | None:
-    """A replacement for the module's forward that was tried and agrees, or None."""
+    """A fused replacement for the module's forward that passed the comparison, or None."""
     if any(p.dtype != dtype for p in module.parameters()):
         return None
     for made in (_norm_forward(module), _gated_forward(module)):
@@ -285,7 +285,8 @@ def _gated_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
     twin = _twin(module)
     noise = torch.Generator().manual_seed(1)
-    for name, (inner, outer) in _PROJECTIONS.items():  # small ones: the trial is of what is between
+    # small projections suffice: the comparison is about the operations between them
+    for name, (inner, outer) in _PROJECTIONS.items():
         linear = twin._modules[name] = nn.Linear(inner, outer)
         linear.weight.data = torch.randn(outer, inner, generator=noise)
     for gelu in (False, True):
@@ -298,12 +299,13 @@ _PROJECTIONS = {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}
 
 
 def _takes_one_tensor(module: nn.Module) -> bool:
-    """A norm with a gate, or an MLP that is told more than its input, is another thing."""
+    """False for a norm with a gate or an MLP with more inputs, which are not replaced."""
     return len(signature(module.forward).parameters) == 1
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """The module's own code with parameters and parts that can be exchanged, on the CPU."""
+    """A shallow copy of the module, without hooks, whose parameters and children can be replaced
+    by small ones on the CPU."""
     twin = copy.copy(module)
     twin._parameters, twin._modules = dict(module._parameters), dict(module._modules)
     twin._forward_hooks, twin._forward_pre_hooks = OrderedDict(), OrderedDict()
@@ -312,8 +314,8 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _agree(twin: nn.Module, forward: Callable[[Tensor], Tensor], width: int) -> bool:
-    """Whether both give the same in fp32, to rounding: on numbers small and large, with and
-    without a mean, in evaluation and in training (a dropout between would show)."""
+    """Whether both agree in fp32 up to rounding, on small and large inputs, with and without a
+    mean, in eval and in training mode (which would reveal a dropout)."""
     noise = torch.Generator().manual_seed(0)
     for scale, mean in ((1.0, 0.0), (1.0, 1.5), (40.0, -20.0), (1e-3, 0.0)):
         x = scale * torch.randn(4, 3, width, generator=noise) + mean
@@ -324,7 +326,7 @@ def _agree(twin: nn.Module, forward: Callable[[Tensor], Tensor], width: int) -> 
                     own = twin(x)
                     ours = forward(x)
             except (TypeError, ValueError, RuntimeError, AttributeError):
-                return False  # code that does not take a plain tensor: not one of these
+                return False  # the module does not accept a plain tensor: do not replace it
             largest = float(own.abs().max())
             if own.dtype != ours.dtype or not _near(own, ours, largest):
                 return False
@@ -339,7 +341,7 @@ Rotary = Callable[..., tuple[Tensor, Tensor]]
 
 
 def _rotation(own: Rotary) -> Rotary:
-    """The fused rotation of q and k; whatever is not a plain one is left to the model's own."""
+    """The fused rotation of q and k; calls `own` for any variant of the plain rotation."""
 
     def rotate_both(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any
@@ -358,7 +360,7 @@ def _rotation(own: Rotary) -> Rotary:
 
 @torch.no_grad()
 def _rotary_modules(model: PreTrainedModel) -> list[Any]:
-    """The modelling files of this model whose `apply_rotary_pos_emb` is the plain rotation."""
+    """The modeling modules of this model whose `apply_rotary_pos_emb` is the plain rotation."""
     noise = torch.Generator().manual_seed(0)
     q = torch.randn(2, 2, 3, 8, generator=noise)
     k = torch.randn(2, 1, 3, 8, generator=noise)
@@ -371,7 +373,7 @@ def _rotary_modules(model: PreTrainedModel) -> list[Any]:
             continue
         try:
             expected, actual = own(q, k, cos, sin), _rotation(own)(q, k, cos, sin)
-        except (TypeError, ValueError, RuntimeError):  # another signature: left alone
+        except (TypeError, ValueError, RuntimeError):  # another signature: do not replace it
             continue
         if all(_near(a, b, 10.0) for a, b in zip(expected, actual, strict=True)):
             found.append(source)

@@ -1,17 +1,17 @@
-"""The ghost engine: G, per-example dot products and their bounds, in one backward pass.
+"""The ghost engine: G, per-example dot products and norm bounds, in one backward pass.
 
-Algorithm 1 lines 3, 5, 6 (sums of gradients) and 8 (GhostDot), ALGORITHM.md §2 and §4. While an
-ordinary backward runs, each use of a candidate parameter is observed once, with its input a_t and
-its output gradient ε_t, and gives any of
+Algorithm 1 lines 3, 5, 6 (sums of gradients) and 8 (GhostDot); docs/algorithm.md. During an
+ordinary backward pass each use of a candidate parameter is observed once, with its input a_t and
+its output gradient ε_t, and contributes to any of
 
     Σ_n g_n                      added to an fp32 vector            (`sums`)
     ⟨U, g_n⟩ per example         Σ_t ε_t · (U a_t)                  (`direction`)
     an upper bound of ‖g_n,l‖    Σ_t ‖ε_t‖ ‖a_t‖                    (`bounds`)
 
-No example's gradient is ever formed. Parameters that are not candidates get no gradient at all.
-The rules by layer class are in `engine/rules.py`; a candidate that no rule covers is refused by
-name, and so is one whose input does not tell the examples of a batch apart. The output head never
-runs its own forward here: its rule is fed by `losses.HeadLoss`.
+Gradients of single examples are never formed. Parameters that are not candidates get no gradient.
+The rules for each layer class are in `engine/rules.py`. A candidate without a rule is refused by
+name, and so is one whose input does not keep the examples of a batch separate. The output head does
+not run its own forward here: `losses.HeadLoss` calls its rule.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from dualsft.storage.vectors import reduction_dtype
 
 @dataclass
 class Taps:
-    """What one pass collects. `begin` before each batch, then read `dots` and `inner_sums`."""
+    """Accumulators of one pass: `begin` before each batch, then read `dots` and `inner_sums`."""
 
     sums: Lender | None
     direction: Factors | None
@@ -67,7 +67,7 @@ class Taps:
     device: torch.device
     only: Collection[str] | None = None
     squared: bool = False
-    """Gradients of examples are made one by one: sums are of their squares, bounds their norms."""
+    """Form the gradient of each example; `sums` are then of squares, and bounds are exact norms."""
     num_examples: int = 0
     _dots: Tensor = field(init=False)
     _inner_sums: Tensor = field(init=False)
@@ -75,7 +75,7 @@ class Taps:
     _squared: set[str] = field(default_factory=set)
 
     def begin(self, num_examples: int) -> None:
-        """Forget the previous batch."""
+        """Reset the per-example values for a new batch."""
         self.num_examples = num_examples
         wide = reduction_dtype(self.device)
         self._dots = torch.zeros(num_examples, dtype=wide, device=self.device)
@@ -85,7 +85,7 @@ class Taps:
         self._squared.clear()
 
     def observes(self, rule: Rule) -> bool:
-        """Whether this pass is about the rule's candidates."""
+        """Whether this pass observes the rule's candidates."""
         if self.only is None:
             return True
         inside = [name in self.only for name in rule.names]
@@ -93,11 +93,12 @@ class Taps:
         return all(inside)
 
     def square_once(self, name: str) -> None:
-        """Refuse squares of a gradient that comes in several parts."""
+        """Raise if a gradient arrives in several parts: the square of a sum is not the sum of
+        squares."""
         if name in self._squared:
             raise RunError(
-                f"{name} is used more than once in a pass, so the squares of its gradient cannot "
-                "be made in batches; leave it out of score.candidates"
+                f"{name} is used more than once in a pass, so its squared gradient cannot be "
+                "computed in batches; leave it out of score.candidates"
             )
         self._squared.add(name)
 
@@ -110,7 +111,7 @@ class Taps:
     def add_tokens(
         self, kernels: Any, name: str, moved_MO: Tensor, grad_MO: Tensor, norms_M: Tensor | None
     ) -> None:
-        """Dots and bounds of one layer token by token, in one kernel; folded when they are read."""
+        """Add dots and bounds of one layer per token, in one kernel; `_fold` sums them on read."""
         rows, width = len(grad_MO), len(self.columns)
         if rows not in self._tokens:
             self._tokens[rows] = torch.zeros(2, width, rows, device=self.device)
@@ -134,7 +135,7 @@ class Taps:
 
     @property
     def inner_sums(self) -> Tensor:
-        """What each candidate tensor adds to the bound: [B, L]."""
+        """Contribution of each candidate tensor to the bound: [B, L]."""
         self._fold()
         return self._inner_sums
 
@@ -161,13 +162,14 @@ class GhostEngine:
         return device_of(self.model)
 
     def on(self, model: PreTrainedModel) -> GhostEngine:
-        """This engine on another copy of its model."""
+        """The same engine for another copy of its model."""
         if model is self.model:
             return self
         return GhostEngine(model, find_candidates(model, self.candidates.spec))
 
     def _bind(self) -> dict[str, str]:
-        """One rule for each module that uses a candidate; returns the candidates without a rule."""
+        """Create a rule for each module that uses a candidate; return the candidates without one,
+        each with the reason."""
         names = {id(p): name for name, p in self.candidates.items()}
         head = output_head(self.model)
         uncovered: dict[str, str] = {}
@@ -196,7 +198,7 @@ class GhostEngine:
 
     @torch.no_grad()
     def _mixed(self) -> list[str]:
-        """Two rows of three tokens forward: the candidates whose input mixes the examples."""
+        """Candidates whose input mixes examples, found by a forward pass of a 2 x 3 batch."""
         ids = torch.zeros(2, 3, dtype=torch.long, device=self.device)
         batch = Batch(ids, torch.ones_like(ids), torch.arange(3).to(ids).expand(2, 3), ids)
         found: list[str] = []
@@ -217,8 +219,8 @@ class GhostEngine:
 
     @property
     def separable(self) -> bool:
-        """Whether each candidate's gradient comes from one use of it, so that it can be squared:
-        no embedding, no head, no weight that is used twice."""
+        """Whether each candidate's gradient comes from a single use and can be squared: no
+        embedding, no head, no weight that is used twice."""
         simple = all(isinstance(rule, LinearRule | NormRule) for rule in self.rules)
         names = [name for rule in self.rules for name in rule.names]
         return simple and self.head_rule is None and len(names) == len(set(names))
@@ -233,13 +235,13 @@ class GhostEngine:
         only: Collection[str] | None = None,
         squared: bool = False,
     ) -> Iterator[Taps]:
-        """Observe every backward inside the block; the model is as before afterwards.
+        """Observe every backward pass inside the context; restores the model on exit.
 
-        `only` names the candidates to observe, whole modules at a time; the backward then ends at
-        the first of them.
+        `only` names the candidates to observe (all or none of a module's). The backward pass then
+        stops at the first block that holds one of them.
         """
         dtype = self.candidates.dtype
-        assert self.separable or not squared, "a gradient in several parts has no squares yet"
+        assert self.separable or not squared, "squared needs engine.separable"
         taps = Taps(
             sums, direction, bounds, self.columns, dtype, self.device, only=only, squared=squared
         )
@@ -254,8 +256,8 @@ class GhostEngine:
             yield taps
 
     def _start(self, only: Collection[str] | None) -> RemovableHandle:
-        """With every parameter frozen the graph starts at the token embeddings, or at the block
-        that holds the first of the candidates that are observed."""
+        """Hook that starts the autograd graph, since all parameters are frozen: at the token
+        embeddings, or at the first block that holds an observed candidate."""
         prefix, blocks = decoder_blocks(self.model) if only is not None else ("", [])
         depths = [_depth(name, prefix) for name in only or ()]
         if depths and None not in depths:
@@ -264,7 +266,7 @@ class GhostEngine:
         return self.model.get_input_embeddings().register_forward_hook(_start_graph)
 
     def head_observer(self, taps: Taps) -> HeadObserver | None:
-        """What `losses` must call for each chunk of logits, when the head is a candidate."""
+        """Callback for `losses` to call per chunk of logits; None if the head is not observed."""
         rule = self.head_rule
         if rule is None or not taps.observes(rule):
             return None
@@ -275,7 +277,7 @@ def _rule_for(module: nn.Module, used: dict[str, str]) -> Rule | None:
     if is_linear(module) and used.keys() <= {"weight", "bias"}:
         return LinearRule(module, used)
     if isinstance(module, nn.Embedding) and used.keys() == {"weight"}:
-        plain = len(signature(module.forward).parameters) == 1  # others compute what they look up
+        plain = len(signature(module.forward).parameters) == 1  # others compute their indices
         return EmbeddingRule(module, used) if plain else None
     is_norm = "Norm" in type(module).__name__ and all(p.ndim == 1 for p in module.parameters())
     if is_norm and used.keys() <= {"weight", "bias"}:
@@ -295,14 +297,14 @@ def _start_at_block(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
 
 
 def _depth(name: str, prefix: str) -> int | None:
-    """Number of the block that a parameter belongs to; None outside the blocks."""
+    """Index of the block that a parameter belongs to; None outside the blocks."""
     found = re.match(rf"{re.escape(prefix)}\.(\d+)\.", name)
     return int(found[1]) if found else None
 
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """requires_grad off everywhere, restored afterwards."""
+    """Turn `requires_grad` off for all parameters; restores it on exit."""
     every = {*model.parameters(), *gathered_parameters(model).values()}
     state = [(p, p.requires_grad) for p in every]
     for p, _ in state:
@@ -318,11 +320,12 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 def widened(
     *models: PreTrainedModel, tensor_cores: bool = False
 ) -> Iterator[tuple[PreTrainedModel, ...]]:
-    """Half-precision models with fp32 weights (the same numbers) inside the block.
+    """Convert half-precision models to fp32 weights (the same values) inside the context.
 
-    What rounding does to a score is seen, and mended, by computing it so. `tensor_cores` allows
-    TF32 products on CUDA: three bits more than bf16 at about half its speed. Given are the models
-    to compute with: the same ones, but of a sharded model a copy, read again.
+    Used to measure and to avoid the effect of rounding on scores. `tensor_cores` allows TF32
+    products on CUDA: three more bits than bf16 at about half its speed. Yields the models to
+    compute with: the same objects, except for sharded models, which are loaded again as fp32
+    copies.
     """
     sharded = [m for m in models if is_sharded(m)]
     half = any(p.dtype in HALF_DTYPES for m in models for p in m.parameters())
@@ -357,10 +360,10 @@ def alone(
     batch: Batch,
     visit: Callable[[str, Tensor], None],
 ) -> float:
-    """One example by plain autograd, no rule involved: `visit` sees each candidate's gradient.
+    """Gradient of one example by plain autograd; calls `visit` with each candidate's gradient.
 
-    The slow, independent path: the model's own forward, head and loss. Gradients are handed over
-    and freed one parameter at a time. Returns the example's loss.
+    An independent, slow path to check the rules: the model's own forward, head and loss. Each
+    gradient is freed after its call. Returns the example's loss.
     """
     assert len(batch.input_ids) == 1
     gathered = gathered_parameters(model)

@@ -1,14 +1,14 @@
-"""Triton kernels: the memory-bound work between the matrix products, one pass over memory each.
+"""Triton kernels for the memory-bound operations between matrix products, one memory pass each.
 
-ALGORITHM.md §2 "Ghost dot product" and §4 need, for each layer and token, ε_t · (U a_t) and ‖ε_t‖:
-`token_dots` reads both factors once. RMS norms, gated activations, rotary embeddings and the
-cross-entropy are a block's own elementwise work; PyTorch's eager versions read and write their
-tensors many times over (docs/performance.md has the bytes). Each kernel has its meaning as a plain
-PyTorch expression in `engine/fused.py` or `engine/rules.py`, which is what other devices run and
-what the tests compare with.
+The ghost dot product (Algorithm 1 line 8) and the bounds need ε_t · (U a_t) and ‖ε_t‖ for each
+layer and token; `token_dots` reads both factors once. RMS norms, gated activations, rotary
+embeddings and the cross-entropy are operations of the model; eager PyTorch reads and writes their
+tensors many times (docs/performance.md lists the bytes). Each kernel has an equivalent plain
+PyTorch expression in `engine/fused.py`, `engine/losses.py` or `engine/rules.py`, which runs on
+other devices and is the reference in the tests.
 
-This module needs Triton and is imported only where a CUDA tensor asks for it (`fused.kernels_for`).
-All sums are in fp32; offsets are 64-bit.
+This module needs Triton and is imported only for CUDA tensors (`fused.kernels_for`). All sums are
+in fp32; offsets are 64-bit.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 4096  # elements a program holds at a time
+_TILE = 4096  # elements per program and iteration
 
 
 def _block(width: int, most: int = _TILE) -> int:
@@ -55,13 +55,13 @@ def _token_dots(
 def token_dots(
     moved_MO: Tensor, grad_MO: Tensor, dots_M: Tensor, norms_M: Tensor | None, bounds_M: Tensor
 ) -> None:
-    """dots += Σ_o moved ⊙ grad, and with the inputs' norms: bounds += ‖grad‖ norms; row by row."""
+    """Per row: dots += Σ_o moved ⊙ grad and, if `norms_M` is given, bounds += ‖grad‖ · norms."""
     rows, width = grad_MO.shape
     with_bound = norms_M is not None
     _token_dots[(rows,)](
         moved_MO,
         grad_MO,
-        norms_M if with_bound else dots_M,
+        norms_M if with_bound else dots_M,  # a valid pointer that is not read
         dots_M,
         bounds_M,
         width,
@@ -123,7 +123,7 @@ def _rms_backward(
 
 
 def rms_forward(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor]:
-    """(normed and weighted x in the weight's dtype, 1 / rms of each row); `offset`: 1 + weight."""
+    """(x̂ ⊙ weight in the weight's dtype, 1 / rms of each row); `offset` uses 1 + weight."""
     width = x.shape[-1]
     rows = x.numel() // width
     y, rstd = torch.empty_like(x, dtype=weight.dtype), x.new_empty(rows, dtype=torch.float32)
@@ -138,7 +138,7 @@ def rms_forward(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Te
 def rms_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: bool, with_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x and, if asked for, of the weight."""
+    """Gradients of x and, with `with_weight`, of the weight."""
     width = x.shape[-1]
     rows = x.numel() // width
     block, per = _rms_tile(width)
@@ -155,7 +155,7 @@ def rms_backward(
 
 
 def _rms_tile(width: int) -> tuple[int, int]:
-    """(columns, rows) of a tile: whole rows, several where they are short."""
+    """(columns, rows) of a tile: whole rows, several of them if they are short."""
     block = max(16, triton.next_power_of_2(width))
     return block, max(1, 2048 // block)
 
@@ -169,7 +169,7 @@ def _warps(elements: int) -> int:
 
 @triton.jit
 def _activation(g, GELU: tl.constexpr):
-    """(act(g), act'(g)) for SiLU or GELU by tanh."""
+    """(act(g), act'(g)) for SiLU or tanh-GELU."""
     if GELU:
         inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
         tanh = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * inner))
@@ -256,7 +256,10 @@ def _rotate(
 
 
 def rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, back: bool) -> Tensor:
-    """x ⊙ cos + rotate_half(x) ⊙ sin, or its transpose; the result lies as [B, T, H, D]."""
+    """x ⊙ cos + rotate_half(x) ⊙ sin, or with `back` the transpose of that map.
+
+    The result has the shape of x and the memory layout [B, T, H, D].
+    """
     batch, heads, length, width = x_BHTD.shape
     assert cos_BTD.shape == sin_BTD.shape and cos_BTD.shape[0] in (1, batch)
     assert cos_BTD.shape[1:] == (length, width) and cos_BTD.is_contiguous()
@@ -305,7 +308,7 @@ def _cross_entropy(
 def cross_entropy(
     logits_CV: Tensor, target_C: Tensor, weight_C: Tensor, grad_CV: Tensor | None
 ) -> Tensor:
-    """Token losses; `grad_CV` gets their weighted gradient with respect to the logits."""
+    """Token losses; writes their weighted gradient with respect to the logits into `grad_CV`."""
     rows, width = logits_CV.shape
     value = logits_CV.new_empty(rows, dtype=torch.float32)
     if rows:

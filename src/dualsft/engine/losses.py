@@ -1,14 +1,15 @@
-"""The example loss, and CWSD, without full-vocabulary logits for a whole batch.
+"""The example loss and CWSD, computed without full-vocabulary logits for a whole batch.
 
-ALGORITHM.md §2: an example's loss is the mean cross-entropy over its own response tokens; CWSD
-(Algorithm 1 line 6) is a confidence-weighted KL from teacher to student on the same tokens. Both
-are functions of the last hidden states at the label positions, through the output head. `HeadLoss`
-walks those positions in chunks, writes the logit gradient down directly and multiplies it back
-through the head at once, so at most one chunk of fp32 logits exists at any time. Models that scale
-or soft-cap their logits do so after the linear head (`LogitMap`); its slope enters the gradient.
+The example loss (used in every line of Algorithm 1 that differentiates examples) is the mean
+cross-entropy over the example's own response tokens. CWSD (line 6) is a confidence-weighted KL from
+teacher to student on the same tokens. Both depend on the last hidden states at the label positions,
+through the output head. `HeadLoss` processes these positions in chunks: it computes the logit
+gradient in closed form and multiplies it with the head's weight at once, so at most one chunk of
+fp32 logits exists at a time. Models that scale or soft-cap their logits do so after the linear head
+(`LogitMap`); the gradient includes its slope.
 
-Shape letters: B examples, T positions, M label positions of the batch (all its examples), C rows of
-a chunk, D hidden width, V vocabulary.
+Shape letters: B examples, T positions, M label positions of all examples of the batch, C rows of a
+chunk, D hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,30 +31,33 @@ from dualsft.storage.vectors import accumulation_dtype, reduction_dtype
 
 CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 256 << 20}
 
-# called with (hidden_CD, logit_grad_CV, example_C) for each chunk: how a tapped head is observed
+# called per chunk with (hidden_CD, logit_grad_CV, example_C) if the ghost engine observes the head
 HeadObserver = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class Pointwise(Protocol):
-    """A loss on logits, token by token."""
+    """A loss that is a function of each token's logits."""
 
     def __call__(self, rows: slice, logits_CV: Tensor, want_grad: bool) -> tuple[Tensor, Tensor]:
-        """Token values and the weighted gradient with respect to the logits (may reuse them)."""
+        """Token losses and their weighted gradient with respect to the logits.
+
+        May overwrite `logits_CV`. Without `want_grad` the second result is unspecified.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Positions:
-    """The label positions of a batch: where the response tokens are predicted."""
+    """The label positions of a batch, at which response tokens are predicted."""
 
     row_M: Tensor
-    """Which example of the batch each position belongs to."""
+    """Example of the batch that each position belongs to."""
     column_M: Tensor
     """Position whose hidden state predicts the token."""
     target_M: Tensor
     """The token to predict."""
     count_B: Tensor
-    """Response tokens of each example (T_n)."""
+    """Number of response tokens of each example (T_n)."""
 
     @classmethod
     def of(cls, batch: Batch) -> Positions:
@@ -63,21 +67,22 @@ class Positions:
         return cls(row, column, shifted[row, column], count)
 
     def per_token(self, value_B: Tensor) -> Tensor:
-        """Spread a value per example over its tokens, divided by T_n."""
+        """Divide each example's value by T_n and repeat it for each of its tokens."""
         return (value_B / self.count_B)[self.row_M]
 
     def per_example_mean(self, value_M: Tensor) -> Tensor:
-        """Mean over each example's own tokens, in fp64 where the device has it."""
+        """Mean over the tokens of each example, in fp64 where the device supports it."""
         wide = reduction_dtype(value_M.device)
         total = torch.zeros(len(self.count_B), dtype=wide, device=value_M.device)
         return total.index_add_(0, self.row_M, value_M.to(wide)) / self.count_B
 
 
 def model_inputs(module: nn.Module, batch: Batch) -> dict[str, Any]:
-    """What a forward is given; models with positions of their own (ALiBi) take no position_ids.
+    """Arguments of a forward pass.
 
-    Behind its examples' own tokens a batch needs no mask: a causal model never looks there, and
-    without one attention has faster kernels.
+    Models that derive positions themselves (ALiBi) take no `position_ids`. A right-padded batch
+    needs no mask: causal attention never sees the padding, and attention without a mask has faster
+    kernels.
     """
     given: dict[str, Any] = {"input_ids": batch.input_ids}
     if not batch.padded_right:
@@ -95,15 +100,15 @@ def last_hidden(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class LogitMap:
-    """What a model does to the logits of its linear head: z → cap · tanh(scale · z / cap)."""
+    """The map applied to the output z of the linear head: cap · tanh(scale · z / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> LogitMap:
-        """Read off the configuration (Granite, Cohere, Falcon-H1; Gemma-2). That it is what the
-        model really does is checked on a row of every run (`self_checks.check_fused_loss`)."""
+        """Read from the model's config (Granite, Cohere, Falcon-H1; Gemma-2). Every run checks on
+        one row that the model really applies it (`self_checks.check_fused_loss`)."""
         config = model.config.get_text_config()
         scale = float(getattr(config, "logit_scale", None) or 1.0)
         scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)
@@ -112,7 +117,7 @@ class LogitMap:
         return cls(scale, float(cap) if cap else None)
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """The map itself, in place."""
+        """Apply the map in place."""
         if self.scale != 1.0:
             logits.mul_(self.scale)
         if self.cap is not None:
@@ -120,7 +125,7 @@ class LogitMap:
         return logits
 
     def slope(self, mapped: Tensor) -> Tensor | float | None:
-        """Its derivative, from the mapped logits: scale · (1 − (logit / cap)²); None when 1."""
+        """Derivative at the mapped logits: scale · (1 − (logit / cap)²); None if it is 1."""
         if self.cap is None:
             return None if self.scale == 1.0 else self.scale
         return (mapped / self.cap).square_().neg_().add_(1.0).mul_(self.scale)
@@ -128,7 +133,7 @@ class LogitMap:
 
 @dataclass(frozen=True)
 class Head:
-    """From hidden states to logits: a linear map, then the model's own `LogitMap`."""
+    """Output head: a linear map from hidden states to logits, then the model's `LogitMap`."""
 
     linear: nn.Linear
     shape: LogitMap
@@ -138,10 +143,10 @@ class Head:
         return cls(output_head(model), LogitMap.of(model))
 
     def raw(self, hidden: Tensor) -> Tensor:
-        """What the linear map gives, in fp32 (fp64 for an fp64 model) whatever the weights' dtype.
+        """Output of the linear map in fp32 (fp64 for an fp64 model), for any dtype of the weights.
 
-        On CUDA the product itself is not rounded to half precision: a logit of 20 in bf16 would be
-        off by up to 0.06.
+        On CUDA the product is not rounded to half precision: a logit of 20 in bf16 would be off by
+        up to 0.06.
         """
         weight, bias = self.linear.weight, self.linear.bias
         wide = accumulation_dtype(weight.dtype)
@@ -156,13 +161,13 @@ class Head:
 
     @property
     def chunk_rows(self) -> int:
-        """Positions whose fp32 logits fit the chunk size."""
+        """Number of positions whose fp32 logits fit into `CHUNK_BYTES`."""
         weight = self.linear.weight
         limit = CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cpu"])
         return max(1, limit // (4 * weight.shape[0]))
 
     def chunks(self, num_rows: int) -> list[slice]:
-        """Row ranges of that many positions."""
+        """Split `num_rows` positions into chunks of `chunk_rows`."""
         size = self.chunk_rows
         return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
@@ -170,7 +175,7 @@ class Head:
 class CrossEntropy:
     """−log softmax(logits)[target], weighted per token.
 
-    `weigh`, where given, makes a further factor of the token's own loss; it carries no gradient.
+    `weigh`, if given, maps the token losses to additional weights, which carry no gradient.
     """
 
     def __init__(
@@ -188,12 +193,15 @@ class CrossEntropy:
     def in_one_kernel(
         self, rows: slice, logits_CV: Tensor, grad_dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor] | None:
-        """The same where there is a kernel, with the gradient in the dtype asked for (or none)."""
+        """`__call__` by the fused kernel, with the gradient in `grad_dtype` (None: no gradient).
+
+        Returns None if there is no kernel for these logits.
+        """
         kernels = kernels_for(logits_CV)
         if kernels is None:
             return None
         target, weight = self.target_M[rows], self.weight_M[rows].to(logits_CV.dtype)
-        if self.weigh is not None and grad_dtype is not None:
+        if self.weigh is not None and grad_dtype is not None:  # `weigh` needs the losses first
             weight = self._weights(rows, kernels.cross_entropy(logits_CV, target, weight, None))
         grad = None if grad_dtype is None else torch.empty_like(logits_CV, dtype=grad_dtype)
         value = kernels.cross_entropy(logits_CV, target, weight, grad)
@@ -211,7 +219,7 @@ class CrossEntropy:
 
 
 class Distillation:
-    """τ² KL(teacher ‖ student) at temperature τ; its logit gradient is τ (p − q), weighted."""
+    """τ² KL(teacher ‖ student) at temperature τ, weighted per token; logit gradient τ (p − q)."""
 
     def __init__(
         self, teacher_MD: Tensor, head: Head, tau: float, weight_M: Tensor | None = None
@@ -230,7 +238,7 @@ class Distillation:
         return value, gradient.mul_(self.tau * self.weight_M[rows, None].to(gradient.dtype))
 
     def entropies(self) -> Tensor:
-        """The teacher's entropy at temperature 1, natural logs, token by token: [M]."""
+        """The teacher's entropy per token, at temperature 1, in nats: [M]."""
         parts = []
         for rows in self.head.chunks(len(self.teacher_MD)):
             log_q = torch.log_softmax(self.head.logits(self.teacher_MD[rows]), -1)
@@ -241,19 +249,23 @@ class Distillation:
 def _token_losses(
     head: Head, pointwise: Pointwise, rows: slice, hidden_CD: Tensor, want_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Token values of a chunk, and the weighted gradient with respect to the raw logits."""
+    """Token losses of a chunk and their weighted gradient with respect to the raw logits."""
     logits = head.logits(hidden_CD)
     if isinstance(pointwise, CrossEntropy) and head.shape == LogitMap():
         found = pointwise.in_one_kernel(rows, logits, hidden_CD.dtype if want_grad else None)
         if found is not None:
             return found
-    slope = head.shape.slope(logits) if want_grad else None
+    slope = head.shape.slope(logits) if want_grad else None  # first: the loss may overwrite logits
     value, gradient = pointwise(rows, logits, want_grad)
     return value, gradient if slope is None else gradient.mul_(slope)
 
 
 class HeadLoss(torch.autograd.Function):
-    """Σ over label positions of a weighted pointwise loss, its gradient computed chunk by chunk."""
+    """Weighted sum of a pointwise loss over label positions.
+
+    The forward computes the gradients chunk by chunk and stores them; the backward only scales
+    them. The first output is a zero that carries the gradient, the second the token losses.
+    """
 
     @staticmethod
     def forward(
@@ -308,7 +320,7 @@ def head_objective(
     pointwise: Pointwise,
     observer: HeadObserver | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(objective to call backward on, token values [M]); the objective's own value is not kept."""
+    """(objective to call backward on, token losses [M]). The value of the objective is always 0."""
     head = Head.of(model)
     linear, hidden_MD = head.linear, hidden_BTD[positions.row_M, positions.column_M]
     want_grad = torch.is_grad_enabled() and (
@@ -327,7 +339,7 @@ def example_objective(
     scale: float = 1.0,
     observer: HeadObserver | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(Σ_n scale · loss_n to differentiate, loss_n [B]): the sum over the examples."""
+    """(Σ_n scale · loss_n to differentiate, loss_n [B]), summed over the examples of the batch."""
     positions = Positions.of(batch)
 
     def work() -> tuple[Tensor, Tensor]:
@@ -350,7 +362,7 @@ def weighted_objective(
 ) -> tuple[Tensor, Tensor]:
     """(Σ_m weight_m · weigh(loss_m) · loss_m to differentiate, the unweighted loss_n [B]).
 
-    m runs over the batch's response tokens, example by example; `weigh` is held constant.
+    m runs over the response tokens of the batch, example by example; `weigh` has no gradient.
     """
     positions = Positions.of(batch)
     loss = CrossEntropy(positions.target_M, weight_M, weigh)
@@ -360,7 +372,7 @@ def weighted_objective(
 
 @torch.no_grad()
 def token_losses(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, ...]:
-    """−log p of every response token, one tensor an example."""
+    """−log p of every response token, one tensor per example."""
     positions = Positions.of(batch)
     unit = torch.ones(len(positions.row_M), device=positions.row_M.device)
     loss = CrossEntropy(positions.target_M, unit)
@@ -376,7 +388,7 @@ def distillation_objective(
     scale: float = 1.0,
     observer: HeadObserver | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """CWSD of a batch: (Σ_n scale · ω_n · mean KL to differentiate, mean KL_n [B], ω_n [B])."""
+    """CWSD of a batch: (Σ_n scale · ω_n · mean KL_n to differentiate, mean KL_n [B], ω_n [B])."""
     positions = Positions.of(batch)
 
     def work() -> tuple[Tensor, Tensor, Tensor]:
@@ -399,7 +411,7 @@ def distillation_objective(
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two models on the same tokens, per example."""
+    """Two models on the same tokens; one value per example."""
 
     loss_before: Tensor
     loss_after: Tensor
@@ -409,7 +421,7 @@ class Comparison:
 
 @torch.no_grad()
 def comparison(before: PreTrainedModel, after: PreTrainedModel, batch: Batch) -> Comparison:
-    """Losses of both models and the KL between them: one forward each."""
+    """Losses of both models and the KL between them, with one forward pass of each."""
     return through(before, lambda: through(after, lambda: _comparison(before, after, batch)))
 
 
@@ -431,7 +443,8 @@ def _comparison(before: PreTrainedModel, after: PreTrainedModel, batch: Batch) -
 
 @torch.no_grad()
 def both_logits(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Our head's logits at the label positions and the model's own, in one dtype: [M, V] each."""
+    """Logits at the label positions by `Head` and by the model's own forward: [M, V] each, in one
+    dtype."""
     positions = Positions.of(batch)
 
     def work() -> tuple[Tensor, Tensor]:
@@ -444,7 +457,7 @@ def both_logits(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def plain_example_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """The same example loss through the model's own logits: the slow path that checks the fast."""
+    """The example loss from the model's own logits: a slow path, used to check the fast one."""
     logits = model(**model_inputs(model, batch)).logits
     positions = Positions.of(batch)
     chosen = logits[positions.row_M, positions.column_M].to(accumulation_dtype(logits.dtype))

@@ -1,10 +1,11 @@
-"""Half precision where it is harmless, fp32 weights where its rounding would show (line 5 to 8).
+"""Precision of scoring: fp32 weights where the rounding of half precision matters.
 
-A score is ⟨u, g_n⟩. The rounding of one g_n is one example's; the rounding of u is in every score
-and in every entry of s_θ at once, and u comes from the few rows of D_val and D_anchor. So a
-half-precision run takes v_new and v_prior with fp32 weights (`score.precision: mixed`): the same
-numbers as the half-precision weights hold, TF32 products on a GPU, and a few thousand examples of
-extra work whatever the size of the pool. `half` does without, `full` walks the pool so as well.
+Algorithm 1 lines 5 to 8. A score is ⟨u, g_n⟩. Rounding of one g_n affects one example; rounding of
+u affects every score and every entry of s_θ, and u comes from the few rows of D_val and D_anchor.
+With `score.precision: mixed` a half-precision run therefore computes v_new and v_prior with fp32
+weights: the same values as the half-precision weights, with TF32 products on a GPU. This costs a
+few thousand examples of extra work, independent of the size of the pool. `half` never uses fp32
+weights; `full` uses them for the walk over the pool too.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from dualsft.engine.ghost import widened
 from dualsft.model.sharded import local_rows
 from dualsft.system.usage import free_memory
 
-MOST_OF_FREE = 0.45  # fp32 weights may take this share of what is free; the walk needs the rest
+MOST_OF_FREE = 0.45  # maximum fraction of free memory for fp32 weights; the walk needs the rest
 
 
 Precision = Literal["half", "mixed", "full"]
-"""`score.precision`: which walks of a half-precision run have fp32 weights."""
+"""`score.precision`: which walks of a half-precision run use fp32 weights."""
 
 
 @contextmanager
@@ -33,12 +34,12 @@ def precise(
     precision: Precision,
     what: Literal["directions", "pool"],
     label: str,
-    warn: Callable[[str], None],
+    warn: Callable[..., None],
     *models: PreTrainedModel,
 ) -> Iterator[tuple[PreTrainedModel, ...]]:
-    """The models to compute with: these, with fp32 weights where `precision` asks for them.
+    """Yield the models to compute with, converted to fp32 weights if `precision` requires it.
 
-    A walk whose fp32 weights do not fit into memory stays in half precision, with a warning.
+    If the fp32 weights do not fit into memory, warn and stay in half precision.
     """
     levels = ("mixed", "full") if what == "directions" else ("full",)
     wanted = models[0].dtype in HALF_DTYPES and precision in levels
@@ -52,7 +53,8 @@ def precise(
     if wanted and not fits:
         warn(
             f"{label}: fp32 weights would take {more / 2**30:.1f} GiB more and leave too little; "
-            "it stays in half precision (score.precision=half says so from the start)"
+            "it stays in half precision (score.precision=half says so from the start)",
+            code="half_precision",
         )
     used = widened(*models, tensor_cores=True) if wanted and fits else nullcontext(models)
     with used as wide:

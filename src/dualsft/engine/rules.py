@@ -1,16 +1,16 @@
-"""The exact rule of each layer class: how a use of a parameter enters a per-example gradient.
+"""The exact rule of each layer class: what one use of a parameter adds to a per-example gradient.
 
-ALGORITHM.md §2 "Ghost dot product" and §4 (bounds). With input a_t and output gradient ε_t:
+Algorithm 1 lines 3, 5, 6 (sums) and 8 (GhostDot). With input a_t and output gradient ε_t:
 
     linear      g_n = Σ_t ε_t a_tᵀ          dot Σ_t ε_t · (U a_t)      bound Σ_t ‖ε_t‖ ‖a_t‖
     bias        g_n = Σ_t ε_t               dot g_n · u                bound ‖g_n‖
     embedding   g_n[i] = Σ_{t: id_t=i} ε_t  dot Σ_t ε_t · U[id_t]      bound Σ_t ‖ε_t‖
     norm        g_n = Σ_t ε_t ⊙ x̂_t         dot g_n · u                bound ‖g_n‖
-    head        as linear, fed chunk by chunk with the logit gradient
+    head        as linear, called per chunk with the logit gradient
 
 A parameter used several times (a tied head) is observed by several rules: sums, dots and bounds
-add. Squares do not: where they are asked for (`Taps.squared`: Σ_n g_n ⊙ g_n in the place of
-Σ_n g_n, and ‖g_n‖ in the place of its bound) each g_n is made, a few at a time, and freed.
+add up. Squares do not. With `Taps.squared` (Σ_n g_n ⊙ g_n instead of Σ_n g_n, and ‖g_n‖ instead of
+its bound) each g_n is formed, a few at a time, and freed.
 
 Shape letters: B examples, T positions, I inputs, O outputs.
 """
@@ -35,27 +35,25 @@ if TYPE_CHECKING:
     from dualsft.engine.ghost import Taps
 
 
-MIXED = (
-    "its input is not (example, token, feature), so the examples of a batch cannot be told apart"
-)
+MIXED = "its input is not (example, token, feature), so the examples of a batch cannot be separated"
 
 
 APART_BYTES = 256 << 20
-"""Of per-example gradients that are made at a time."""
+"""Maximum bytes of per-example gradients formed at a time."""
 
 
 def add_product(total_OI: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += leftᵀ right, products of low-precision factors summed in the total's dtype."""
+    """total += leftᵀ right; low-precision factors are accumulated in the dtype of `total_OI`."""
     if left.dtype == total_OI.dtype:
         total_OI.addmm_(left.T, right)
-    elif left.is_cuda:
+    elif left.is_cuda:  # low-precision inputs, accumulated and returned in the total's dtype
         torch.addmm(total_OI, left.T, right, out_dtype=total_OI.dtype, out=total_OI)
     else:
         total_OI.addmm_(left.T.to(total_OI.dtype), right.to(total_OI.dtype))
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """Σ over all but the first dimension of a ⊙ b: [B]. `a` is a temporary and is used up.
+    """Σ over all but the first dimension of a ⊙ b: [B]. May overwrite `a`.
 
     (A batched matrix product would avoid the pass over memory, but on a CPU it costs more than the
     layer's own product; see docs/performance.md.)
@@ -65,7 +63,7 @@ def row_dots(a: Tensor, b: Tensor) -> Tensor:
 
 
 def token_norms(x: Tensor) -> Tensor:
-    """‖x_t‖: [B, T]. q, k and v share their input, so it is kept on the tensor."""
+    """‖x_t‖: [B, T]. Cached on the tensor, because q, k and v share their input."""
     kept = getattr(x, "_dualsft_norms", None)
     if kept is None:
         wide = accumulation_dtype(x.dtype)
@@ -75,24 +73,25 @@ def token_norms(x: Tensor) -> Tensor:
 
 
 class Rule(ABC):
-    """A module and the names of the candidates it owns, keyed by their own name in it."""
+    """A module and the candidates it owns."""
 
     def __init__(self, module: nn.Module, used: dict[str, str]) -> None:
+        """`used` maps the name inside the module ("weight", "bias") to the candidate's name."""
         self.module = module
         self.weight = used.get("weight")
         self.bias = used.get("bias")
         self.names = list(used.values())
 
     def separates(self, x: Tensor, num_examples: int) -> bool:
-        """Whether this input keeps the examples apart, as its first of three or more dimensions."""
+        """Whether the examples are the first of three or more dimensions of this input."""
         return x.ndim >= 3 and len(x) == num_examples
 
     @abstractmethod
     def attached(self, taps: Taps) -> Any:
-        """A context in which the module's uses are observed."""
+        """Context in which the uses of the module are observed."""
 
     def observe_vector(self, taps: Taps, name: str, gradient_BO: Tensor) -> None:
-        """A 1-D parameter: its per-example gradients are small, so they are used as they are."""
+        """Observe a 1-D parameter, whose per-example gradients are small enough to be formed."""
         wide = gradient_BO.to(taps.dtype)
         if taps.squared:
             taps.square_once(name)
@@ -107,7 +106,7 @@ class Rule(ABC):
 
 
 class LinearRule(Rule):
-    """nn.Linear (weight [O, I]) and GPT-2's Conv1D (weight [I, O])."""
+    """Rule of nn.Linear (weight [O, I]) and of GPT-2's Conv1D (weight [I, O])."""
 
     def __init__(self, module: nn.Module, used: dict[str, str]) -> None:
         super().__init__(module, used)
@@ -152,7 +151,7 @@ class LinearRule(Rule):
             taps.add_bound(name, (gradient * norms_BT).sum(1))
 
     def _observe_squares(self, taps: Taps, name: str, x_BTI: Tensor, grad_BTO: Tensor) -> None:
-        """Each example's own gradient, for its squares and its norm."""
+        """Form the gradient of each example, for its squares and its norm."""
         taps.square_once(name)
         left, right = (x_BTI, grad_BTO) if self.transposed else (grad_BTO, x_BTI)
         num_bytes = left.shape[-1] * right.shape[-1] * taps.dtype.itemsize
@@ -168,7 +167,7 @@ class LinearRule(Rule):
 
 
 class _TappedLinear(torch.autograd.Function):
-    """A linear map whose backward shows (input, output gradient) to its rule."""
+    """A linear map whose backward passes (input, output gradient) to its rule."""
 
     @staticmethod
     def forward(ctx, x: Tensor, rule: LinearRule, taps: Taps) -> Tensor:  # noqa: ANN001
@@ -191,7 +190,7 @@ class _TappedLinear(torch.autograd.Function):
 
 
 class _OutputRule(Rule):
-    """A rule that needs only the module's inputs and its output's gradient: a pair of hooks."""
+    """A rule that needs only the module's inputs and the gradient of its output (two hooks)."""
 
     @contextmanager
     def attached(self, taps: Taps) -> Iterator[None]:
@@ -213,7 +212,7 @@ class _OutputRule(Rule):
     def observe(self, taps: Taps, sources: tuple[Tensor, ...], grad: Tensor) -> None: ...
 
     def with_weight(self, weight: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-        """The module's own forward with another weight (and no bias)."""
+        """Run the module's forward with another weight and a zero bias."""
         changed = {"weight": weight}
         if getattr(self.module, "bias", None) is not None:
             changed["bias"] = torch.zeros_like(self.module.get_parameter("bias"))
@@ -221,7 +220,7 @@ class _OutputRule(Rule):
 
 
 class EmbeddingRule(_OutputRule):
-    """nn.Embedding and its scaled subclasses: the output is scale · W[token]."""
+    """Rule of nn.Embedding and its scaled subclasses: the output is scale · W[token]."""
 
     module: nn.Embedding
 
@@ -232,14 +231,18 @@ class EmbeddingRule(_OutputRule):
         first = torch.zeros(1, 1, dtype=torch.long, device=probe.device)
         values = self._unpadded(probe, first)
         if not bool((values == values.flatten()[0]).all()):
-            raise RunError(f"{self.weight}: the embedding is no uniform scaling of its rows")
+            raise RunError(
+                f"{self.weight}: the embedding does not scale all its entries by one factor, so "
+                "no exact rule covers it; leave it out of score.candidates"
+            )
         self.scale = float(values.flatten()[0])
 
     def separates(self, x: Tensor, num_examples: int) -> bool:
-        """Token or position numbers: [B, T]."""
+        """Whether this input is [B, T]: token or position ids."""
         return x.ndim == 2 and len(x) == num_examples
 
     def _unpadded(self, weight: Tensor, ids: Tensor) -> Tensor:
+        """Run the module's forward with another weight and without a padding index."""
         padding, self.module.padding_idx = self.module.padding_idx, None
         try:
             return functional_call(self.module, {"weight": weight}, (ids,))
@@ -252,7 +255,7 @@ class EmbeddingRule(_OutputRule):
         (source,) = sources
         wide = grad.to(taps.dtype) * self.scale
         padding = self.module.padding_idx
-        if padding is not None:  # autograd gives the padding row no gradient; neither do we
+        if padding is not None:  # as in autograd, the padding row gets no gradient
             wide = wide.masked_fill((source == padding).unsqueeze(-1), 0.0)
         if taps.sums is not None:
             with taps.sums.lent(self.weight) as total:
@@ -266,17 +269,17 @@ class EmbeddingRule(_OutputRule):
 
 
 class NormRule(_OutputRule):
-    """Any norm whose output is affine in its weight, x̂ ⊙ (c + w) + b: RMSNorm, Gemma's, LayerNorm.
+    """Rule of any norm that is affine in its weight, x̂ ⊙ (c + w) + b: RMSNorm, Gemma, LayerNorm.
 
-    x̂ is read off the module itself, as the difference between weight one and weight zero; that the
-    output really is affine in the weight is checked on the first use.
+    x̂ is computed by the module itself, as the difference between its outputs with weight one and
+    weight zero. The first use checks that the output is affine in the weight.
     """
 
     checked = False
 
     @staticmethod
     def rounding(dtype: torch.dtype) -> float:
-        """What rounding may explain; many norms compute in fp32 whatever the model's dtype."""
+        """Tolerance for rounding; many norms compute in fp32 for any dtype of the model."""
         coarse = torch.finfo(dtype).eps
         single = torch.finfo(torch.float32).eps
         return 8 * coarse if coarse > single else 64 * single
@@ -308,12 +311,12 @@ class NormRule(_OutputRule):
 
 
 def _per_example(gradient: Tensor) -> Tensor:
-    """Sum over everything between the example and the feature dimension: [B, O]."""
+    """Sum over all dimensions between the example and the feature dimension: [B, O]."""
     return gradient.reshape(len(gradient), -1, gradient.shape[-1]).sum(1)
 
 
 class HeadRule(Rule):
-    """The output head, fed by `losses.HeadLoss` with chunks of (hidden, logit gradient)."""
+    """Rule of the output head; `losses.HeadLoss` calls it per chunk of (hidden, logit gradient)."""
 
     def attached(self, taps: Taps) -> Any:
         raise AssertionError("the head is observed through losses.HeadLoss, not through hooks")
@@ -340,6 +343,7 @@ class HeadRule(Rule):
             taps.add_bound(name, total.index_add_(0, example, value))
 
     def _observe_bias(self, taps: Taps, gradient_BV: Tensor) -> None:
-        """A chunk holds part of an example's tokens; its norm bounds add up by the triangle."""
+        """Observe the bias for one chunk, which may hold only some tokens of an example; by the
+        triangle inequality the norms of the chunks still add up to a bound."""
         assert self.bias is not None
         self.observe_vector(taps, self.bias, gradient_BV)

@@ -1,19 +1,20 @@
-"""Sketches of per-example gradients: each example's gradient in a few thousand numbers, in batches.
+"""Sketches of per-example gradients: random projections to a few thousand numbers, in batches.
 
-For the methods that compare examples by their gradients (LESS, SPICE; METHODS.md B1, B3), beside
-Algorithm 1's own scoring. A linear map's gradient G_n = Σ_t ε_t a_tᵀ becomes Lᵀ G_n R / √dim with
-random signs L and R of its own, p x q = dim numbers, and the maps' sketches are added up. Inner
-products of sketches are those of the gradients in expectation; each map's error is that of a p- and
-a q-dimensional projection, and with many maps the errors average out. Nothing of an example's full
-gradient exists: (Lᵀ ε_t)(Rᵀ a_t)ᵀ is summed over its tokens. Where something is done to the
-gradient entry by entry first (LESS's Adam direction), one map's gradients at a time are formed.
+Not part of Algorithm 1: for methods that compare examples by their gradients (LESS and SPICE,
+docs/methods.md). The gradient G_n = Σ_t ε_t a_tᵀ of a linear map becomes Lᵀ G_n R / √dim, where L
+and R are random signs of that map and the result has p x q = dim numbers. The sketches of all maps
+are added up. Inner products of sketches equal those of the gradients in expectation; the error per
+map is that of a p- and a q-dimensional projection, and averages out over many maps. The full
+gradient of an example is never formed: (Lᵀ ε_t)(Rᵀ a_t)ᵀ is summed over its tokens. Only if a
+transform applies to the entries of the gradient first (LESS's Adam direction), gradients are
+formed, for one map at a time.
 
-A dense sketch multiplies each map's gradient, as one long row, by a matrix of random signs that is
-made anew in chunks: the classic projection, with somewhat smaller errors and a cost of dim signs
-for every entry and batch.
+A dense sketch multiplies the flattened gradient of each map by a matrix of random signs that is
+generated in chunks: the classic projection, with somewhat smaller errors, at a cost of dim signs
+per entry and batch.
 
-The signs depend on the seed, the purpose and the map's name alone. What is tapped is what the ghost
-engine taps (`engine/rules.py`): the input and the output gradient of each use of a linear map.
+The signs depend only on the seed, the purpose and the name of the map. As in the ghost engine
+(`engine/rules.py`), each use of a linear map is observed with its input and output gradient.
 
 Shape letters: B examples, T positions, I inputs, O outputs, p and q numbers of a sketch's sides.
 """
@@ -39,17 +40,17 @@ from dualsft.storage.vectors import accumulation_dtype
 from dualsft.system.usage import give_back, is_out_of_memory
 
 Transform = Callable[[str, Tensor, slice], Tensor]
-"""(parameter, gradients [B, O, I] of some examples, which of the batch) to what is projected; may
-reuse the gradients."""
+"""(parameter, gradients [B, O, I] of some examples, their slice of the batch) -> what to project;
+may overwrite the gradients."""
 
 BLOCK_SIGNS = 1 << 24
-"""Signs of a dense sketch that exist at a time; they depend on it."""
+"""Signs of a dense sketch generated at a time. Changing it changes the signs."""
 FORMED_ENTRIES = {"cpu": 1 << 22, "cuda": 1 << 27}
-"""Entries of per-example gradients of one map that exist at a time, where they are formed."""
+"""Maximum entries of per-example gradients of one map formed at a time."""
 
 
 def sides(dim: int) -> tuple[int, int]:
-    """p x q = dim, as near to each other as they can be, p <= q."""
+    """(p, q) with p x q = dim, p <= q, and p as large as possible."""
     p = next(p for p in range(int(dim**0.5), 0, -1) if dim % p == 0)
     return p, dim // p
 
@@ -65,7 +66,7 @@ class Sketch:
     _signs: dict[tuple[str, str, torch.dtype], Tensor] = field(default_factory=dict)
 
     def signs(self, name: str, side: str, like: Tensor) -> Tensor:
-        """L (side "out") or R ("in") of a map, [features of `like`, p or q], made once."""
+        """L (side "out") or R (side "in") of a map, [features of `like`, p or q]; cached."""
         key = (name, side, like.dtype)
         if key not in self._signs:
             words = np.frombuffer(digest(self.seed, self.purpose, name, side), np.uint32)
@@ -76,21 +77,21 @@ class Sketch:
         return self._signs[key]
 
     def of_tokens(self, name: str, x_BTI: Tensor, grad_BTO: Tensor) -> Tensor:
-        """Two-sided sketches of Σ_t ε_t a_tᵀ, which is not formed: [B, dim]."""
+        """Two-sided sketches of Σ_t ε_t a_tᵀ, without forming it: [B, dim]."""
         wide = accumulation_dtype(grad_BTO.dtype)
         left_BTp = (grad_BTO @ self.signs(name, "out", grad_BTO)).to(wide)
         right_BTq = (x_BTI @ self.signs(name, "in", x_BTI)).to(wide)
         return torch.bmm(left_BTp.mT, right_BTq).flatten(1) / self.dim**0.5
 
     def block(self, name: str, start: int, stop: int, like: Tensor) -> Tensor:
-        """The dense signs of some entries of a map: [stop - start, dim], never kept."""
+        """Dense signs of the entries from `start` to `stop` of a map: [stop - start, dim]."""
         words = np.frombuffer(digest(self.seed, self.purpose, name, start), np.uint32)
         rng = np.random.default_rng(words.tolist())
         bits = rng.integers(0, 2, (stop - start, self.dim), dtype=np.int8)
         return torch.from_numpy(bits).to(like.device, like.dtype).mul_(2).sub_(1)
 
     def of_matrices(self, name: str, matrix_BOI: Tensor) -> Tensor:
-        """Sketches of matrices as they are: [B, dim]."""
+        """Sketches of gradients that have been formed: [B, dim]."""
         if self.dense:
             flat, step = matrix_BOI.flatten(1), max(1, BLOCK_SIGNS // self.dim)
             total = flat.new_zeros(len(flat), self.dim)
@@ -105,7 +106,7 @@ class Sketch:
 
 @dataclass
 class SketchTaps:
-    """What one backward collects: the sketch of each example of the batch."""
+    """Accumulator of one backward pass: the sketch of each example of the batch."""
 
     sketch: Sketch
     transform: Transform | None
@@ -116,14 +117,14 @@ class SketchTaps:
     total: Tensor = field(init=False)
 
     def begin(self, num_examples: int) -> None:
-        """Forget the previous batch."""
+        """Reset the sketches for a new batch."""
         self.num_examples = num_examples
         shape = (num_examples, self.sketch.dim)
         self.total = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
 
 class _SketchRule(LinearRule):
-    """A linear map's use, sketched."""
+    """Adds the sketch of each use of a linear map to the total."""
 
     def observe(self, taps: Any, x_BTI: Tensor, norms_BT: Tensor | None, grad_BTO: Tensor) -> None:
         name, sketch = self.names[0], taps.sketch
@@ -143,9 +144,9 @@ class _SketchRule(LinearRule):
 
 
 class Sketcher:
-    """Sketches of the examples' gradients with respect to some linear maps of a model.
+    """Sketches of per-example gradients with respect to some linear maps of a model.
 
-    The model is not trained while it is used so: no parameter of it needs a gradient.
+    While it is tapped, no parameter of the model requires a gradient.
     """
 
     def __init__(
@@ -155,15 +156,15 @@ class Sketcher:
         sketch: Sketch,
         checkpointing: bool | None = None,
     ) -> None:
-        """`modules` are linear maps by the name of their weight. Activations are recomputed in the
-        backward as `checkpointing` says; None is once memory has run out."""
+        """`modules` are linear maps, keyed by the name of their weight. `checkpointing` recomputes
+        activations in the backward pass; None: off until the first out-of-memory."""
         self.model, self.sketch, self.checkpointing = model, sketch, checkpointing
         self.rules = [_SketchRule(module, {"weight": name}) for name, module in modules.items()]
         self.dtype = accumulation_dtype(next(model.parameters()).dtype)
 
     @contextmanager
     def tapped(self, transform: Transform | None = None) -> Iterator[SketchTaps]:
-        """Observe every backward inside the block; the model is as before afterwards."""
+        """Observe every backward pass inside the context; restores the model on exit."""
         taps = SketchTaps(self.sketch, transform, self.dtype, self.model.device)
         with ExitStack() as stack:
             for p in self.model.parameters():
@@ -178,14 +179,14 @@ class Sketcher:
             yield taps
 
     def of_batch(self, taps: SketchTaps, batch: Batch) -> Tensor:
-        """The sketches of a batch's examples, [B, dim]: of the gradient of each example's loss."""
+        """Sketches of the loss gradient of each example of a batch: [B, dim]."""
         try:
             return self._differentiate(taps, batch)
         except Exception as problem:
             if self.checkpointing is not None or not is_out_of_memory(problem):
                 raise
         give_back(self.model.device)
-        self.checkpointing = True  # the same numbers
+        self.checkpointing = True  # same results, less memory
         return self._differentiate(taps, batch)
 
     def _differentiate(self, taps: SketchTaps, batch: Batch) -> Tensor:

@@ -1,10 +1,10 @@
-"""A few trial batches before a walk: how much memory a token of a batch really takes.
+"""Trial batches before a walk, to measure the memory per token of a batch.
 
-What a batch holds depends on the model's code, the attention kernel, the rules and what they
-collect, so it is measured and not guessed: the longest example, repeated, goes forward and backward
-in two small batches, and a line through the two peaks tells what any batch will take
-(`plans.Activations`). G and the direction are stood for by one scratch buffer; nothing of a trial
-enters a result. Only on CUDA, whose allocator counts. It belongs to no line of Algorithm 1.
+Not part of Algorithm 1. The memory of a batch depends on the model's code, the attention kernel,
+the rules and what they collect, so it is measured: the longest example, repeated, runs forward and
+backward in two small batches, and a line through the two peaks predicts the peak of any batch
+(`plans.Activations`). One scratch buffer replaces G and the direction; nothing from a trial enters
+a result. Runs only on CUDA, whose allocator records peak memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dualsft.system.peak_memory import PeakMemory
 from dualsft.system.usage import give_back, is_out_of_memory
 
 TRIAL_TOKENS = 1024
-"""Tokens of the smaller trial batch, when the longest example has fewer."""
+"""Tokens of the smaller trial batch, unless the longest example has more."""
 
 Objective = Callable[[Batch, HeadObserver | None], tuple[Tensor, Tensor]]
 
@@ -39,11 +39,12 @@ def measure(
     bounds: bool,
     checkpointing: bool,
 ) -> Activations | None:
-    """What batches take with these taps; None when even the trial does not fit.
+    """Memory of batches with these taps; None if even the trial runs out of memory.
 
-    `batch_of(n, m)` is the longest example n times (or n times as often as a batch has it already),
-    m of them with as many labels as any example has and the others with one. Logits exist a chunk
-    at a time, so labels are counted apart from tokens: what they take stops growing at a chunk.
+    `batch_of(n, m)` returns the longest example n times (or the batch `batch_of(1, 1)` n times). m
+    of the copies have as many labels as the example with the most, the others have one. Labels are
+    measured separately from tokens: logits are computed one chunk at a time, so the memory for
+    labels stops growing once a chunk is full.
     """
     dtype, device = engine.candidates.dtype, engine.device
     one = batch_of(1, 1).input_ids.numel()
@@ -61,7 +62,7 @@ def measure(
             observer = engine.head_observer(taps)
             points: list[tuple[int, int, int, int]] = []
             for count, labelled in ((few, few), (few, 0), (few, few), (2 * few, few)):
-                batch = batch_of(count, labelled)  # the first loads kernels and workspaces
+                batch = batch_of(count, labelled)  # the first is a warmup: kernels, workspaces
                 taps.begin(len(batch.input_ids))
                 points.append(_peaks(objective, batch, observer, device))
     except Exception as problem:
@@ -84,8 +85,8 @@ def measure(
 def _peaks(
     objective: Objective, batch: Batch, observer: HeadObserver | None, device: torch.device
 ) -> tuple[int, int, int, int]:
-    """(tokens, bytes at the peak of the forward pass, of the backward, labels); bytes above what is
-    held."""
+    """(tokens, peak bytes of the forward pass, of the backward pass, labels). Bytes are relative to
+    the memory allocated before the batch."""
     before = torch.cuda.memory_allocated(device)
     with PeakMemory() as forward:
         total, _ = objective(batch, observer)

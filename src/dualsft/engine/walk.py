@@ -1,14 +1,15 @@
-"""One walk over examples with the ghost engine: the pool pass, v_new, v_prior, re-scoring.
+"""A walk: one pass over examples with the ghost engine (pool pass, v_new, v_prior, re-scoring).
 
-Algorithm 1 lines 3, 5, 6 and 8 are this walk with different objectives and different things
-collected. Batches are bucketed by length under a token budget; a batch is reduced by the sum over
-its examples, in eval mode, so no result depends on the batch size, the padding side or the order.
+Algorithm 1 lines 3, 5, 6 and 8 are this walk with different objectives and outputs. Batches are
+bucketed by length under a token budget. The objective is summed over the examples of a batch, in
+eval mode, so results do not depend on the batch size, the padding side or the order (up to
+rounding).
 
-A walk is resumable: after a batch its sums and values may be kept as a piece
-(`storage/resume.py`), and a later start goes on behind it, to the same bits. Where G and the
-direction are meanwhile, whether activations are recomputed, and in how many groups the candidates
-are walked is the plan (`memory/plans.py`). When memory runs out the batch is halved, then the next
-smaller plan is taken: the same sums in another order.
+A walk can be interrupted: after a batch its sums and values may be saved as a piece
+(`storage/resume.py`), and a later run resumes after it with bit-identical results. The plan
+(`memory/plans.py`) determines where G and the direction are stored, whether activations are
+recomputed, and into how many groups the candidates are split. On out-of-memory the batch is halved,
+then the next smaller plan is used; both only change the order of summation.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from dualsft.engine.losses import (
     distillation_objective,
     example_objective,
 )
+from dualsft.engine.precision import Precision
 from dualsft.engine.trial import Objective, measure
 from dualsft.engine.walk_state import PassResult, Span, WalkState
 from dualsft.errors import RunError
@@ -63,21 +65,22 @@ from dualsft.system.progress import Reporter
 from dualsft.system.usage import Smaller, free_memory, give_back, is_out_of_memory
 
 SHARDED_TOKENS = 8192
-"""Padded tokens of a batch of a sharded model on a GPU, where memory is not measured."""
+"""Padded tokens per batch of a sharded model on a GPU, for which memory is not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassSettings:
-    """How examples become batches, under which plan, and where progress is kept."""
+    """Settings of a walk: batching, memory plan, saved progress."""
 
     batch_tokens: int
-    """The most; a plan may take less."""
+    """Maximum padded tokens per batch; a plan may use fewer."""
     pad_id: int
     padding_side: str
+    precision: Precision = "mixed"
     pieces: Pieces = field(default_factory=Pieces)
     wishes: Wishes = field(default_factory=Wishes)
     note: Callable[[str, Plan, int], None] = lambda label, plan, memory: None
-    """Told the plan of each walk, and the bytes that it may use."""
+    """Called with the label of a walk, its plan, and the device memory it may use, in bytes."""
 
 
 def loss_objective(model: PreTrainedModel) -> Objective:
@@ -110,15 +113,16 @@ def walk(
     bounds: bool = False,
     squared: bool = False,
 ) -> PassResult:
-    """Differentiate `objective` over the examples, collecting what is asked for.
+    """Differentiate `objective` over the examples and collect the requested quantities.
 
-    With `squared`, which needs `engine.separable`, `sums` get Σ_n g_n ⊙ g_n and the bounds of the
-    result are the norms of the g_n themselves, parameter by parameter.
+    `sums` accumulates Σ_n g_n, `direction` is the U of the dot products ⟨U, g_n⟩, and `bounds`
+    requests the norm bounds. With `squared`, which needs `engine.separable`, `sums` accumulates
+    Σ_n g_n ⊙ g_n, and the bounds are the exact norms of g_n for each parameter.
 
-    `label` names the walk and is unique in its stage. `sums` comes as zeros (`placement.blank` are
-    such that take no memory); afterwards its tensors are where the plan put them, on the device or
-    in the host's memory. `direction` may be lazy: the walk holds it where the plan says, matrices
-    in the model's dtype, since that is what they are multiplied in.
+    `label` names the walk and must be unique in its stage. `sums` must be zero on entry
+    (`placement.blank` creates zeros that take no memory); on return its tensors are on the device
+    or in host memory, depending on the plan. `direction` may be lazy: the walk loads it as the plan
+    requires, matrices in the model's dtype, in which they are multiplied.
     """
     return _Walk(
         engine, examples, objective, settings, reporter, label, sums, direction, bounds, squared
@@ -126,25 +130,28 @@ def walk(
 
 
 class _NoRoom(Exception):
-    """Memory ran out: with a batch of this shape (examples, tokens), or before any."""
+    """Out of memory with a batch of this shape (examples, tokens); None: before the first batch."""
 
     def __init__(self, problem: BaseException, shape: Sequence[int] | None = None) -> None:
+        # keep only the message: the traceback of `problem` would keep its tensors alive
         super().__init__(str(problem))
         self.shape = None if shape is None else tuple(shape)
 
 
 def _agree_on_room(no_room: _NoRoom | None) -> None:
-    """Raise in every process when one has no room, with one shape: all go on with one plan."""
+    """If any process is out of memory, raise in all of them, with the same shape, so that all
+    choose the same next plan."""
     if not any(world().any(no_room is not None)):
         return
     found = [one for one in world().answers(no_room and (str(no_room), no_room.shape)) if one]
     shapes = [shape for _, shape in found if shape is not None]
+    # the shape with the fewest tokens once its batch is halved
     least = min(shapes, key=lambda shape: shape[0] // 2 * shape[1], default=None)
     raise _NoRoom(MemoryError(found[0][0]), least)
 
 
 class _Walk:
-    """One walk, whatever plans it takes."""
+    """The state of one walk across the plans it tries."""
 
     def __init__(
         self,
@@ -188,7 +195,7 @@ class _Walk:
                 self._under(plan)
                 break
             except _NoRoom as no_room:
-                # part of the batch is in the sums already: from the last piece, or from the start
+                # the sums may contain part of a batch: restart from the last piece or from zero
                 self.state.clear()
                 plan = self._smaller(plan, chain, no_room, memory)
             give_back(self.engine.device)
@@ -198,11 +205,11 @@ class _Walk:
         return self.state.result
 
     def _plans(self) -> tuple[int, list[Plan]]:
-        """(bytes of the device that may be used, the plans to try in order)."""
+        """(device memory that may be used, in bytes; the plans to try, in order)."""
         wishes, most, engine = self.settings.wishes, self.settings.batch_tokens, self.engine
         device, dtype = engine.device, engine.candidates.dtype
         tokens = sum(example.num_tokens for example in self.examples)
-        most = min(most, max(1, -(-tokens // world().size)))  # a batch for every process
+        most = min(most, max(1, -(-tokens // world().size)))  # so that every process has a batch
         if world().sharded:
             return 0, [self._sharded_plan(device, most, wishes)]
         if device.type != "cuda" or not self.examples:
@@ -226,6 +233,7 @@ class _Walk:
             plans = choose(demand, memory, host, most, wishes)
             best = plans[0]
             ample = best.batch_tokens >= min(most, AMPLE_BATCH)
+            # the fastest plan already fits: skip the second measurement
             if best.placement == "device" and not best.checkpointing and ample:
                 return memory, plans
         demand = replace(demand, recomputed=self._measured(longest, checkpointing=True))
@@ -239,8 +247,8 @@ class _Walk:
         return memory, plans
 
     def _sharded_plan(self, device: torch.device, most: int, wishes: Wishes) -> Plan:
-        """Nothing is measured and there is no smaller plan: on a GPU small batches, recomputed,
-        unless they are set."""
+        """The only plan of a sharded model, for which memory is not measured: on a GPU, small
+        batches with activations recomputed unless set otherwise."""
         plan = unmeasured(most, replace(wishes, placement="device"), len(self.shapes))[0]
         if device.type != "cuda":
             return plan
@@ -249,9 +257,10 @@ class _Walk:
         return replace(plan, batch_tokens=tokens, checkpointing=again)
 
     def _first(self, chain: list[Plan], piece: Piece | None) -> Plan:
-        """The plan to begin with; after a kill, batches and groups are cut as they were."""
+        """The first plan; when resuming, one with the batches and groups of the saved piece."""
         if piece is None:
             return chain.pop(0)
+        # the piece may come from a smaller plan: skip plans with fewer groups
         groups, first = piece.facts["num_groups"], 0
         if self.settings.wishes.placement in ("auto", "blocks"):
             as_cut = (i for i, plan in enumerate(chain) if plan.num_groups >= groups)
@@ -261,6 +270,7 @@ class _Walk:
         return replace(plan, batch_tokens=min(plan.batch_tokens, piece.facts["batch_tokens"]))
 
     def _measured(self, longest: Example, checkpointing: bool) -> Activations | None:
+        """Measure the memory of batches of the longest example; see `trial.measure`."""
         most = max(e.num_response_tokens for e in self.examples)
         full, bare = _with_labels(longest, most), _with_labels(longest, 1)
 
@@ -279,7 +289,8 @@ class _Walk:
         )
 
     def _smaller(self, plan: Plan, chain: list[Plan], no_room: _NoRoom, memory: int) -> Plan:
-        """Half the batch while that is no loss, then the next plan, then half again."""
+        """The plan after an out-of-memory: half the batch while batches stay large enough, then the
+        next plan; with no plan left, half the batch again."""
         rows, tokens = no_room.shape or (1, 0)
         floor = min(SMALL_BATCH, self.settings.batch_tokens // 16)
         if chain and (rows == 1 or rows // 2 * tokens < floor):
@@ -287,21 +298,22 @@ class _Walk:
             self.reporter.warn(
                 f"{self.label}: out of memory with {plan.describe()}; going on with "
                 f"{following.describe(memory)}, the same sums in another order (set "
-                f"{following.settings} to start so)"
+                f"{following.settings} to start so)",
+                code="out_of_memory",
             )
             self.settings.note(self.label, following, memory)
             return following
         if no_room.shape is None:
             raise RunError(
-                f"{self.label}: out of memory before the first batch ({no_room}); lower "
-                "score.candidates, free memory, or use a machine with more"
+                f"{self.label}: out of memory before the first batch ({no_room}); choose fewer "
+                "parameters with score.candidates, free memory, or use a machine with more memory"
             ) from None
         smaller = Smaller.than(no_room.shape, no_room, "score.batch_tokens")
-        self.reporter.warn(f"{self.label}: {smaller}")
+        self.reporter.warn(f"{self.label}: {smaller}", code="out_of_memory")
         return replace(plan, batch_tokens=smaller.batch_tokens)
 
     def _under(self, plan: Plan) -> None:
-        """All that is left to do, group by group."""
+        """Walk the unfinished groups under this plan."""
         waiting, total = self.state.waiting, len(self.state.spans)
         with checkpointed(self.engine.model, plan.checkpointing):
             for span in waiting:
@@ -310,7 +322,7 @@ class _Walk:
                 self._group(plan, span, label)
 
     def _group(self, plan: Plan, span: Span, label: str) -> None:
-        """Every batch that a span has left, with its G and direction where the plan puts them."""
+        """Process the remaining batches of one span, its G and direction placed by the plan."""
         only = None if len(span.names) == len(self.shapes) else set(span.names)
         with ExitStack() as stack:
             sums = direction = no_room = None
@@ -334,7 +346,7 @@ class _Walk:
                 self._batches(span, taps, label)
                 self.state.settle()
             except BaseException:
-                # what is on its way home, or half a batch, must not be taken for a state
+                # G may miss a copy to the host or contain part of a batch: it must not be saved
                 self.settings.pieces.forget()
                 raise
         self.state.finish(span, plan.placement)
@@ -342,7 +354,7 @@ class _Walk:
     def _placed(
         self, plan: Plan, span: Span, stack: ExitStack
     ) -> tuple[Lender | None, Factors | None]:
-        """G and the direction over a span, as the rules use them."""
+        """G and the direction of a span, placed as the plan requires."""
         device, sums, candidates = self.engine.device, self.state.sums, self.engine.candidates
 
         def dtype_of(name: str) -> torch.dtype:
@@ -384,7 +396,7 @@ class _Walk:
         return lender, factors
 
     def _batches(self, span: Span, taps: Taps, label: str) -> None:
-        """The batches behind the first `span.done` examples (in order of length)."""
+        """Process all batches after the first `span.done` examples (in order of length)."""
         state, pieces, examples = self.state, self.settings.pieces, self.examples
         assert state.batch_tokens is not None
         observer, total = self.engine.head_observer(taps), len(examples)
@@ -396,7 +408,7 @@ class _Walk:
                 try:
                     self._take_turn(turn, taps, label, observer)
                 except BaseException:
-                    pieces.forget()  # part of the batch may be in the sums
+                    pieces.forget()  # the sums may contain part of a batch
                     raise
                 rows = [i for batch in turn for i in batch]
                 span.done += len(rows)
@@ -407,8 +419,8 @@ class _Walk:
     def _take_turn(
         self, turn: Sequence[list[int]], taps: Taps, label: str, observer: HeadObserver | None
     ) -> None:
-        """One batch a process. Where the model is sharded all must take part in every pass: a
-        process for which no batch is left repeats another's with weight zero."""
+        """Process one batch per process. With a sharded model all processes must take part in every
+        pass, so a process without a batch of its own repeats the first one with weight zero."""
         own, examples = world().mine(turn), self.examples
         rows = turn[0] if own is None and world().sharded else own
         no_room: _NoRoom | None = None
@@ -446,9 +458,10 @@ class _Walk:
         )
 
     def _blame(self, name: str) -> str:
-        """Which examples make this parameter's gradient non-finite: each alone, afterwards."""
+        """Names up to five examples whose gradient of this parameter is not finite, by a second
+        pass with one example per batch."""
         engine, found = self.engine, list[Example]()
-        (only,) = (group for group in cut(self.shapes, 2**40) if name in group)
+        (only,) = (group for group in cut(self.shapes, 2**40) if name in group)  # its layer
         sums = ParamVector.zeros({n: engine.candidates[n] for n in only})
         with engine.tapped(sums=sums, only=set(only)) as taps:
             observer = engine.head_observer(taps)
@@ -465,14 +478,15 @@ class _Walk:
 
 
 def remaining_batches(examples: Sequence[Example], batch_tokens: int, done: int) -> list[list[int]]:
-    """Batches of all but the `done` first examples in order of length, which no budget changes."""
+    """Batches of the examples after the first `done`, in order of length, which does not depend on
+    the token budget."""
     order = [i for rows in make_batches(examples, batch_tokens) for i in rows][done:]
     rest = [examples[i] for i in order]
     return [[order[i] for i in rows] for rows in make_batches(rest, batch_tokens)] if rest else []
 
 
 def _with_labels(example: Example, count: int) -> Example:
-    """The same tokens, of which the last `count` are labels."""
+    """The same tokens with the last `count` of them as labels."""
     first = max(1, example.num_tokens - count)
     return replace(example, labels=[IGNORE] * first + example.input_ids[first:])
 

@@ -1,9 +1,9 @@
-"""What a walk over examples has so far: values, products, bounds, G, and how far each part is.
+"""State of a walk over examples: values, dot products, bounds, G, and the progress of each span.
 
-The candidates of a walk (Algorithm 1 lines 3, 5, 6 and 8) are in spans: parameters next to each
-other that are walked together. A plan that holds everything has one span, one that walks group by
-group has several (`memory/plans.py`). A span knows how many examples are in its sums, in the order
-of length that no plan changes, so a walk can go on under another plan from where it was.
+Algorithm 1 lines 3, 5, 6 and 8. The candidates are split into spans: consecutive parameters that
+are walked together. A plan with placement "blocks" has several spans, the others have one
+(`memory/plans.py`). A span records how many examples its sums contain, in order of length, which
+does not depend on the plan. A walk can therefore resume under another plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ARRAYS = ("values", "dots", "inner_sums")
 
 @dataclass(frozen=True)
 class PassResult:
-    """Per example, in the order given: the objective's value, ⟨U, g_n⟩ and the bounds' sums."""
+    """Per example, in input order: value of the objective, ⟨U, g_n⟩, bound per candidate."""
 
     values: np.ndarray
     dots: np.ndarray
@@ -34,7 +34,7 @@ class PassResult:
 
 @dataclass
 class Span:
-    """Candidates that are walked together, and the examples that are in their sums already."""
+    """Candidates that are walked together, and the number of examples already in their sums."""
 
     names: list[str]
     done: int = 0
@@ -42,7 +42,7 @@ class Span:
 
 @dataclass
 class WalkState:
-    """The sums and the values of the examples done."""
+    """The sums and the per-example values so far."""
 
     shapes: Mapping[str, tuple[int, ...]]
     count: int
@@ -52,7 +52,7 @@ class WalkState:
     num_groups: int = 0
     batch_tokens: int | None = None
     settle: Callable[[], None] = lambda: None
-    """Bring what is streamed to where `sums` is."""
+    """Copies streamed blocks back into `sums`; does nothing if none are streamed."""
 
     @classmethod
     def new(
@@ -69,11 +69,12 @@ class WalkState:
 
     @property
     def waiting(self) -> list[Span]:
-        """The spans that have examples left."""
+        """The spans with examples left to process."""
         return [span for span in self.spans if span.done < self.count]
 
     def regroup(self, num_groups: int) -> None:
-        """Cut what is not finished into groups for this plan; the same number keeps the cut."""
+        """Split the unfinished candidates into groups for a plan; keeps the spans if the number of
+        groups is unchanged."""
         if self.spans and self.num_groups == num_groups:
             return
         merged: list[Span] = []
@@ -100,13 +101,13 @@ class WalkState:
     def add(
         self, rows: Sequence[int], values: np.ndarray, dots: np.ndarray, inner_sums: np.ndarray
     ) -> None:
-        """One batch of one span; products and bounds add up over the spans."""
+        """Add the results of one batch of one span; dots and bounds add up over the spans."""
         self.result.values[rows] = values
         self.result.dots[rows] += dots
         self.result.inner_sums[rows] += inner_sums
 
     def snapshot(self) -> State:
-        """For a piece."""
+        """The state to save as a piece (`storage/resume.py`)."""
         self.settle()
         arrays = {name: torch.from_numpy(getattr(self.result, name)) for name in ARRAYS}
         tensors = {f"result.{name}": array for name, array in arrays.items()}
@@ -122,11 +123,11 @@ class WalkState:
         return tensors, facts
 
     def span(self, key: str) -> tuple[int, int]:
-        """The flat range of a saved block of sums that this process takes up when it is sharded."""
+        """The flat range of a saved block of sums that this process loads, for a sharded model."""
         return world().own(self.shapes[key.removeprefix("sums.")])
 
     def load(self, piece: Piece | None) -> None:
-        """Take a piece up; without one, begin anew."""
+        """Load a saved piece; without one, start from zero."""
         self.clear()
         if piece is None:
             return
@@ -145,7 +146,7 @@ class WalkState:
         self.batch_tokens = piece.facts["batch_tokens"]
 
     def clear(self) -> None:
-        """Nothing is done yet."""
+        """Reset to the initial state."""
         for name in ARRAYS:
             getattr(self.result, name)[...] = 0
         if self.sums is not None:
@@ -153,7 +154,7 @@ class WalkState:
         self.spans, self.num_groups, self.batch_tokens = [], 0, None
 
     def meet(self) -> None:
-        """Add up what the processes have: each example was one process's, G is a sum over them."""
+        """All-reduce the results: each example was processed once, G is a sum over processes."""
         for name in ARRAYS:
             world().total(getattr(self.result, name))
         if self.sums is not None and not world().sharded:
@@ -161,6 +162,6 @@ class WalkState:
                 world().sum_(block)
 
     def finish(self, span: Span, placement: str) -> None:
-        """A group that is done makes room for the next."""
+        """Move the sums of a finished group to the host, to free device memory for the next."""
         if self.sums is not None and placement == "blocks":
             move(self.sums, span.names, "cpu")

@@ -1,1 +1,1 @@
-"""What reproduces and judges: methods, diagnostics, evaluation, comparisons, reports."""
+"""Other methods, diagnostics, evaluation, comparisons, reports and estimates around Algorithm 1."""

@@ -1,9 +1,10 @@
-"""`dualsft check`: what a run would do, and whether this model and corpus are sound.
+"""`dualsft check`: show what a run would do, and check the model and the corpus.
 
-Candidates and their number, the split and the budgets in rows and entries, the template rendered on
-three examples with the response marked, doubled BOS, and the engine itself on this very model: the
-gradient of one example alone by plain autograd against the same example in a padded batch by the
-ghost rules, and the fused loss against the model's own. Writes nothing.
+Reports the candidates, the split, the budgets in rows and entries, and three examples rendered with
+the template and the response marked. Checks for doubled BOS tokens, and checks the engine on this
+model: the gradient of one example by plain autograd against the same example in a padded batch by
+the ghost rules, and the fused loss against the model's own. Writes nothing. Not part of
+Algorithm 1.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from dualsft.algorithm.self_checks import TOLERANCE, check_fused_loss, dot_alone
+from dualsft.algorithm.split import Split, divide
 from dualsft.config.settings import Config
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
@@ -25,7 +27,7 @@ from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job
 from dualsft.runs.stages.finetune import finetune_plan
 from dualsft.runs.stages.selection import data_budget, denominator, param_budget
-from dualsft.runs.stages.split import Split, divide, load_examples
+from dualsft.runs.stages.split import load_examples
 from dualsft.runs.stages.warmup import warmup_plan
 from dualsft.storage.vectors import ParamVector
 from dualsft.system.progress import Reporter
@@ -35,7 +37,7 @@ NUM_BATCH = 4
 
 
 def check(config: Config, reporter: Reporter) -> list[str]:
-    """Say what would happen; returns the problems found (empty: ready to run)."""
+    """Log what a run would do. Returns the problems found (empty: ready to run)."""
     ctx = RunContext(config, RunDir("."), reporter)
     examples, split = _data(ctx)
     _show_examples(ctx, examples)
@@ -78,7 +80,7 @@ def _data(ctx: RunContext) -> tuple[list[Example], Split]:
 
 
 def _show_examples(ctx: RunContext, examples: list[Example]) -> None:
-    """Three rows as the model will see them; ⟦…⟧ marks what the loss is taken on."""
+    """Log three rows as the model will see them. ⟦…⟧ marks the tokens in the loss."""
     for example in examples[:NUM_SHOWN]:
         pairs = zip(example.input_ids, example.labels, strict=True)
         shown = ""
@@ -102,7 +104,7 @@ def _bos(ctx: RunContext, examples: list[Example]) -> list[str]:
 
 
 def _model(ctx: RunContext, examples: list[Example], split: Split) -> list[str]:
-    """Candidates, and the engine against plain autograd on this model."""
+    """Report the candidates, and check the engine against plain autograd on this model."""
     model = ctx.theta_old()
     candidates = ctx.candidates(model)
     engine = GhostEngine(model, candidates)
@@ -130,7 +132,10 @@ def _model(ctx: RunContext, examples: list[Example], split: Split) -> list[str]:
 def _alone_against_batch(
     ctx: RunContext, engine: GhostEngine, examples: list[Example]
 ) -> list[str]:
-    """⟨U, g_n⟩ of one example in a padded batch of different lengths, and alone by autograd."""
+    """Compare ⟨U, g_n⟩ of one example in a padded batch of mixed lengths with plain autograd.
+
+    U is a random direction. The shortest example is used, because it has the most padding.
+    """
     by_length = sorted(examples, key=lambda e: e.num_tokens)
     picks = np.linspace(0, len(by_length) - 1, min(NUM_BATCH, len(by_length))).astype(int)
     batch = [by_length[i] for i in dict.fromkeys(picks.tolist())]
@@ -155,12 +160,12 @@ def _alone_against_batch(
     error = abs(exact - result.dots[0]) / (direction.norm() * norm)
     tolerance = TOLERANCE[ctx.dtype]
     ctx.reporter.say(
-        f"gradient of an example alone (autograd) vs in a padded batch (ghost): error {error:.1e} "
+        f"gradient of one example (autograd) vs in a padded batch (ghost): error {error:.1e} "
         f"of ‖u‖‖g‖, tolerance {tolerance:g}"
     )
     if not error <= tolerance:
         return [
-            f"the gradient of row {shortest.index + 1} depends on its batch or the rules do not "
-            f"fit this model (error {error:.1e} > {tolerance:g}); scores would be wrong"
+            f"the gradient of row {shortest.index + 1} depends on its batch, or the ghost rules do "
+            f"not fit this model (error {error:.1e} > {tolerance:g}); scores would be wrong"
         ]
     return []

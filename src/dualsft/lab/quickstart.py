@@ -1,9 +1,9 @@
-"""The quickstart: Algorithm 1 on a real small model and a corpus made on the spot.
+"""The quickstart: Algorithm 1 on a real small model and a generated corpus.
 
-Runs the `quickstart` recipe, then tells in plain lines what came of it: loss on the new skill and
-on old behaviour, wrong examples in the pool and in the selection (with the recipe's relative λ,
-and with the paper's absolute λ = 0.8 beside it), the parameters selected by layer and module, one
-prompt before and after, seconds and memory of each stage.
+Runs the `quickstart` recipe and prints a summary: the loss on the new skill and on old behaviour,
+the share of wrong examples in the pool and in the selection (with the recipe's relative λ, and for
+comparison with the paper's absolute λ = 0.8), the selected parameters by layer and module, one
+prompt answered before and after, and the time and memory of each stage.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from dualsft.system.progress import Reporter
 
 
 def check_own_task(config: Config) -> None:
-    """The closing summary tells of this very task; another one is for `dualsft run`."""
+    """Refuse settings that change the task, because the summary is specific to it."""
     own, given = (settings.to_flat(c) for c in (settings.load("quickstart"), config))
     keys = ("data.path", "data.val_path", "evaluation.files", "evaluation.prompt", "select.variant")
     problems = [
-        f"{key}: cannot be changed in the quickstart, whose summary is about its own task; use "
+        f"{key}: cannot be changed in the quickstart, whose summary is specific to its task; use "
         "`dualsft run recommended …`"
         for key in keys
         if given[key] != own[key]
@@ -49,11 +49,11 @@ def check_own_task(config: Config) -> None:
 
 
 def run_quickstart(config: Config, out: Path, reporter: Reporter) -> Iterator[str]:
-    """Run everything into `out`; yields the lines of the closing summary."""
+    """Run all stages into `out` and yield the lines of the summary."""
     pipeline.run(config, out, None, reporter)
     ctx = RunContext(config, RunDir(out), reporter)
     facts = load_summaries(RunPath(out))
-    wrong = list(_wrong(ctx))  # one more pass over the pool: before the table, not in its middle
+    wrong = list(_wrong(ctx))  # a pass over the pool; do it before printing the summary
     yield ""
     yield from _losses(facts)
     yield from wrong
@@ -78,7 +78,7 @@ def _losses(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _wrong(ctx: RunContext) -> Iterator[str]:
-    """Wrong answers in the pool, in the selection, and in the selection under absolute λ."""
+    """Share of wrong answers in the pool, in the selection, and in a selection by absolute λ."""
     pool = ctx.roles()["pool"]
     lines = source_lines(ctx.data_path(ctx.config.data.path), [e.index for e in pool])
     wrong = np.array([json.loads(lines[e.index])["answer"] == "wrong" for e in pool])
@@ -96,7 +96,7 @@ def _wrong(ctx: RunContext) -> Iterator[str]:
 
 
 def _top_under(ctx: RunContext, config: Config, b: int) -> np.ndarray:
-    """Positions of the top b of the pool under other score settings: one more pass."""
+    """Positions in the pool of the top b under other score settings. Takes one pass."""
     pool = ctx.roles()["pool"]
     model = ctx.theta_bar()
     engine = GhostEngine(model, ctx.candidates(model))
@@ -104,7 +104,9 @@ def _top_under(ctx: RunContext, config: Config, b: int) -> np.ndarray:
     prior_grad = ctx.vector("gradients", "prior_grad", engine.candidates)
     grad_sum = ctx.vector("gradients", "grad_sum", engine.candidates)
     curvature = ctx.curvature(engine.candidates)
-    terms = projection_terms(config, len(pool), val_grad, prior_grad, curvature)
+    terms = projection_terms(
+        config.score, config.finetune.lr, len(pool), val_grad, prior_grad, curvature
+    )
     result = walk(
         engine,
         pool,

@@ -1,1 +1,1 @@
-"""Where G and the direction are kept while a walk runs, and what fits."""
+"""Memory plans: where G and the direction are stored during a walk, and what fits."""

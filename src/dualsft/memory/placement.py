@@ -1,12 +1,12 @@
-"""Where G and the direction are while a walk runs: on the device, or in the host's memory.
+"""Storage of G and the direction during a walk: device memory or host memory.
 
-The rules of the ghost engine (Algorithm 1 lines 3, 5, 6 and 8) ask for one parameter's block at a
-time: `lent(name)` gives G's to be added to, `factor(name, dtype)` the direction's to multiply with.
-A `ParamVector` on the device has both at hand. A `Streamed` vector lives in the host's memory and
-has a few slots on the device: the block that is asked for next, as it was in the batch before, is
-on its way in while the present one is in use and the last one is on its way out, each on a CUDA
-stream of its own. On a CPU the same moves are plain copies. 1-D parameters always stay on the
-device: they are many, and small.
+Algorithm 1 lines 3, 5, 6 and 8. The rules of the ghost engine request one parameter block at a
+time: `lent(name)` returns the block of G to accumulate into, `factor(name, dtype)` the block of the
+direction to multiply with. A `ParamVector` keeps all blocks on the device. A `Streamed` vector
+keeps them in host memory and uses a few buffers ("slots") on the device. It predicts the next block
+from the order of the previous batch, and overlaps the copy in of the next block and the copy out of
+the last one with the computation, each on its own CUDA stream. On a CPU these are plain copies. 1-D
+parameters always stay on the device: there are many of them and they are small.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from dualsft.storage.vectors import LazyVector, ParamVector, ShardedVector, Vect
 
 
 class Lender(Protocol):
-    """G: each parameter's block in turn, to be added to in place."""
+    """Gives access to G: one parameter block at a time, accumulated in place."""
 
     def lent(self, name: str) -> AbstractContextManager[Tensor]: ...
 
 
 class Factors(Protocol):
-    """The direction: each parameter's block in turn, in the dtype of the product it enters."""
+    """Gives access to the direction: one parameter block at a time, cast to the product's dtype."""
 
     def factor(self, name: str, dtype: torch.dtype) -> Tensor: ...
 
 
 @dataclass(eq=False)
 class _Slot:
-    """A buffer on the device and the block that is in it."""
+    """A buffer on the device and the block it currently holds."""
 
     buffer: Tensor
     name: str | None = None
     changed: bool = False
     came: Any = None
-    """Event: the block is here."""
+    """Event: the copy to the device is done."""
     used: Any = None
-    """Event: the last use of the block is over; None when that cannot be told."""
+    """Event: the last use of the block is done; None when unknown."""
     left: Any = None
-    """Event: the block is in the host's memory."""
+    """Event: the copy back to host memory is done."""
 
 
 class Streamed:
-    """A vector in the host's memory, used block by block on the device.
+    """A vector in host memory whose blocks are copied to the device on demand.
 
-    A block handed out by `factor` stays valid until three others have been, so the direction of q,
-    k and v may be used together.
+    A block returned by `factor` stays valid until three other blocks have been requested, so the
+    direction of q, k and v can be used together.
     """
 
     def __init__(self, home: Mapping[str, Tensor], device: torch.device) -> None:
@@ -72,7 +72,7 @@ class Streamed:
         self._slots = [
             _Slot(torch.empty(size, dtype=large[0].dtype, device=device)) for _ in range(count)
         ]
-        """The least recently used first."""
+        """Least recently used first."""
         self._stored: dict[str, Any] = {}
         self._follows: dict[str, str] = {}
         self._last: str | None = None
@@ -81,24 +81,24 @@ class Streamed:
 
     @contextmanager
     def lent(self, name: str) -> Iterator[Tensor]:
-        """This parameter's block on the device, to be added to."""
+        """The block of one parameter on the device, to accumulate into."""
         if name in self._small:
             yield self._small[name]
             return
         slot = self._take(name)
-        self._wait(slot.left)
+        self._wait(slot.left)  # a copy out may still read the buffer that is about to be written
         slot.changed, slot.used = True, None
         yield self._view(slot, name)
         slot.used = self._mark()
 
     def factor(self, name: str, dtype: torch.dtype) -> Tensor:
-        """This parameter's block on the device, in the dtype of a product."""
+        """The block of one parameter on the device, cast to `dtype`."""
         if name in self._small:
             return self._small[name].to(dtype)
         return self._view(self._take(name), name).to(dtype)
 
     def settle(self) -> None:
-        """Bring home what was changed, and wait for it."""
+        """Copy all modified blocks back to host memory and wait for the copies."""
         for slot in self._slots:
             self._send_home(slot)
         for name, block in self._small.items():
@@ -107,7 +107,7 @@ class Streamed:
             torch.cuda.synchronize(self.device)
 
     def _take(self, name: str) -> _Slot:
-        """The slot with this block, and the next block on its way."""
+        """The slot that holds this block; starts the copy of the block expected next."""
         if name != self._last:
             if self._last is not None:
                 self._follows[self._last] = name
@@ -128,9 +128,10 @@ class Streamed:
         return next((slot for slot in self._slots if slot.name == name), None)
 
     def _bring(self, name: str) -> _Slot:
-        """Copy a block into the slot that was used longest ago."""
+        """Copy a block into the least recently used slot."""
         slot = self._slots.pop(0)
         self._send_home(slot)
+        # without an event for its last use, wait for everything queued on the current stream
         free = slot.left or slot.used or self._mark()
         slot.name, slot.used, slot.left = name, None, None
         with self._on(self._in, free, self._stored.get(name)):
@@ -140,7 +141,7 @@ class Streamed:
         return slot
 
     def _send_home(self, slot: _Slot) -> None:
-        """Copy a changed block to the host's memory."""
+        """Copy a modified block back to host memory."""
         if not slot.changed or slot.name is None:
             return
         with self._on(self._out, slot.used or self._mark()):
@@ -153,7 +154,7 @@ class Streamed:
         return slot.buffer[: block.numel()].view(block.shape)
 
     def _mark(self) -> Any:
-        """An event behind all that the current stream was given; None on a CPU."""
+        """Record an event on the current stream; None on a CPU."""
         if not self._cuda:
             return None
         event = torch.cuda.Event()
@@ -166,7 +167,7 @@ class Streamed:
 
     @contextmanager
     def _on(self, stream: Any, *events: Any) -> Iterator[None]:
-        """On this stream, behind these events."""
+        """Run the block on `stream`, after `events`."""
         with torch.cuda.stream(stream) if self._cuda else nullcontext():
             for event in events:
                 self._wait(event)
@@ -174,7 +175,7 @@ class Streamed:
 
 
 class Scratch:
-    """Stands for G and the direction when memory is measured: one buffer for every block."""
+    """Placeholder for G and the direction in memory measurements: all blocks share one buffer."""
 
     def __init__(self, like: Mapping[str, Tensor], sums: torch.dtype, device: torch.device) -> None:
         self.shapes = {name: p.shape for name, p in like.items()}
@@ -198,34 +199,34 @@ class Scratch:
 
 
 def factor_dtype(parameter: Tensor, accumulation: torch.dtype) -> torch.dtype:
-    """What the direction is held in: the model's dtype for a matrix, G's for a vector."""
+    """Dtype that the direction is stored in: the model's for matrices, G's for 1-D parameters."""
     return parameter.dtype if parameter.ndim >= 2 else accumulation
 
 
 def blank(like: Mapping[str, Tensor], dtype: torch.dtype) -> ParamVector:
-    """Zeros that take no memory until a walk puts them where its plan says."""
+    """Zeros that take no memory until a walk allocates them where its plan requires."""
     if world().sharded:
         return ShardedVector.blank({name: Form(dtype, p.shape) for name, p in like.items()})
     return ParamVector({name: _zeros(p.shape, dtype) for name, p in like.items()})
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.zeros((), dtype=dtype).expand(shape)
+    return torch.zeros((), dtype=dtype).expand(shape)  # stride 0: one element of storage
 
 
 def reset(sums: ParamVector) -> None:
-    """Make a vector blank, and free what it held."""
+    """Replace the blocks of a vector by blank ones, which frees their memory."""
     for name, block in sums.tensors.items():
         sums.tensors[name] = _zeros(block.shape, block.dtype)
 
 
 def is_blank(block: Tensor) -> bool:
-    """Whether a block takes no memory yet."""
+    """Whether a block is not allocated yet (see `blank`)."""
     return block.numel() > 1 and not any(block.stride())
 
 
 def move(sums: ParamVector, names: Sequence[str], device: torch.device | str) -> None:
-    """Put some blocks of a vector on a device, one after the other."""
+    """Move the named blocks of a vector to a device, one at a time."""
     for name in names:
         block = sums.tensors[name]
         if is_blank(block):
@@ -237,7 +238,7 @@ def move(sums: ParamVector, names: Sequence[str], device: torch.device | str) ->
 def on_device(
     vector: Vector, names: Sequence[str], dtype_of: Callable[[str], torch.dtype], device: Any
 ) -> ParamVector:
-    """Some blocks of a vector in the dtype of their products, on the device."""
+    """The named blocks of a vector on the device, cast to the dtype of their products."""
     if isinstance(vector, ParamVector):
         return ParamVector({name: vector.tensors[name] for name in names}).held(device, dtype_of)
     forms = {name: vector.forms[name] for name in names}
@@ -253,10 +254,11 @@ def in_host_memory(
     device: torch.device,
     warn: Callable[[str], None],
 ) -> Iterator[dict[str, Tensor]]:
-    """Fill `target` with some blocks of a vector, in host memory that the device can reach.
+    """Fill `target` with the named blocks of a vector, in host memory.
 
-    For a GPU the matrices become views of one allocation, page-locked as a whole while the context
-    lasts: the allocator for pinned tensors rounds each up to a power of two, and may waste half.
+    For a GPU all matrices are views of one allocation that is page-locked as a whole inside the
+    context. PyTorch's pinned allocator would round each tensor up to a power of two, which can
+    waste half of the memory.
     """
     if device.type != "cuda":
         for name, block in on_device(vector, names, dtype_of, "cpu").tensors.items():
@@ -296,7 +298,7 @@ def _page_locked(arena: Tensor, warn: Callable[[str], None]) -> Iterator[None]:
     size = arena.numel() * arena.element_size()
     failed = int(runtime.cudaHostRegister(arena.data_ptr(), size, 0)) if size else 0
     if failed:
-        with suppress(RuntimeError):  # the next launch would report the error as its own
+        with suppress(RuntimeError):  # clear the error: the next kernel launch would raise it
             torch.zeros(1, device="cuda")
         warn(
             f"{size / 2**30:.1f} GiB of the host's memory could not be page-locked (CUDA error "

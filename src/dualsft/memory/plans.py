@@ -1,16 +1,15 @@
-"""Memory plans: where G and the direction are while examples are walked, and in what batches.
+"""Memory plans: where G and the direction are stored during a walk, and how large batches are.
 
 The walks of Algorithm 1 (lines 3, 5, 6 and 8) hold the model, the sum of gradients G (fp32), the
 direction U (the model's dtype) and the activations of a batch. `choose` takes their sizes and the
-memory that is free, and gives the fastest plan that fits with the smaller ones behind it:
+free memory, and returns the fastest plan that fits, followed by smaller ones to fall back on:
 
     device   G and U on the device
-    host     G and U in the host's memory, brought over parameter by parameter
-    (`memory/placement.py`) blocks   the candidates in groups of layers, one walk a group; only its
-    G and U on the device
+    host     G and U in host memory, copied one parameter at a time (`memory/placement.py`)
+    blocks   candidates in groups of layers, one walk per group; the group's G and U on the device
 
-each with activations kept or recomputed (`engine/checkpointing.py`). A plan changes no result
-beyond rounding. Nothing here touches a device: the run and `dualsft estimate` ask the same
+each with activations kept or recomputed (`engine/checkpointing.py`). A plan changes results by
+rounding only. This module never touches a device: a run and `dualsft estimate` call the same
 function.
 """
 
@@ -27,34 +26,34 @@ from dualsft.model.load import locate
 Placement = Literal["device", "host", "blocks"]
 
 DEFAULT_BATCH_TOKENS = {"cpu": 1024, "mps": 1024, "cuda": 32768}
-"""Most padded tokens a batch when score.batch_tokens is not set, by device."""
+"""Maximum padded tokens per batch when score.batch_tokens is not set, by device type."""
 TRAINING_BATCH_TOKENS = {"cpu": 1024, "mps": 1024, "cuda": 8192}
-"""The same for a forward pass of training."""
+"""The same for a micro-batch in training."""
 SMALL_BATCH = 2048
-"""Below this a batch leaves a GPU idle: a smaller plan with a larger batch is faster."""
+"""Smaller batches leave a GPU idle; a smaller plan with a larger batch is then faster."""
 AMPLE_BATCH, AMPLE_BYTES = 4096, 12 << 30
-"""A batch of so many tokens and so large activations is as fast as a larger one (measured with 3B
-on an H200: 2 % slower than twice the size)."""
+"""Batches beyond this many tokens and bytes of activations gain almost no speed (3B model on an
+H200: 2 % slower than twice the size)."""
 HEADROOM = 0.06
-"""Share of the device's memory left to the allocator's own gaps."""
+"""Fraction of device memory reserved for allocator fragmentation."""
 HOST_SHARE = 0.8
-"""Share of the host's free memory that a plan may take."""
+"""Fraction of free host memory that a plan may use."""
 NUM_SLOTS = 4
-"""Blocks of a streamed vector on the device: in use, coming, going, and the one before."""
+"""Blocks of a streamed vector on the device: in use, copied in, copied out, previously used."""
 MAX_GROUPS = 64
 GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What the user set: score.plan, score.checkpointing, score.batch_tokens, model.memory."""
+    """User settings: score.plan, score.checkpointing, score.batch_tokens, model.memory."""
 
     placement: Literal["auto"] | Placement = "auto"
     checkpointing: bool | None = None
     memory: float | None = None
-    """GiB of the device."""
+    """GiB of device memory that may be used."""
     exact_batch: bool = False
-    """score.batch_tokens is set: batches are as large as it says; otherwise they stop at ample."""
+    """score.batch_tokens is set: use that size; otherwise batches are capped at the ample size."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +68,14 @@ class LinearFit:
 
     @classmethod
     def through(cls, few: tuple[int, int], many: tuple[int, int]) -> LinearFit:
-        """Through two measured points (tokens, bytes); it never falls."""
+        """The line through two measured points (tokens, bytes); the slope is never negative."""
         slope = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
         return cls(few[1] - slope * few[0], slope)
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What a batch takes at its peak, in the forward pass with the loss and in the backward."""
+    """Peak memory of a batch, in the forward pass (with the loss) and in the backward pass."""
 
     forward: LinearFit
     backward: LinearFit
@@ -85,7 +84,7 @@ class Activations:
         return max(self.forward.at(tokens), self.backward.at(tokens))
 
     def most_tokens(self, room: float) -> int:
-        """The largest batch that takes at most `room` bytes."""
+        """The largest batch, in tokens, that takes at most `room` bytes."""
         most = [
             (room - line.fixed) / line.slope if line.slope else float(room >= line.fixed) * 2**40
             for line in (self.forward, self.backward)
@@ -95,22 +94,22 @@ class Activations:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What one walk needs, in sizes."""
+    """Memory requirements of one walk."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the candidates."""
+    """Shapes of the candidates."""
     held: int
-    """Bytes on the device before G and U: the model, with CWSD the teacher, and whatever else."""
+    """Bytes on the device before G and U: the model, the teacher (CWSD), everything else."""
     sum_itemsize: int
-    """Bytes of an entry of G; 0 without G."""
+    """Bytes per entry of G; 0 without G."""
     direction_itemsize: int
-    """Bytes of an entry of U in a product; 0 without U."""
+    """Bytes per entry of U in a product; 0 without U."""
     longest: int
     """Tokens of the longest example."""
     kept: Activations | None = None
-    """With activations kept; None: they did not fit when they were measured."""
+    """Activations without checkpointing; None: the measurement ran out of memory."""
     recomputed: Activations | None = None
-    """With checkpointing; None: not measured, at most what `kept` says."""
+    """Activations with checkpointing; None: not measured, at most those of `kept`."""
 
     def activations(self, checkpointing: bool) -> Activations | None:
         return (self.recomputed or self.kept) if checkpointing else self.kept
@@ -126,16 +125,17 @@ class Demand:
         return max(self._bytes(group) for group in groups)
 
     def host(self, placement: Placement) -> int:
-        """Bytes of G and U in the host's memory."""
+        """Bytes of G and U in host memory."""
         if placement == "device":
             return 0
+        # with "blocks" finished groups of G are moved to the host; U is read lazily, per group
         both = self._bytes(list(self.shapes))
         sums = self.sum_itemsize * sum(map(prod, self.shapes.values()))
         return both if placement == "host" else sums
 
     @property
     def _small_itemsize(self) -> int:
-        """Vectors enter their products in fp32 or better."""
+        """Bytes per entry of U for 1-D parameters, whose products are in fp32 or fp64."""
         return max(4, self.direction_itemsize) if self.direction_itemsize else 0
 
     def _bytes(self, names: Sequence[str]) -> int:
@@ -158,25 +158,25 @@ class Plan:
     batch_tokens: int
     num_groups: int = 1
     peak: int | None = None
-    """Bytes on the device, predicted; None without a measurement."""
+    """Predicted peak bytes on the device; None without a measurement."""
 
     @property
     def settings(self) -> str:
-        """The settings that start so."""
+        """The config overrides that select this plan."""
         return (
             f"score.plan={self.placement} score.checkpointing={str(self.checkpointing).lower()} "
             f"score.batch_tokens={self.batch_tokens}"
         )
 
     def describe(self, memory: int | None = None) -> str:
-        """In words; `memory` is what the device has, in bytes."""
+        """A one-line description; `memory` is the device memory that may be used, in bytes."""
         where = {
             "device": "everything on the device",
-            "host": "G and the direction in the host's memory, brought over block by block",
-            "blocks": f"candidates in {self.num_groups} groups of layers, one walk a group",
+            "host": "G and the direction in host memory, copied block by block",
+            "blocks": f"candidates in {self.num_groups} groups of layers, one walk per group",
         }
         again = ", activations recomputed" if self.checkpointing else ""
-        size = f", {self.batch_tokens:,} tokens a batch"
+        size = f", {self.batch_tokens:,} tokens per batch"
         about = ""
         if self.peak is not None:
             about = f", about {self.peak / GIB:.1f}"
@@ -184,7 +184,7 @@ class Plan:
         return where[self.placement] + again + size + about
 
     def facts(self) -> dict[str, Any]:
-        """For the manifest."""
+        """The plan as recorded in the manifest."""
         return {
             "plan": self.settings,
             "placement": self.placement,
@@ -198,11 +198,11 @@ class Plan:
 def choose(
     demand: Demand, device_bytes: int, host_bytes: int, batch_tokens: int, wishes: Wishes
 ) -> list[Plan]:
-    """The fastest plan that fits, and the smaller ones to fall back on, largest first.
+    """The fastest plan that fits, followed by smaller plans to fall back on, largest first.
 
-    `device_bytes` is all that the run may use of the device, what it holds already included;
-    `batch_tokens` the most tokens that a batch may have. What the user wishes comes first, whether
-    it is predicted to fit on the device or not; the host's memory is never overdrawn.
+    `device_bytes` is the device memory that the run may use, including what it already holds;
+    `batch_tokens` is the maximum number of tokens per batch. A plan set by the user comes first,
+    even if it is predicted not to fit on the device. Plans that exceed the host memory are dropped.
     """
     room = int(device_bytes * (1 - HEADROOM))
     ladder = list(_ladder(demand, wishes))
@@ -216,20 +216,22 @@ def choose(
         first = asked[0] if asked else 0
     elif good:
         first = good[0]
-    elif fitting:
+    elif fitting:  # every batch is too small to be fast: take the largest
         first = max(fitting, key=lambda i: plans[i].batch_tokens)
-    else:
+    else:  # nothing is predicted to fit: try the smallest plan anyway
         first = min(range(len(plans)), key=lambda i: _least(plans[i], demand))
     chain = [plans[first]]
-    for plan in plans[first + 1 :]:
+    for plan in plans[first + 1 :]:  # a fallback must need less memory than the plan before it
         if _least(plan, demand) < _least(chain[-1], demand):
             chain.append(plan)
     least = min(demand.longest, batch_tokens)
+    # plans that are not predicted to fit are tried with a batch of one example
     return [plan if plan.batch_tokens else replace(plan, batch_tokens=least) for plan in chain]
 
 
 def unmeasured(batch_tokens: int, wishes: Wishes, num_parameters: int) -> list[Plan]:
-    """Where nothing is measured (a CPU): as wished or everything on the device, then smaller."""
+    """The plans where memory is not measured (on a CPU): the plan set by the user or everything on
+    the device, followed by smaller ones."""
     return [
         replace(plan, batch_tokens=batch_tokens)
         for plan in _steps(num_parameters, wishes)
@@ -243,7 +245,7 @@ def _is_wished(plan: Plan, wishes: Wishes) -> bool:
 
 
 def _ladder(demand: Demand, wishes: Wishes) -> Iterator[Plan]:
-    """What may be tried, in order; without G and U there is nothing to place."""
+    """The plans to consider, in order; without G and U only the placement "device" is useful."""
     something = demand.sum_itemsize or demand.direction_itemsize
     for plan in _steps(len(demand.shapes), wishes):
         if something or plan.placement in ("device", wishes.placement):
@@ -251,7 +253,7 @@ def _ladder(demand: Demand, wishes: Wishes) -> Iterator[Plan]:
 
 
 def _steps(num_parameters: int, wishes: Wishes) -> Iterator[Plan]:
-    """Placements, recomputation and numbers of groups from the fastest to the smallest."""
+    """All combinations of placement, recomputation and number of groups, fastest first."""
     counts = [2**i for i in range(1, 7) if 2**i <= min(MAX_GROUPS, max(2, num_parameters))]
     kept = [("device", 1), ("host", 1)]
     groups = [("blocks", count) for count in counts]
@@ -275,7 +277,7 @@ def _steps(num_parameters: int, wishes: Wishes) -> Iterator[Plan]:
 
 
 def _sized(plan: Plan, demand: Demand, room: int, batch_tokens: int, wishes: Wishes) -> Plan:
-    """With the largest batch that fits (0 when none does) and the peak it is predicted to have."""
+    """The plan with the largest batch that fits (0 if none does) and its predicted peak memory."""
     activations = demand.activations(plan.checkpointing)
     if activations is None:
         return plan
@@ -291,7 +293,8 @@ def _sized(plan: Plan, demand: Demand, room: int, batch_tokens: int, wishes: Wis
 
 
 def _least(plan: Plan, demand: Demand) -> tuple[bool, float, bool]:
-    """What a plan takes with a batch of one, the longest example; recomputing is never more."""
+    """Sort key: memory of a plan with the longest example as its batch; on ties, recomputing counts
+    as smaller."""
     activations = demand.activations(plan.checkpointing)
     batch = activations.at(demand.longest) if activations else 0.0
     size = demand.vectors(plan.placement, plan.num_groups) + batch
@@ -299,19 +302,22 @@ def _least(plan: Plan, demand: Demand) -> tuple[bool, float, bool]:
 
 
 def in_layers(names: Iterable[str]) -> list[str]:
-    """What is outside of the layers first (embedding, head: one weight may be both), then those."""
+    """Parameters outside the layers first (embedding and head, which may be tied), then by layer.
+
+    The sort is stable, so the layers keep the model's order.
+    """
     return sorted(names, key=lambda name: locate(name)[0] is not None)
 
 
 def cut(shapes: Mapping[str, Sequence[int]], num_groups: int) -> list[list[str]]:
-    """The candidates in about equal groups of whole layers; none is empty."""
+    """Split the candidates into groups of whole layers of about equal size; no group is empty."""
     layers = [list(g) for _, g in groupby(in_layers(shapes), key=lambda name: locate(name)[0])]
     sizes = [sum(prod(shapes[name]) for name in names) for names in layers]
     total, passed = sum(sizes), 0
     groups: list[list[str]] = []
     current = -1
     for names, size in zip(layers, sizes, strict=True):
-        # a layer belongs to the group in whose share its middle lies
+        # a layer goes to the group whose share of the entries contains the layer's midpoint
         share = min(num_groups - 1, int((passed + size / 2) * num_groups / max(total, 1)))
         if share != current:
             groups.append([])

@@ -1,9 +1,9 @@
-"""What a process sends and holds, as formulas of the model, the budget and the number of processes.
+"""Formulas for the traffic and memory per process, given model, budget and number of processes.
 
-Algorithm 1 by N processes. Bytes are those of ring algorithms, sent by each process (and as many
-received): N − 1 of N parts of what is gathered or scattered, twice that of what is added up
-everywhere. docs/scaling.md has the tables; tests/distributed/test_traffic.py counts the bytes of
-real collectives against `walk_traffic` and `step_traffic`.
+Algorithm 1 with N processes. Traffic is the number of bytes that each process sends (and receives)
+with ring algorithms: (N − 1) / N of the tensor for an all-gather or a reduce-scatter, twice that
+for an all-reduce. docs/scaling.md has the tables; tests/distributed/test_traffic.py compares
+`walk_traffic` and `step_traffic` with the bytes of real collectives.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from torch import nn
 from dualsft.model.load import decoder_blocks
 
 INDEX_BYTES = 2
-"""Of a selected entry's place in its process's rows, as it is sent (`train/compact_index.py`)."""
+"""Bytes per selected entry of an index as it is sent (`train/compact_index.py`)."""
 STATE_BYTES = 2 + 2 + 8 + 4
-"""Of a selected entry of a bf16 model: place, low half of the master, fp32 moments, gradient."""
+"""Bytes per selected entry of a bf16 model: index, low half of master, fp32 moments, gradient."""
 FULL_STATE_BYTES = 2 + 8 + 4
-"""Of an entry when all are trained: no place."""
+"""Bytes per entry when all entries are trained: the same without the index."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that the formulas need, in entries."""
+    """The model sizes used by the formulas, in entries."""
 
     parameters: int
     blocks: int
-    """Inside the decoder blocks."""
+    """Entries inside the decoder blocks."""
     largest_block: int
     candidates: int
     largest_candidate: int
     itemsize: int = 2
-    """Bytes of a weight."""
+    """Bytes per weight."""
     sum_itemsize: int = 4
-    """Bytes of an entry of G."""
+    """Bytes per entry of G."""
 
     @classmethod
     def of(
@@ -45,7 +45,7 @@ class ModelShape:
         candidates: Mapping[str, nn.Parameter],
         itemsize: int | None = None,
     ) -> ModelShape:
-        """Of a model, in its own dtype unless another weight's bytes are given."""
+        """The sizes of a model; `itemsize` overrides the bytes per weight of the model's dtype."""
         counts = [sum(p.numel() for p in block.parameters()) for block in decoder_blocks(model)[1]]  # pyright: ignore[reportArgumentType]
         sizes = [p.numel() for p in candidates.values()]
         itemsize = itemsize or next(iter(candidates.values())).itemsize
@@ -61,24 +61,24 @@ class ModelShape:
 
     @property
     def outer(self) -> int:
-        """Embeddings, last norm and head."""
+        """Entries outside the decoder blocks: embeddings, last norm and head."""
         return self.parameters - self.blocks
 
     @property
     def weights_moved(self) -> int:
-        """Bytes gathered by one forward and backward pass: blocks twice, what is outside once."""
+        """Bytes all-gathered in one forward and backward pass: blocks twice, the rest once."""
         return self.itemsize * (2 * self.blocks + self.outer)
 
 
 def parts(num_bytes: float, size: int) -> float:
-    """Of a gather or a scatter."""
+    """Bytes sent per process for an all-gather or reduce-scatter of `num_bytes`."""
     return num_bytes * (size - 1) / size
 
 
 def walk_traffic(
     shape: ModelShape, size: int, sharded: bool, sums: bool = True, direction: bool = True
 ) -> tuple[float, float]:
-    """(bytes a turn, bytes at the end) of a walk over examples: one batch a process is a turn."""
+    """(bytes per turn, bytes at the end) of a walk; a turn is one batch per process."""
     total = shape.sum_itemsize * shape.candidates * sums
     if not sharded:
         return 0.0, 2 * parts(total, size)
@@ -89,10 +89,10 @@ def walk_traffic(
 def step_traffic(
     shape: ModelShape, size: int, sharded: bool, shares: Iterable[Sequence[int]], turns: int = 1
 ) -> float:
-    """Bytes of an optimizer step of `turns` micro-batches a process.
+    """Bytes of an optimizer step of `turns` micro-batches per process.
 
-    `shares` has, for each parameter, the number of its selected entries in each process's rows; the
-    largest counts, since all are sent as long.
+    `shares` has, for each parameter, the number of its selected entries in each process's rows. All
+    messages are padded to the largest of them.
     """
     shares = list(shares)
     if not sharded:
@@ -102,7 +102,7 @@ def step_traffic(
 
 
 def scoring_memory(shape: ModelShape, size: int, sharded: bool) -> float:
-    """Bytes that a process holds while it walks over the pool, without activations."""
+    """Bytes per process during the walk over the pool, without activations."""
     vectors = (shape.sum_itemsize + shape.itemsize) * shape.candidates
     if not sharded:
         return shape.itemsize * shape.parameters + vectors
@@ -112,7 +112,7 @@ def scoring_memory(shape: ModelShape, size: int, sharded: bool) -> float:
 
 
 def finetuning_memory(shape: ModelShape, size: int, sharded: bool, selected: int) -> float:
-    """Bytes that a process holds in restricted fine-tuning of a bf16 model, without activations."""
+    """Bytes per process in restricted fine-tuning of a bf16 model, without activations."""
     if not sharded:
         return shape.itemsize * (shape.parameters + shape.largest_candidate) + (
             STATE_BYTES * selected
@@ -122,7 +122,7 @@ def finetuning_memory(shape: ModelShape, size: int, sharded: bool, selected: int
 
 
 def warmup_memory(shape: ModelShape, size: int, sharded: bool) -> float:
-    """Bytes that a process holds in the warmup of every parameter, without activations."""
+    """Bytes per process in a warmup that trains every parameter, without activations."""
     state = (shape.itemsize + FULL_STATE_BYTES) * shape.parameters
     if not sharded:
         return state
@@ -130,5 +130,5 @@ def warmup_memory(shape: ModelShape, size: int, sharded: bool) -> float:
 
 
 def _gathered(shape: ModelShape) -> float:
-    """Weights that are whole at a time: two blocks (one is on its way), and what is outside."""
+    """Bytes of gathered weights: two blocks (one is prefetched) and all weights outside them."""
     return shape.itemsize * (2 * shape.largest_block + shape.outer)

@@ -1,8 +1,8 @@
-"""G and the direction by rows while a walk runs over a sharded model.
+"""G and the direction of a sharded model during a walk, each process holding its own rows.
 
-Algorithm 1 lines 3, 5, 6 and 8 under FSDP2: the ghost engine's rules (`engine/rules.py`) see
-gathered weights, the direction's block is gathered beside them, and a batch's block of G is added
-up over the processes into the rows that hold it. A sum, in G's own dtype: nothing is averaged.
+Algorithm 1 lines 3, 5, 6 and 8 under FSDP2. The rules of the ghost engine (`engine/rules.py`) see
+gathered weights. The matching block of the direction is all-gathered, and a batch's block of G is
+reduce-scattered to the processes that hold its rows: a sum in G's dtype, not an average.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from dualsft.storage.vectors import ShardedVector, Vector
 
 
 class ShardedPlacement:
-    """G and the direction by rows while a walk runs (`placement.Lender`, `placement.Factors`).
+    """G and the direction sharded by rows (`placement.Lender`, `placement.Factors`).
 
-    Each block of the direction is gathered when it is asked for and dropped after its use. A
-    batch's block of G is formed whole, added up over the processes, and each keeps its own rows.
-    The output head is asked for a number of times that differs between processes: what it uses is
-    gathered when a batch begins and reduced when it ends (`late`).
+    Each block of the direction is gathered on request and dropped after use. Each process computes
+    a whole block of G for its batch; the blocks are reduce-scattered, so that each process keeps
+    the sum over its own rows. The output head is used a different number of times per process
+    (once per chunk of logits), so its collectives cannot run on request: `late` names its
+    parameters, whose blocks are gathered at the start of a batch and reduced at its end.
     """
 
     def __init__(
@@ -53,13 +54,13 @@ class ShardedPlacement:
             self._rows[name] = rows
 
     def _share(self, name: str) -> int:
-        """Entries of the largest share of a block: rank 0's."""
+        """Entries of the largest shard of a block, which is rank 0's."""
         first, last = world().own(self._shapes[name], 0)
         return last - first
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Around the forward and backward pass of every process's batch."""
+        """Wraps the forward and backward pass of one batch; entered by all processes."""
         for name in self.late if self._rows else ():
             self._factors[name] = self._gathered(name)
         yield
@@ -69,7 +70,7 @@ class ShardedPlacement:
 
     @contextmanager
     def lent(self, name: str) -> Iterator[Tensor]:
-        """A block of zeros to add this batch's part of G to."""
+        """A whole block, initially zero, to accumulate this batch's part of G into."""
         block = self._pending.get(name)
         if block is None:
             block = self._blank(name)
@@ -80,7 +81,7 @@ class ShardedPlacement:
             self._reduce(name, block)
 
     def factor(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The direction's block, all rows."""
+        """The whole block of the direction, cast to `dtype`."""
         block = self._factors[name] if name in self._factors else self._gathered(name)
         return block.to(dtype)
 

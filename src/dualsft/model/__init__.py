@@ -1,1 +1,1 @@
-"""A model: finding, checking, loading, saving; its candidates; the sparse delta."""
+"""Resolve, check, load and save a model; list its candidate parameters; apply the sparse delta."""

@@ -1,14 +1,15 @@
-"""Attention of grouped heads with fp32 weights on a GPU: the kernel that needs no T × T matrix.
+"""Grouped-query attention in fp32 on a GPU without a T × T attention matrix.
 
-It belongs to no line of Algorithm 1: it is how a model computes when its weights are fp32, in the
-walks that `engine/precision.py` widens (lines 5 to 8) and in runs with `model.dtype=float32`.
+Not part of Algorithm 1. Used whenever a model computes with fp32 weights on a GPU: in the passes
+that `engine/precision.py` runs in fp32 (lines 5 to 8), and in runs with `model.dtype=float32`.
 
-Where several query heads share a key head and there is no mask, transformers asks PyTorch to share
-them (`enable_gqa`). Only the half-precision kernels can; in fp32 PyTorch silently takes the plain
-one, which keeps a T × T matrix a head and layer for the backward pass and is about three times as
-slow. The keys and values repeated, the memory-efficient kernel takes them: the same numbers up to
-rounding, and memory that grows with the tokens. With deterministic algorithms, which that kernel's
-backward pass does not promise, everything stays as it is.
+When several query heads share one key head and there is no attention mask, transformers calls
+PyTorch's scaled dot-product attention with `enable_gqa`. Only the half-precision kernels support
+it. In fp32, PyTorch silently falls back to the math kernel, which keeps a T × T matrix per head and
+layer for the backward pass and is about three times slower. Repeating the keys and values makes the
+memory-efficient kernel eligible: the result is the same up to rounding, and memory grows linearly
+with the number of tokens. That kernel's backward pass is not deterministic, so nothing changes when
+deterministic algorithms are enabled.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _OWN: Any = None
-"""What transformers computes "sdpa" with; None while it has not been replaced."""
+"""The "sdpa" function registered by transformers; None until `install` replaces it."""
 
 
 def install(device: torch.device) -> None:
-    """From now on, in this process, "sdpa" repeats shared heads where no kernel shares them."""
+    """Replace transformers' "sdpa" for the rest of this process; no effect without CUDA."""
     global _OWN
     if _OWN is None and device.type == "cuda":
         _OWN = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -41,11 +42,12 @@ def sdpa(
     *more: Any,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers computes, by a kernel that keeps no T × T matrix where there is one."""
+    """transformers' "sdpa", with shared key and value heads repeated if no kernel shares them."""
     shared = query.shape[1] // key.shape[1]
     if shared > 1 and attention_mask is None and unshared(key):
         key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
-        # all that is read of the module, less the number that asks for sharing
+        # transformers passes enable_gqa if module.num_key_value_groups > 1; the stand-in has only
+        # the other attributes that it reads
         alike: Any = SimpleNamespace(
             is_causal=getattr(module, "is_causal", True), layer_idx=getattr(module, "layer_idx", 0)
         )
@@ -54,6 +56,6 @@ def sdpa(
 
 
 def unshared(key: Tensor) -> bool:
-    """Whether PyTorch has no kernel for these keys that shares heads, but one for equal heads."""
+    """Whether these keys need repeated heads: fp32 on CUDA, without deterministic algorithms."""
     fp32_on_gpu = key.device.type == "cuda" and key.dtype == torch.float32
     return fp32_on_gpu and not torch.are_deterministic_algorithms_enabled()

@@ -1,10 +1,11 @@
-"""The sparse delta: which entries changed, and to what.
+"""The sparse delta: the entries that fine-tuning changed, and their new values.
 
-6_finetune/delta.safetensors holds, for each parameter with changed entries, `<param>.idx` (int64,
-sorted, flat) and `<param>.val` (the new values, in the model's dtype); its header names the base
-model, the hash of its weights and the hash of the delta itself, so that damage is found before a
-merge. Values, not differences: base + delta is the merged model bit for
-bit. Merging and extracting are inverse to each other.
+`6_finetune/delta.safetensors` is part of the result of line 12 of Algorithm 1. For each parameter
+with changed entries it holds `<param>.idx` (int64, flat, sorted) and `<param>.val` (the new values,
+in the model's dtype). The header records the base model, the hash of its weights and the hash of
+the delta, so that a damaged file is found before it is merged. The file stores values, not
+differences, so that base + delta equals the merged model bit for bit. `apply_delta` and
+`extract_delta` are inverses.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from dualsft.storage.vectors import ParamVector, Vector, of_all
 from dualsft.system.paths import Place, RunPath
 
 FORMAT = "dualsft-delta-2"
-UNHASHED = "dualsft-delta-1"  # the first format, which had no hash of its content
+UNHASHED = "dualsft-delta-1"  # the first format, without a content hash; still readable
 
 
 @dataclass(frozen=True)
 class Delta:
-    """New values at flat indices, by parameter; and the base they belong to."""
+    """New values at flat indices per parameter, and the base model that they apply to."""
 
     indices: dict[str, Tensor]
     values: dict[str, Tensor]
@@ -42,16 +43,17 @@ class Delta:
 
     @property
     def num_entries(self) -> int:
-        """Of all processes, where each has those in its own rows."""
+        """Number of entries over all processes; in a sharded run each holds only its own rows."""
         return world().across(sum(i.numel() for i in self.indices.values()))
 
     def save(self, path: Place) -> None:
-        """Written by the first process, to which the others send what they have."""
+        """Write the delta file. Rank 0 writes; the other processes send it their entries."""
         tensors: dict[str, Tensor] = {}
         for name, index in self.indices.items():
             tensors[f"{name}.idx"] = index.to("cpu", torch.int64).contiguous()
             tensors[f"{name}.val"] = self.values[name].to("cpu").contiguous()
         every = of_all(tensors)
+        # a parameter without changed entries in any process is left out
         used = {name: t for name, t in tensors.items() if every.forms[name].num_entries}
         every = every if len(used) == len(tensors) else of_all(used)
         header = {"format": FORMAT, "base_model": self.base_model, "base_hash": self.base_hash}
@@ -59,7 +61,7 @@ class Delta:
 
     @classmethod
     def load(cls, path: Place) -> Delta:
-        """Read and check a delta file; everything wrong with it is said by name."""
+        """Read and check a delta file; an error names every parameter that is invalid."""
         try:
             file = TensorFile(_place(path))
             header, tensors = dict(file.metadata), file.tensors()
@@ -67,18 +69,18 @@ class Delta:
             raise ConfigError(f"{path}: cannot be read as a delta: {problem}") from problem
         if header.get("format") not in (FORMAT, UNHASHED):
             raise ConfigError(
-                f"{path}: its header says format {header.get('format')!r}, not {FORMAT!r}; give "
+                f"{path}: its header has format {header.get('format')!r}, not {FORMAT!r}; give "
                 "the delta.safetensors of a run folder"
             )
         stated = header.pop("sha256", None)
         if header["format"] == FORMAT and stated != _content_hash(ParamVector(tensors), header):
             raise ConfigError(
-                f"{path}: its content does not have the hash that its header states: the file is "
+                f"{path}: its content does not match the hash in its header: the file is "
                 "damaged; copy it again, or run `dualsft finetune` on its run folder again"
             )
         names = sorted({key.rpartition(".")[0] for key in tensors})
         problems = [
-            f"{path}: {n}: idx must be int64 and rising, val finite and as long"
+            f"{path}: {n}: idx must be int64 and increasing, val finite and of the same length"
             for n in names
             if _lacks(tensors, n)
         ]
@@ -93,7 +95,7 @@ class Delta:
 
 
 def _place(path: Place) -> RunPath:
-    """A delta file as what may be opened: inside a stage no link is followed."""
+    """The path to open: a symbolic link is followed, except inside a stage folder."""
     if isinstance(path, RunPath):
         return path
     stage = not read_stage_manifest(path.parent)[1]
@@ -102,7 +104,7 @@ def _place(path: Place) -> RunPath:
 
 
 def _content_hash(tensors: Vector, header: Mapping[str, str]) -> str:
-    """One hash over the header's fields and every tensor's name, type and bits."""
+    """One hash over the header's fields and the name, dtype, shape and bits of every tensor."""
     total = hashlib.sha256(json.dumps(dict(header), sort_keys=True).encode())
     for name in sorted(tensors):
         form = tensors.forms[name]
@@ -124,7 +126,7 @@ def _lacks(tensors: Mapping[str, Tensor], name: str) -> bool:
 def take_delta(
     model: nn.Module, indices: Mapping[str, Tensor], base_model: str = "", base_hash: str = ""
 ) -> Delta:
-    """The model's present values at `indices`."""
+    """The model's current values at `indices`."""
     parameters = dict(model.named_parameters())
     values = {name: entries_of(parameters[name], index) for name, index in indices.items()}
     return Delta({n: i.cpu() for n, i in indices.items()}, values, base_model, base_hash)
@@ -132,18 +134,18 @@ def take_delta(
 
 @torch.no_grad()
 def apply_delta(model: nn.Module, delta: Delta | str | Path) -> nn.Module:
-    """Write a delta's values into the model, in place; returns the model."""
+    """Write a delta's values into the model in place, and return the model."""
     delta = delta if isinstance(delta, Delta) else Delta.load(Path(delta))
     parameters = dict(model.named_parameters())
     problems = []
     for name, index in delta.indices.items():
         if name not in parameters:
-            problems.append(f"delta names {name!r}, which the model does not have")
+            problems.append(f"the delta has {name!r}, which the model does not have")
         elif index.numel() and (
             int(index.min()) < 0 or int(index.max()) >= parameters[name].numel()
         ):
             problems.append(
-                f"delta indexes {name!r} outside its {parameters[name].numel()} entries"
+                f"the delta indexes {name!r} outside its {parameters[name].numel()} entries"
             )
     if problems:
         raise ConfigError([*problems, "give the base model that the delta was made from"])
@@ -155,7 +157,7 @@ def apply_delta(model: nn.Module, delta: Delta | str | Path) -> nn.Module:
 
 @torch.no_grad()
 def extract_delta(base: nn.Module, tuned: nn.Module, **origin: Any) -> Delta:
-    """Every entry whose bits differ between two models of the same shape."""
+    """The entries whose bits differ between two models of the same shape."""
     before, after = dict(base.named_parameters()), dict(tuned.named_parameters())
     if {n: p.shape for n, p in before.items()} != {n: p.shape for n, p in after.items()}:
         odd = sorted(before.keys() ^ after.keys())[:3]

@@ -1,8 +1,8 @@
-"""Export: a delta merged into its base model, or extracted from a fine-tuned one.
+"""Merge a delta into its base model, or extract one from a fine-tuned model.
 
-What leaves the run folder must load in the tools people already use: a merged model is an ordinary
-Hugging Face folder with the tokenizer beside it; a delta is the compact form of the same thing
-(`model/delta.py`). Both are written whole or not at all.
+The merged model is an ordinary Hugging Face folder with its tokenizer, which loads in other tools.
+A delta (`model/delta.py`) is the compact form of the same result. Both are written atomically. Not
+part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dualsft.system.paths import RunPath
 def merge(base: str, delta_path: Path, out: Path, dtype: str = "auto", force: bool = False) -> int:
     """Write base + delta as a Hugging Face folder; returns the number of entries merged.
 
-    `auto` is the dtype that the run had, which the delta's values carry.
+    `auto` is the dtype of the run, taken from the delta's values.
     """
     folder = resolve_model(base)
     delta = Delta.load(delta_path)
@@ -52,7 +52,7 @@ def merge(base: str, delta_path: Path, out: Path, dtype: str = "auto", force: bo
 
 
 def extract(base: str, tuned: Path, out: Path, dtype: str = "auto") -> int:
-    """Write the entries in which `tuned` differs from `base`; returns their number."""
+    """Write the entries in which `tuned` differs from `base`; returns the number of entries."""
     check_target(out)
     folder = resolve_model(base)
     chosen = _dtype(dtype, folder)
@@ -69,7 +69,7 @@ def extract(base: str, tuned: Path, out: Path, dtype: str = "auto") -> int:
 
 
 def check_target(out: Path) -> None:
-    """A new name in a folder that can be written, before anything is loaded."""
+    """Refuse an existing target and create its parent folder, before any model is loaded."""
     if out.exists():
         raise ConfigError(f"{out}: already exists; give a new name")
     with explained(out):
@@ -78,7 +78,7 @@ def check_target(out: Path) -> None:
 
 @contextmanager
 def written_whole(out: Path) -> Iterator[Path]:
-    """A path to write a file or folder to, which takes its name when it is whole."""
+    """Yield a temporary path for a file or folder; rename it to `out` when the block succeeds."""
     with explained(out):
         scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:

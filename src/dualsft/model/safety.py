@@ -1,10 +1,10 @@
-"""What a model folder may hold: read with the standard library, before transformers sees it.
+"""Check a model folder with the standard library, before transformers reads it.
 
-A model folder comes from a stranger. Nothing in it is unpickled, no configuration key may name code
-to run or weights to fetch from elsewhere, and no file may lead out of the folder by link or by
-name. Each refusal names the file and the key, and says the cure. Reads the configuration files
-(size and depth capped), the index of the weights and the first bytes of each weight file; imports
-nothing heavy, so that a run is refused within a fraction of a second.
+A model folder is untrusted input. Nothing in it is unpickled, no configuration key may name code to
+run or weights to fetch from elsewhere, and no file may lead outside the folder by link or by name.
+Each error names the file, the key and the cure. Reads the configuration files (limited in size and
+depth), the weight index and the header of each weight file. Imports nothing heavy, so that a bad
+model is refused within a fraction of a second. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ _REFUSED_KEYS = {
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 _FILE_KEYS = ("_file", "_files", "_path", "_dir")
 _UNREAD = {"special_tokens_map_file", "name_or_path", "_name_or_path"}
-"""Traces of the author's machine that many published configurations carry and nothing opens."""
+"""Leftovers from the author's machine in many published configurations; nothing opens them."""
 
 
 def check_folder(folder: Path, trust_remote_code: bool = False) -> None:
-    """Refuse a folder whose links or configuration files reach outside it or for code."""
+    """Refuse a folder if its links or its configuration files name code or leave the folder."""
     problems = list(_bad_entries(folder))
-    if not problems:  # then every file below is a plain file of this folder
+    if not problems:  # configs are opened only once no link leaves the folder
         problems += _bad_configs(folder, trust_remote_code)
     if problems:
         raise ConfigError([f"model.path: {problem}" for problem in problems])
 
 
 def check_neighbours(gguf: Path) -> None:
-    """Refuse a .gguf file among configurations that reach for code or for another model."""
+    """Refuse a .gguf file if a configuration file beside it names code or another model."""
     problems = list(_bad_configs(gguf.resolve().parent, trust_remote_code=False, deep=False))
     if problems:
         cure = f"or move {gguf.name} to a folder of its own"
@@ -70,22 +70,22 @@ def check_neighbours(gguf: Path) -> None:
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse weights that are missing, pickled, cut short, or named outside the folder."""
+    """Refuse weights that are missing, pickled, truncated, or outside the folder."""
     weight_files(folder)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the model, each there and with a sound header."""
+    """The safetensors files that make up the model; each must exist and have a valid header."""
     if (folder / WEIGHTS).is_file():
         files = [folder / WEIGHTS]
     elif (folder / INDEX).is_file():
         files = _shards(folder)
     else:
         pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
-        reason = f" ({pickled[0]} is pickled: it can run code, and is not read)" if pickled else ""
+        reason = f" ({pickled[0]} is pickled: it can run code and is not read)" if pickled else ""
         raise ConfigError(
             f"model.path: {str(folder)!r} holds no {WEIGHTS} and no {INDEX}{reason}; save the "
-            "model again with `model.save_pretrained(folder)`, or take a revision with safetensors"
+            "model again with `model.save_pretrained(folder)`, or use a revision with safetensors"
         )
     problems = [f"model.path: {problem}" for file in files if (problem := _bad_header(file))]
     if problems:
@@ -94,10 +94,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _bad_entries(folder: Path) -> Iterator[str]:
-    """Links that lead out of the folder, and entries that are neither files nor folders."""
+    """Links that leave the folder, and entries that are neither files nor folders."""
     root = folder.resolve()
     roots = [root]
-    if root.parent.name == "snapshots":  # the cache of the Hugging Face hub: links into its blobs
+    if root.parent.name == "snapshots":  # the hub's cache links into its blobs
         roots.append(root.parent.parent / "blobs")
     seen = 0
     for place, folders, files in os.walk(root, followlinks=False):
@@ -106,7 +106,10 @@ def _bad_entries(folder: Path) -> Iterator[str]:
             shown = path.relative_to(root)
             seen += 1
             if seen > MAX_FILES:
-                yield f"{str(folder)!r} holds more than {MAX_FILES:,} files; give the model's own"
+                yield (
+                    f"{str(folder)!r} holds more than {MAX_FILES:,} files; give a folder with only "
+                    "the model"
+                )
                 return
             try:
                 target, mode = path.resolve(strict=True), path.stat().st_mode
@@ -137,7 +140,7 @@ def _bad_configs(folder: Path, trust_remote_code: bool, deep: bool = True) -> It
             continue
         for where, key, value in _entries(content):
             if key == "auto_map" and not has_code and not _names_a_repository(value):
-                continue  # a trace of code that is not here; transformers has the model, or says so
+                continue  # the code is not in the folder: transformers has the model, or fails
             if (reason := _refusal(key, value, trust_remote_code)) is not None:
                 yield f"{path.name}: {where} = {_short(value)}: {reason}"
     for path in sorted([*folder.glob("*.jinja"), *folder.glob("*/*.jinja")]):
@@ -146,7 +149,7 @@ def _bad_configs(folder: Path, trust_remote_code: bool, deep: bool = True) -> It
 
 
 def _refusal(key: str, value: Any, trust_remote_code: bool) -> str | None:
-    """Why this entry of a configuration cannot be allowed; None when it can."""
+    """Why this configuration entry is refused; None if it is allowed."""
     if not value:
         return None
     if key in _REMOTE_KEYS:
@@ -163,13 +166,15 @@ def _refusal(key: str, value: Any, trust_remote_code: bool) -> str | None:
 
 
 def _names_a_repository(value: Any) -> bool:
-    """Whether an auto_map leads to the code of another repository ("org/name--module.Class")."""
+    """Whether an auto_map refers to code in another repository ("org/name--module.Class")."""
     return "--" in json.dumps(value, default=str)
 
 
 def _entries(content: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(dotted place, key, value) of every entry, however deep; values of an attention key's own
-    object count under that key."""
+    """(dotted path, key, value) of every entry at any depth.
+
+    Values inside the object of an attention key are yielded under that key.
+    """
     stack: list[tuple[str, str, Any]] = [(key, key, value) for key, value in content.items()]
     while stack:
         where, key, value = stack.pop()
@@ -185,7 +190,7 @@ def _entries(content: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _read_json(path: Path, limit: int) -> Any:
-    """A JSON file whose size and nesting are bounded."""
+    """Read a JSON file of bounded size and nesting."""
     size = path.stat().st_size
     if size > limit:
         raise ConfigError(f"{path.name}: {size:,} bytes, more than the {limit:,} allowed")
@@ -194,7 +199,7 @@ def _read_json(path: Path, limit: int) -> Any:
     except RecursionError:
         raise ConfigError(f"{path.name}: nested deeper than {DEPTH} levels") from None
     except ValueError as problem:
-        raise ConfigError(f"{path.name}: is no JSON: {problem}") from problem
+        raise ConfigError(f"{path.name}: is not valid JSON: {problem}") from problem
     level, depth = [content] if isinstance(content, dict | list) else [], 0
     while level:
         depth += 1
@@ -206,7 +211,7 @@ def _read_json(path: Path, limit: int) -> Any:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The files that the index names; each must be a safetensors file of this very folder."""
+    """The files that the index names; each must be a safetensors file in this folder."""
     try:
         index = _read_json(folder / INDEX, INDEX_BYTES)
     except ConfigError as problem:
@@ -224,7 +229,7 @@ def _shards(folder: Path) -> list[Path]:
                 f"{INDEX}: weight_map names {name!r}, which is not in the folder itself"
             )
         elif not name.endswith(".safetensors"):
-            problems.append(f"{INDEX}: weight_map names {name!r}, which is no .safetensors file")
+            problems.append(f"{INDEX}: weight_map names {name!r}, which is not a .safetensors file")
         elif not (folder / name).is_file():
             problems.append(f"{INDEX}: the shard {name} is missing; download or copy it again")
     if problems:
@@ -233,12 +238,16 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _bad_header(path: Path) -> str | None:
-    """A safetensors file begins with the length of its JSON header, and the header with `{`."""
+    """What is wrong with the header of a safetensors file; None if it is valid.
+
+    The file begins with the length of its JSON header (8 bytes); the header begins with `{`. The
+    tensors must end exactly at the end of the file.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(9)
     length = int.from_bytes(start[:8], "little")
-    broken = f"{path.name}: is no safetensors file, or cut short; download or save it again"
+    broken = f"{path.name}: is not a safetensors file, or truncated; download or save it again"
     if len(start) < 9 or start[8:] != b"{" or length > min(size - 8, HEADER_BYTES):
         return broken
     with path.open("rb") as file:
@@ -252,7 +261,7 @@ def _bad_header(path: Path) -> str | None:
 
 
 def _leads_out(name: str) -> bool:
-    """Whether a name is absolute or climbs out, by the rules of any operating system."""
+    """Whether a name is absolute or leaves the folder, by the rules of any operating system."""
     path = PureWindowsPath(name)
     return name.startswith(("/", "\\", "~")) or bool(path.drive) or ".." in path.parts
 

@@ -1,7 +1,7 @@
-"""A model as a Hugging Face folder, however it is held.
+"""Save a model as a Hugging Face folder, sharded or not.
 
-θ̄ of Algorithm 1 line 1 and θ* of line 12 are saved so, for any tool that loads such a folder. The
-first process writes; of a sharded model it is sent the others' rows, and no process has them all.
+Saves θ̄ (line 1 of Algorithm 1) and θ* (line 12). Rank 0 writes. The other processes of a sharded
+model send it their rows in chunks, so no process gathers the full model.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dualsft.storage.vectors import Seen, Vector, save_tensors
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, base: Path, target: Path) -> None:
-    """Weights, tokenizer, and what else the base has for its processor, as one folder.
+    """Save the weights, the tokenizer and the base's processor files to one folder.
 
-    Written by the first process; of a sharded model the others send it their rows, a chunk at a
-    time. The generation settings are the base's own file: transformers refuses to write some that
-    it reads (a temperature without sampling), and they are not ours to change.
+    Rank 0 writes; for a sharded model the other processes send it their rows in chunks.
+    generation_config.json is copied from the base: transformers refuses to write some settings that
+    it reads (a temperature without sampling), and they must not change.
     """
     main = world().main
     if is_sharded(model):
@@ -50,7 +50,7 @@ def save_model(model: PreTrainedModel, tokenizer: Any, base: Path, target: Path)
 
 
 class _Weights(Vector):
-    """A sharded model's parameters, and its buffers that are saved, as one vector."""
+    """The parameters and the persistent buffers of a sharded model, as one vector."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = dict(model.named_parameters())
@@ -66,6 +66,7 @@ class _Weights(Vector):
     def share(self, name: str, rank: int) -> tuple[int, int]:
         if name in self._parameters:
             return super().share(name, rank)
+        # every process holds the full buffers; rank 0 writes its own
         return (0, self.forms[name].num_entries) if rank == 0 else (0, 0)
 
     def piece(self, name: str, start: int, stop: int, seen: Seen | None = None) -> Tensor:

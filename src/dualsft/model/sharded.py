@@ -1,13 +1,13 @@
-"""A model held by rows: FSDP2's `fully_shard`, and what the rest needs to know of it.
+"""A model sharded by rows with FSDP2's `fully_shard`.
 
-Each process has its rows of every parameter (DTensors). FSDP2 gathers a block's weights before its
-forward and its backward pass and frees them after it. Losses (Algorithm 1 lines 1, 3, 5, 6, 8 and
-12) are computed `through` the model, so that its outer weights are gathered too; gradients arrive
-at the `gathered_parameters`. G and the direction by rows are in `memory/sharded_placement.py`,
-training in `train/sharded.py`.
+Each process holds its rows of every parameter (DTensors). FSDP2 gathers a block's weights before
+its forward and its backward pass and frees them afterwards. Losses (Algorithm 1 lines 1, 3, 5, 6, 8
+and 12) are computed inside `through`, so that the weights outside the blocks are gathered too.
+Autograd stores gradients on the `gathered_parameters`. The sharded G and direction are in
+`memory/sharded_placement.py`, training in `train/sharded.py`.
 
-FSDP2's own reduction of gradients is never used: it averages, in the parameters' dtype, and sends
-everything. It finds no gradient to reduce, because each is taken as soon as it is there.
+FSDP2's gradient reduction is not used: it averages, in the parameters' dtype, and sends all
+entries. It finds no gradient to reduce, because each one is taken as soon as it is computed.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def load_sharded(
     remote: bool = False,
     through_dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
-    """A model in eval mode of which every process has its rows, rounded to `through_dtype` first.
+    """Load a model in eval mode; each process holds its rows, rounded to `through_dtype` first.
 
-    The first process reads the files, into the host's memory, and deals the rows out one parameter
-    at a time; the others never have more than one parameter whole.
+    Rank 0 reads the files into host memory and distributes the rows one parameter at a time. The
+    other processes never hold more than one full parameter.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -81,7 +81,7 @@ def load_sharded(
             rows = distribute_tensor(full, mesh, [Shard(0)])
             local_rows(p).copy_(rows.to_local())
         given = dict(whole.named_buffers()) if whole is not None else {}
-        for name, buffer in list(model.named_buffers()):  # they are not gathered: none waits
+        for name, buffer in list(model.named_buffers()):  # FSDP2 does not shard buffers
             value = present.decided(partial(_on_host, given, name)).to(device, buffer.dtype)
             owner, _, key = name.rpartition(".")
             setattr(model.get_submodule(owner), key, value)
@@ -91,12 +91,12 @@ def load_sharded(
 
 
 def wide_copy(model: nn.Module) -> PreTrainedModel:
-    """A sharded model with fp32 weights of the same numbers, read again from its files."""
+    """An fp32 copy of a sharded model with the same values, read again from its files."""
     folder, device, *more = vars(model)[_SOURCE]
     stored = next(iter(model.parameters())).dtype
     wide = load_sharded(folder, torch.float32, device, *more, through_dtype=stored)
     for buffer in wide.get_input_embeddings().buffers():
-        if buffer.is_floating_point():  # Gemma rounds its scale to the weights' dtype
+        if buffer.is_floating_point():  # Gemma rounds its embedding scale to the weights' dtype
             buffer.copy_(buffer.to(stored))
     return wide
 
@@ -106,32 +106,38 @@ def _on_host(tensors: dict[str, Tensor], name: str) -> Tensor:
 
 
 def _refuse_renamed(folder: Path, model: nn.Module, whole: nn.Module) -> None:
-    """A sharded model is saved under the names that it has in memory."""
+    """Refuse a model whose checkpoint names differ from its parameter names.
+
+    A sharded model is saved under its parameter names, which would not be those of the base's
+    files.
+    """
     ours, own = ({n for n, _ in m.named_parameters()} for m in (model, whole))
     kind = str(getattr(model.config, "model_type", ""))
     if ours != own or get_checkpoint_conversion_mapping(kind):
         raise ConfigError(
-            f"model.path: {folder.name!r} ({kind}) has other names in its files than in memory, "
-            "where a sharded model is saved from; use parallel.mode=replicate"
+            f"model.path: {folder.name!r} ({kind}) has other parameter names in its files than in "
+            "memory, so a sharded model cannot be saved; use parallel.mode=replicate"
         )
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model computes: its parameters' device, but of rows that wait in host memory the
-    GPU that they are gathered on."""
+    """The device that the model computes on.
+
+    For a sharded model with offloaded rows this is the GPU that they are gathered on.
+    """
     if is_sharded(model):
         return vars(model)[_SOURCE][1]
     return next(model.parameters()).device
 
 
 def local_rows(p: Tensor) -> Tensor:
-    """This process's rows of a parameter; all of them when it is not sharded."""
+    """This process's rows of a parameter; the full parameter if it is not sharded."""
     kept: Any = p.detach()
     return kept.to_local() if hasattr(kept, "to_local") else kept
 
 
 def _remember_gathered(model: nn.Module) -> None:
-    """Keep the parameters that autograd sees: what a module has while its weights are gathered."""
+    """Store the parameters that autograd sees: those of each module while it is unsharded."""
     from torch.distributed.fsdp import FSDPModule
 
     found: dict[str, nn.Parameter] = {}
@@ -148,52 +154,54 @@ def _remember_gathered(model: nn.Module) -> None:
 
 
 def gathered_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters on which autograd leaves gradients, by name; a model's own unless sharded."""
+    """The parameters that receive gradients, by name; the model's own if it is not sharded."""
     return vars(model)[_GATHERED] if is_sharded(model) else dict(model.named_parameters())
 
 
 def set_requires_grad(model: nn.Module, name: str, on: bool) -> None:
-    """Of a parameter, in both of its forms."""
+    """Set requires_grad on a parameter and on its gathered form."""
     model.get_parameter(name).requires_grad_(on)
     gathered_parameters(model)[name].requires_grad_(on)
 
 
 def through(model: nn.Module, work: Callable[[], R]) -> R:
-    """`work` with the model's outer weights (embeddings, last norm, head) at hand.
+    """Run `work` with the weights outside the blocks (embeddings, last norm, head) gathered.
 
-    What is computed on a sharded model happens inside the root's forward call, so that its hooks
-    gather them before, and know of what comes out for the backward pass.
+    For a sharded model, `work` runs inside the root module's forward call. The root's FSDP hooks
+    then gather these weights first and register the output for the backward pass.
     """
     if not is_sharded(model):
         return work()
-    assert "forward" not in vars(model), "a model's work is not nested in itself"
-    model.forward = lambda _: work()  # FSDP of torch < 2.12 wants an argument to move
+    assert "forward" not in vars(model), "through() must not be nested on one model"
+    model.forward = lambda _: work()  # FSDP of torch < 2.12 requires an argument to move
     try:
         result = model(None)
     finally:
         del model.forward
     if not torch.is_grad_enabled():
-        release(model)  # no backward pass will
+        release(model)  # there is no backward pass that would reshard them
     return result
 
 
 def release(model: nn.Module) -> None:
-    """Free a sharded model's outer weights after a call of it without a backward pass."""
+    """Free a sharded model's weights outside the blocks after a call without a backward pass."""
     if is_sharded(model):
         root: Any = model
         root.reshard()
 
 
 def entries_of(p: Tensor, index: Tensor) -> Tensor:
-    """A parameter's values at sorted flat indices, in the host's memory; when it is sharded the
-    indices are in this process's rows."""
+    """A parameter's values at sorted flat indices, in host memory.
+
+    If the parameter is sharded, the indices must lie in this process's rows.
+    """
     rows = local_rows(p).reshape(-1)
     first, _ = world().held(p.shape)
     return rows[index.to(rows.device) - first].cpu()
 
 
 def weights_vector(model: nn.Module, names: Iterable[str]) -> ParamVector:
-    """A model's own parameters as a vector, however the model is held."""
+    """The model's own parameters as a vector, sharded if the model is."""
     parameters = {name: model.get_parameter(name) for name in names}
     rows = {name: local_rows(p) for name, p in parameters.items()}
     if not is_sharded(model):

@@ -76,7 +76,8 @@ class RunContext:
         if self.trusted:
             self.reporter.warn(
                 "model.trust_remote_code is on: Python code that came with the model runs with "
-                "your rights"
+                "your rights",
+                code="remote_code",
             )
         return resolve_model(model.path, model.revision, self.trusted)
 
@@ -259,6 +260,7 @@ def pass_settings(ctx: RunContext) -> PassSettings:
         batch_tokens=ctx.batch_tokens,
         pad_id=ctx.pad_id,
         padding_side=ctx.config.data.padding_side,
+        precision=score.precision,
         pieces=ctx.pieces,
         wishes=wishes,
         note=note,

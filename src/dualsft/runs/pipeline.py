@@ -410,6 +410,7 @@ def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
 def _compute_stage(ctx: RunContext, stage: Stage, fingerprint: Fingerprint) -> None:
     folder, present = FOLDERS[stage.name], world()
     ctx.reporter.warnings.clear()
+    ctx.reporter.codes.clear()
     ctx.plans.clear()
     ctx.reporter.metrics = lambda **values: ctx.rundir.log_metrics(stage.name, **values)
     work, every = ctx.rundir.work_path(folder), ctx.config.resume.every
@@ -423,7 +424,9 @@ def _compute_stage(ctx: RunContext, stage: Stage, fingerprint: Fingerprint) -> N
             plans = {"plans": dict(ctx.plans)} if ctx.plans else {}
             shared = {"processes": present.size, "sharded": present.sharded}
             many = {"parallel": shared} if present.size > 1 or present.sharded else {}
-            writer.note(facts | plans | many | {"warnings": list(ctx.reporter.warnings)})
+            warned = {"warnings": list(ctx.reporter.warnings)}
+            warned |= {"warning_codes": [ctx.reporter.codes[w] for w in ctx.reporter.warnings]}
+            writer.note(facts | plans | many | warned)
     except Interrupted as stopped:  # outside of a loop: what the last one had is not lost
         if writer is not None and writer.kept:
             stopped.saved = f"the stage {stage.name}"

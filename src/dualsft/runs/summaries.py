@@ -97,6 +97,7 @@ def load_summaries(run: RunPath) -> dict[str, Any]:
         "config": config,
         "manifests": current,
         "warnings": {stage: m["facts"]["warnings"] for stage, m in current.items()},
+        "warning_codes": {s: m["facts"].get("warning_codes", []) for s, m in current.items()},
         "outdated": old,
     }
     for stage, file in SUMMARIES.items():

@@ -1,1 +1,1 @@
-"""Files of a run: manifests, tensors, vectors over the candidates, saved progress."""
+"""Files of a run: manifests, tensor files, vectors over the candidates, saved progress."""

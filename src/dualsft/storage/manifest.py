@@ -1,9 +1,9 @@
-"""What a finished stage was made from, and whether it is still what was written.
+"""Stage manifests: fingerprint of a finished stage, and hashes that detect changed files.
 
-A stage folder holds a manifest, written last: the fingerprint (settings + hashes of what the stage
-reads), and size and SHA-256 of each file. This module makes, reads and checks it, and writes files
-that are whole or absent; `runs/folder.py` moves the folders. Nothing is unpickled, no symlink is
-followed. It belongs to no line of Algorithm 1: it is why a line need not be computed twice.
+The manifest is written to the stage folder last. It holds the fingerprint (settings and hashes of
+the inputs), and the size and SHA-256 of each file. This module creates, reads and checks manifests
+and writes files atomically; `runs/folder.py` moves the folders. Nothing is unpickled and no symlink
+is followed. Not part of Algorithm 1; it allows finished stages to be reused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 
 
 def _canonical(value: Any) -> str:
-    """One text for one value: 1 and 1.0 differ, the order of keys does not matter."""
+    """Canonical JSON: independent of key order; 1 and 1.0 differ."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -36,25 +36,25 @@ def sha256_text(text: str) -> str:
 
 
 def sha256_file(path: Place) -> str:
-    """SHA-256 of a file, read in pieces."""
+    """SHA-256 of a file, read in chunks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def atomic_write_bytes(path: Place | str, content: bytes) -> None:
-    """Replace a file so that a reader, or a crash, sees the old content or the new one."""
+    """Replace a file atomically: readers and crashes see the old or the new content."""
     if not isinstance(path, RunPath):
         path = RunPath(Path(path).parent, Path(path).name)
     path.replace_bytes(content)
 
 
 def atomic_write_text(path: Place | str, text: str) -> None:
-    """`atomic_write_bytes` of UTF-8."""
+    """`atomic_write_bytes` of UTF-8 text."""
     atomic_write_bytes(path, text.encode("utf-8"))
 
 
 def jsonable(value: Any) -> Any:
-    """A value as JSON can hold it: array scalars as numbers, nan and inf as their names."""
+    """Convert a value for JSON: array scalars to numbers, nan and inf to their names."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -68,7 +68,7 @@ def jsonable(value: Any) -> Any:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of what computes the numbers; imports none of it."""
+    """Versions of Python, dualsft, torch and transformers, without importing them."""
     found = {"python": platform.python_version()}
     for name in ("dualsft", "torch", "transformers"):
         try:
@@ -80,7 +80,7 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What decides a stage's content: its settings, and a hash for each thing that it reads."""
+    """Inputs that determine the content of a stage: settings, and a hash of each input it reads."""
 
     settings: Mapping[str, Any]
     reads: Mapping[str, str]
@@ -90,11 +90,11 @@ class Fingerprint:
 
     @property
     def hash(self) -> str:
-        """SHA-256 over the canonical JSON of both parts."""
+        """SHA-256 of the canonical JSON of settings and reads."""
         return sha256_text(_canonical({"settings": self.settings, "reads": self.reads}))
 
     def explain(self, old_manifest: Mapping[str, Any]) -> list[str]:
-        """Why the stage behind a manifest is not this one; empty when it is."""
+        """Reasons why a stored stage does not match this fingerprint; empty if it matches."""
         old = old_manifest["fingerprint"]
         if old.get("hash") == self.hash:
             return []
@@ -106,7 +106,7 @@ class Fingerprint:
                 reasons.append(f"{key}: {before} -> {now}")
         for name in [*self.reads, *(k for k in old["reads"] if k not in self.reads)]:
             if name not in old["reads"]:
-                reasons.append(f"reads {name}, which it did not before")
+                reasons.append(f"now reads {name}")
             elif name not in self.reads:
                 reasons.append(f"no longer reads {name}")
             elif old["reads"][name] != self.reads[name]:
@@ -115,7 +115,7 @@ class Fingerprint:
 
 
 def _show(settings: Mapping[str, Any], key: str) -> str:
-    """A setting in a message: as typed, long ones (hashes) cut."""
+    """Format a setting for a message; long values (hashes) are truncated."""
     if key not in settings:
         return "not set"
     value = settings[key]
@@ -124,13 +124,13 @@ def _show(settings: Mapping[str, Any], key: str) -> str:
 
 
 def render_manifest(body: Mapping[str, Any]) -> str:
-    """A manifest's text; `seal` is a hash of the rest, so that damage to the file itself shows."""
+    """Text of a manifest; `seal` is a hash of the rest, which detects damage to the file."""
     sealed = {**body, "seal": sha256_text(_canonical(body))}
     return json.dumps(sealed, indent=1, allow_nan=False) + "\n"
 
 
 def read_manifest(path: RunPath) -> tuple[dict[str, Any], str]:
-    """(manifest, what is wrong with it); a newer format is refused by a `RunError`."""
+    """Return (manifest, problem or ""); a newer format raises a `RunError`."""
     try:
         text = path.read_bytes().decode("ascii")
         manifest = json.loads(text)
@@ -141,6 +141,7 @@ def read_manifest(path: RunPath) -> tuple[dict[str, Any], str]:
     body = dict(manifest) if isinstance(manifest, dict) else {}
     version = body.get("format_version")
     stated = body.pop("seal", None)
+    # `sealed` ignores formatting, which a newer version may change; `intact` compares every byte.
     try:
         sealed, intact = stated == sha256_text(_canonical(body)), render_manifest(body) == text
     except (ValueError, RecursionError):
@@ -152,11 +153,11 @@ def read_manifest(path: RunPath) -> tuple[dict[str, Any], str]:
         )
     if intact and version == FORMAT_VERSION:
         return manifest, ""
-    return {}, f"{path.name} is damaged: its seal does not fit"
+    return {}, f"{path.name} is damaged: its seal does not match"
 
 
 def read_stage_manifest(folder: Place) -> tuple[dict[str, Any], str]:
-    """`read_manifest` of a stage folder; also wrong when it does not describe a stage."""
+    """`read_manifest` of a stage folder; also reports a manifest that does not describe a stage."""
     manifest, wrong = read_manifest(run_path(folder) / MANIFEST)
     fingerprint, files = manifest.get("fingerprint"), manifest.get("files")
     described = (
@@ -175,7 +176,7 @@ def read_stage_manifest(folder: Place) -> tuple[dict[str, Any], str]:
 
 
 def seal(part: RunPath, body: Mapping[str, Any]) -> None:
-    """Make every file of a stage durable, then write the manifest that makes it one."""
+    """Flush all files of a stage to disk, then write the manifest, which completes the stage."""
     files, refused = part.tree()
     if refused:
         raise RunError(f"{part}: cannot become a stage: {'; '.join(refused)}; write plain files")
@@ -193,9 +194,9 @@ def seal(part: RunPath, body: Mapping[str, Any]) -> None:
 def damage(
     folder: Place, manifest: Mapping[str, Any], only: Collection[str] | None = None
 ) -> tuple[list[str], list[str]]:
-    """(what is wrong with a stage's files, the files that its manifest does not list).
+    """Return (problems with the files of a stage, files that its manifest does not list).
 
-    `only` limits the check to the files that will be read.
+    `only` limits the check to the given files.
     """
     present, reasons = run_path(folder).tree()
     present.pop(MANIFEST, None)
@@ -208,13 +209,13 @@ def damage(
             elif (size := present[name].size) != entry["size"]:
                 reasons.append(f"{name} has {size} bytes, not {entry['size']}")
             elif sha256_file(present[name]) != entry["sha256"]:
-                reasons.append(f"{name} has another SHA-256 than when it was written")
+                reasons.append(f"{name} has a different SHA-256 than when it was written")
         except (OSError, RunError) as error:
             reasons.append(f"{name} cannot be read: {error}")
     return reasons, [name for name in present if name not in manifest["files"]]
 
 
 def is_whole(folder: RunPath) -> bool:
-    """Whether a folder is a finished stage: sealed, and every hash fits."""
+    """Whether a folder is a finished stage: manifest intact and all hashes match."""
     manifest, wrong = read_stage_manifest(folder)
     return not wrong and not damage(folder, manifest)[0]

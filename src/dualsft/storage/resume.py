@@ -1,19 +1,19 @@
-"""Pieces: the state of unfinished work, so that a killed stage goes on from where it was.
+"""Saved progress ("pieces"): checkpoints within a stage, from which a killed stage resumes.
 
-While a stage runs, its long loops (`engine/walk.py`, `train/loop.py`) save what they have so far:
-the sum of gradients and the values of the examples done, or masters and moments after a step. A
-piece is a folder in `<stage>.work/`, written as `.part`, sealed by a manifest with the SHA-256 of
-its file, and renamed; the one before it is kept until two newer ones exist. On the next start the
-newest piece that verifies is taken up and the others are named. Pieces carry the fingerprint of
-their stage and the versions of what computed them: under other settings they are not used. A
-finished stage has none. Orders and noise depend on (seed, epoch, step) alone, so no random state
+The long loops of a stage (`engine/walk.py`, `train/loop.py`) save their state while they run: the
+sum of gradients and the values of the examples done, or master weights and moments after a step. A
+piece is a folder in `<stage>.work/`. It is written as `.part`, sealed by a manifest with the
+SHA-256 of its files, and renamed; the last two are kept. On the next start the newest piece that
+verifies is loaded, and skipped ones are logged. A piece carries the fingerprint of its stage and
+the package versions; with other settings or versions it is discarded. A finished stage has no
+pieces. The order of examples and all noise depend only on (seed, epoch, step), so no random state
 is saved.
 
-Of many processes (`distributed/world.py`) each writes a file of its own into the piece and the
-first one seals it. How the files make one state is its `Layout`, so that a later start may have
-any number of processes: with as many as before each takes up its own file, to the same bits.
+With several processes (`distributed/world.py`) each writes its own file into the piece, and rank 0
+seals it. The `Layout` defines how the files combine, so a run can resume with any number of
+processes. With the same number each process loads its own file, and the result is bitwise the same.
 
-No line of Algorithm 1: the reason why its lines survive a kill, to the same bits.
+Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from dualsft.system.disk import FULL, free_bytes, human, storage_errno
 from dualsft.system.paths import Place, RunPath, run_path
 
 State = tuple[Mapping[str, Tensor], Mapping[str, Any]]
-"""Tensors by name, and facts as JSON can hold them (its floats keep every bit)."""
+"""Tensors by name, and JSON-serializable facts (JSON keeps floats exactly)."""
 
 Layout = Literal["same", "any", "terms", "rows"]
-"""What the processes' tensors of one name are: equal (`any`: where there is one), terms of a sum,
-or one behind the other."""
+"""How the processes' tensors of one name relate. same: equal, stored by rank 0 only; any: equal on
+the processes that have one; terms: terms of a sum; rows: parts of a concatenation."""
 
 MAX_SHARE = 0.05
-"""Saving may take this share of the time, however often it is asked for."""
-KEPT = 2
+"""Maximum share of the time spent on saving, regardless of `resume.every` (unless it is 0)."""
+KEPT = 2  # pieces to keep: the second is the fallback if the newest is damaged
 
 
 def _file(rank: int) -> str:
@@ -55,14 +55,14 @@ def _file(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Piece:
-    """A saved state that verified."""
+    """A loaded state whose hashes were verified."""
 
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
 
 
 class Pieces:
-    """The pieces of one stage; `Pieces()` keeps none and only answers signals."""
+    """The saved states of one stage; `Pieces()` without a folder only handles signals."""
 
     def __init__(
         self,
@@ -75,18 +75,18 @@ class Pieces:
         self.every = every
         self._identity = {"fingerprint": fingerprint, "versions": versions()}
         if world().sharded:
-            self._identity["sharded"] = True  # sums by rows are no use to whole ones
+            self._identity["sharded"] = True  # not interchangeable with replicated state
         self._say = say
         self._saved_at = time.monotonic()
         self._cost = 0.0
         self._full = False
         self._unsaved: tuple[str, Callable[[], State], str] | None = None
-        """The newest state of the newest loop: kept until it is saved or another comes."""
+        """The latest state of the current loop, until it is saved or replaced."""
 
     def load(self, name: str, span: Callable[[str], tuple[int, int]] | None = None) -> Piece | None:
-        """The newest state of this work that verifies; says which were passed over, and why.
+        """Load the newest state of `name` that verifies; skipped states are logged.
 
-        `span` says which flat range of a tensor kept as rows this process takes up.
+        `span` maps a tensor with layout `rows` to the flat range that this process loads.
         """
         number = world().decided(lambda: self._newest(name))
         if number is None:
@@ -102,23 +102,23 @@ class Pieces:
             folder = self._path(name, number)
             manifest, wrong = read_manifest(folder / "manifest.json")
             if not wrong and manifest.get("identity") != self._identity:
-                _discard(folder)  # other settings: no use to anybody
+                _discard(folder)  # other settings or versions
                 continue
             if not wrong:
                 wrong = "; ".join(damage(folder, manifest)[0])
             if not wrong:
                 return number
-            self._say(f"{folder.name}: saved progress passed over ({wrong})")
+            self._say(f"{folder.name}: saved progress skipped ({wrong})")
         return None
 
     @contextmanager
     def loop(self) -> Iterator[None]:
-        """Around a loop that calls `tick` after every step."""
+        """Context for a loop that calls `tick` after every step."""
         with interrupt.deferred():
             yield
 
     def tick(self, name: str, snapshot: Callable[[], State], where: str) -> None:
-        """After a step: save when it is time; when asked to stop, save and stop."""
+        """Call after every step: saves if due; on a pending signal saves and raises."""
         self._unsaved = (name, snapshot, where)
         stopping, due = world().any(interrupt.pending(), world().main and self._due())
         saved = self._keep() if stopping or due else ""
@@ -126,9 +126,9 @@ class Pieces:
             interrupt.stop(saved, anyway=True)
 
     def rescue(self) -> str:
-        """Save the newest state that is not saved yet; returns what it is, in words.
+        """Save the latest unsaved state after a signal; returns a description of it.
 
-        Of many processes one alone cannot: what the last `tick` did not save is lost.
+        Does nothing with several processes: saving is collective, and not all may reach this call.
         """
         return self._keep() if world().size == 1 else ""
 
@@ -139,7 +139,7 @@ class Pieces:
         return where if self.save(name, *snapshot()) else ""
 
     def forget(self) -> None:
-        """The newest state is no more: half a step is in it, or its result is kept elsewhere."""
+        """Drop the unsaved state: it is inconsistent (mid-step) or its result is already stored."""
         self._unsaved = None
 
     def save(
@@ -148,10 +148,10 @@ class Pieces:
         tensors: Mapping[str, Tensor],
         facts: Mapping[str, Any],
     ) -> bool:
-        """Keep this state; False when the disk is full, which is said and ends no work.
+        """Save a state; returns False, with a warning, if the disk is full.
 
-        `facts["layout"]`, where there is one, says by the first word of a tensor's name how the
-        processes' tensors belong together; without it the first process's are all.
+        `facts["layout"]`, if present, maps the first component of tensor names to a `Layout`;
+        without it only the tensors of rank 0 are stored.
         """
         assert self.folder is not None
         start = time.monotonic()
@@ -197,14 +197,14 @@ class Pieces:
         final.parent.fsync()
 
     def _on_main(self, work: Callable[[], None]) -> None:
-        """Done by the first process; a full disk there is one for all."""
+        """Run `work` on rank 0; a full disk there raises on all processes."""
         full = world().main and not self._tried(work)
         if world().any(full)[0]:
             raise OSError(errno.ENOSPC, "no space left for saved progress")
 
     @staticmethod
     def _tried(work: Callable[[], None]) -> bool:
-        """Whether it succeeded; False when the disk is full."""
+        """Run `work`; returns False if the disk is full."""
         try:
             work()
         except Exception as problem:
@@ -223,8 +223,8 @@ class Pieces:
         if not self._full:
             self._say(
                 f"warning: {part}: progress could not be saved, the disk is full "
-                f"({human(free_bytes(part.location))} free); going on: a kill would now lose the "
-                "work since the last save"
+                f"({human(free_bytes(part.location))} free); the run continues, but a kill "
+                "would lose the work since the last save"
             )
         self._full = True
 
@@ -239,17 +239,17 @@ class Pieces:
         return [int(end) for end in ends if end.isdecimal()]
 
 
-_SHARED = "all processes need the same run folder, on a file system that they share"
+_SHARED = "all processes need the same run folder, on a shared file system"
 
 
 def _discard(folder: RunPath) -> None:
-    """Remove it if that is possible; what is left is passed over by the next start."""
+    """Remove a folder if possible; the next start ignores any remains."""
     with suppress(OSError):
         folder.remove()
 
 
 def _own(tensors: Mapping[str, Tensor], layout: Mapping[str, Layout]) -> Mapping[str, Tensor]:
-    """What a process other than the first keeps: not what is equal everywhere."""
+    """Tensors that a rank other than 0 stores: all but those equal on every process."""
     names = [n for n in tensors if layout.get(n.partition(".")[0], "same") != "same"]
     return tensors if len(names) == len(tensors) else {name: tensors[name] for name in names}
 
@@ -257,7 +257,7 @@ def _own(tensors: Mapping[str, Tensor], layout: Mapping[str, Layout]) -> Mapping
 def _tensors(
     folder: RunPath, manifest: Mapping[str, Any], span: Callable[[str], tuple[int, int]] | None
 ) -> dict[str, Tensor]:
-    """This process's tensors of a piece, whatever number of processes wrote it."""
+    """Load this process's tensors of a piece written by any number of processes."""
     before, present = manifest.get("world", 1), world()
     layout: Mapping[str, Layout] = manifest["facts"].get("layout", {})
     if before == present.size == 1:

@@ -1,10 +1,10 @@
-"""Safetensors files written and read piece by piece, so that none is ever whole in memory.
+"""Chunked reading and writing of safetensors files, without loading a whole file into memory.
 
-Every vector over the candidates of ALGORITHM.md §1 is stored so, under the parameters' own names
-and shapes; masks, deltas and saved progress are too. The bytes of a file depend on its content
-alone: they are those of the safetensors library (tensors by falling alignment of their dtype, then
-by name, in a header padded to eight bytes), with the header's metadata in order, which the library
-writes in a random one. It belongs to no line of Algorithm 1.
+Used for all vectors over the candidates (under the parameters' names and shapes), masks, deltas and
+saved progress. The bytes of a file depend only on its content. They match those of the safetensors
+library (tensors sorted by decreasing alignment of their dtype, then by name; header padded to eight
+bytes), except that the metadata is sorted, which the library writes in random order. Not part of
+Algorithm 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dualsft.distributed.world import CHUNK
 from dualsft.errors import RunError
 from dualsft.system.paths import Place
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_HEADER_BYTES = 100_000_000  # limit of the format
 
 _CODES = {
     torch.bool: "BOOL",
@@ -41,7 +41,7 @@ _CODES = {
     torch.int64: "I64",
     torch.uint64: "U64",
 }
-"""By rising alignment, in the library's own order: a file holds the last ones first."""
+"""dtype codes by increasing alignment, in the library's order; files store the last first."""
 _RANKS = {dtype: rank for rank, dtype in enumerate(_CODES)}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
@@ -62,13 +62,13 @@ class Form:
         return self.num_entries * self.dtype.itemsize
 
     def chunks(self, size: int = CHUNK) -> Iterator[tuple[int, int]]:
-        """Borders of its flat chunks; one empty chunk when there is no entry."""
+        """Bounds of flat chunks; a single empty chunk if there are no entries."""
         for start in range(0, max(1, self.num_entries), size):
             yield start, min(start + size, self.num_entries)
 
 
 def file_order(forms: Mapping[str, Form]) -> list[str]:
-    """The tensors in the order of a file."""
+    """Tensor names in the order of a file."""
     return sorted(forms, key=lambda name: (-_RANKS[forms[name].dtype], name))
 
 
@@ -78,9 +78,9 @@ def write_tensors(
     pieces: Callable[[str], Iterable[Tensor]],
     header: Mapping[str, str],
 ) -> None:
-    """A file of these tensors; `pieces` gives the flat entries of one of them, bit by bit.
+    """Write a file; `pieces` yields the flat entries of a tensor in consecutive chunks.
 
-    Whatever goes wrong, no half of a file is left.
+    On any error the incomplete file is removed.
     """
     order = file_order(forms)
     stored: dict[str, object] = {"__metadata__": dict(sorted({"format": "pt", **header}.items()))}
@@ -111,7 +111,7 @@ def write_tensors(
 
 
 class TensorFile:
-    """A stored file's tensors, read flat piece by flat piece; no handle is kept open."""
+    """Tensors of a file, read in flat chunks; the file is not kept open."""
 
     def __init__(self, path: Place) -> None:
         self.path = path
@@ -137,7 +137,7 @@ class TensorFile:
                     raise ValueError(f"{name} lies outside the file")
                 spans.append((begin, end))
                 self.forms[name], self._offsets[name] = form, 8 + size + begin
-            spans.sort()
+            spans.sort()  # the format requires tensors to cover the data without gaps or overlaps
             ends = [0, *(end for _, end in spans)]
             if [begin for begin, _ in spans] != ends[:-1] or ends[-1] != room:
                 raise ValueError("its tensors overlap, or leave bytes of the file unused")
@@ -152,7 +152,7 @@ class TensorFile:
             raise RunError(f"{path}: cannot be read as safetensors: {problem}") from problem
 
     def piece(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
-        """The flat entries from start to stop, on a device."""
+        """Read the flat entries from start to stop onto a device."""
         if device.type != "cuda":
             entries = torch.empty(stop - start, dtype=self.forms[name].dtype)
             self._read(name, start, entries)
@@ -162,11 +162,11 @@ class TensorFile:
             end = min(begin + CHUNK, stop)
             staging = self._pinned(entries.dtype)[: end - begin]
             self._read(name, begin, staging)
-            entries[begin - start : end - start].copy_(staging)  # done before it is read into again
+            entries[begin - start : end - start].copy_(staging)  # blocks, so staging can be reused
         return entries
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, whole, on the CPU."""
+        """Read all tensors onto the CPU."""
         cpu = torch.device("cpu")
         return {
             name: self.piece(name, 0, form.num_entries, cpu).view(form.shape)
@@ -174,7 +174,7 @@ class TensorFile:
         }
 
     def _pinned(self, dtype: torch.dtype) -> Tensor:
-        """Host memory that a GPU copies from at full speed, kept for the next piece."""
+        """A pinned staging buffer, which speeds up copies to the GPU; reused between reads."""
         if self._staging is None or self._staging.dtype != dtype:
             self._staging = torch.empty(CHUNK, dtype=dtype, pin_memory=True)
         return self._staging
@@ -189,5 +189,5 @@ class TensorFile:
             while done < len(wanted):
                 count = file.readinto(wanted[done:])
                 if not count:
-                    raise RunError(f"{self.path}: it ends within {name}: the file is damaged")
+                    raise RunError(f"{self.path}: ends within {name}: the file is damaged")
                 done += count

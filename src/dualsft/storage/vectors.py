@@ -1,19 +1,19 @@
-"""Vectors over the candidate parameters: the one kind of every candidate-sized thing.
+"""Vectors over the candidate parameters.
 
-G, v_new, v_prior, ĉ, u and s_θ of ALGORITHM.md §1 (Algorithm 1 lines 3 to 8) are all vectors over
-the same candidate parameters, in `named_parameters` order: one fp32 tensor a parameter (fp64 when
-the model is fp64), reduced in fp64, stored as safetensors under the parameters' own names and
-shapes, so that any program can read them beside the model.
+G, v_new, v_prior, ĉ, u and s_θ (Algorithm 1 lines 3 to 8) are vectors over the same candidate
+parameters, in `named_parameters` order: one fp32 tensor per parameter (fp64 if the model is fp64).
+Reductions use fp64. Files are safetensors under the parameters' names and shapes, so that any
+program can read them alongside the model.
 
-A `ParamVector` holds its tensors. A `LazyVector` holds nothing: its entries are read from a file of
-the run folder, or computed from other vectors, when they are asked for. All algebra is elementwise,
-so any flat piece of a result is made from the same pieces of its parts: vectors of tens of
-gigabytes are combined, reduced and written with a few chunks of `CHUNK` entries alive at a time.
-`held` computes a whole vector, in the dtype that is needed of it.
+A `ParamVector` holds its tensors in memory. A `LazyVector` reads its entries from a file of the run
+folder, or computes them from other vectors, on access. All operations are elementwise, so a flat
+chunk of a result depends only on the same chunk of its inputs: vectors of tens of gigabytes are
+combined, reduced and written with a few chunks of `CHUNK` entries in memory. `held` materializes a
+vector, in the required dtype.
 
-Of many processes (`distributed/world.py`) each reduces the rows that are its own, and the totals
-meet. A `ShardedVector` holds no others; it is written by the first process, to which the others
-send theirs a chunk at a time.
+With several processes (`distributed/world.py`) each reduces the rows it owns, and the totals are
+summed. A `ShardedVector` holds only these rows; rank 0 writes it to a file and receives the rows of
+the others in chunks.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ from dualsft.storage.tensor_files import Form, TensorFile, file_order, write_ten
 from dualsft.system.paths import Place
 
 Seen = dict[int, Tensor]
-"""The pieces of one place that are computed already, by their vector: no part is read twice."""
+"""Cache of one chunk by id of the vector, so that a shared input is computed only once."""
 
 
 def accumulation_dtype(model_dtype: torch.dtype) -> torch.dtype:
-    """fp32 for every model, fp64 for an fp64 model: the dtype of G and everything beside it."""
+    """dtype of G and all other vectors: fp64 for an fp64 model, else fp32."""
     return torch.float64 if model_dtype == torch.float64 else torch.float32
 
 
 def reduction_dtype(device: torch.device) -> torch.dtype:
-    """What sums over layers, tokens and examples are kept in on a device: `mps` has no fp64."""
+    """dtype of sums over layers, tokens and examples: fp64, or fp32 on `mps`, which has no fp64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def host_double(x: Tensor) -> Tensor:
-    """In fp64, on the tensor's own device when that has it, otherwise in the host's memory."""
+    """Convert to fp64, on the tensor's device if it supports fp64, else on the CPU."""
     return (x if reduction_dtype(x.device) == torch.float64 else x.cpu()).double()
 
 
 class Vector(Mapping[str, Tensor]):
-    """An ordered mapping parameter name → tensor, with the algebra of one long vector.
+    """An ordered mapping from parameter name to tensor, with the operations of one long vector.
 
-    What the algebra gives is lazy: it sees later changes of the tensors it is made from.
+    Results of operations are lazy: they reflect later changes of the input tensors.
     """
 
     forms: Mapping[str, Form]
-    """dtype and shape of each parameter's block, in order."""
+    """dtype and shape of each parameter's tensor, in order."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where its entries are when they are asked for."""
+        """Device of the entries on access."""
 
     @abstractmethod
     def piece(self, name: str, start: int, stop: int, seen: Seen | None = None) -> Tensor:
-        """The flat entries from start to stop of a parameter's block, not to be written to."""
+        """Flat entries of a parameter from start to stop. Read-only: may be a view."""
 
     def __getitem__(self, name: str) -> Tensor:
         form = self.forms[name]
@@ -81,7 +81,7 @@ class Vector(Mapping[str, Tensor]):
         return len(self.forms)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.forms  # a mapping's own would compute the block
+        return name in self.forms  # Mapping.__contains__ would compute the tensor
 
     @property
     def num_entries(self) -> int:
@@ -89,15 +89,15 @@ class Vector(Mapping[str, Tensor]):
 
     @property
     def num_bytes(self) -> int:
-        """What `held` takes when it keeps the dtypes."""
+        """Memory that `held` needs if dtypes are kept."""
         return sum(form.num_bytes for form in self.forms.values())
 
     def factor(self, name: str, dtype: torch.dtype) -> Tensor:
-        """This parameter's block on the device that computes, in the dtype of a product."""
+        """A parameter's tensor on the compute device, in `dtype`."""
         return self[name].to(dtype)
 
     def combine(self, function: Callable[..., Tensor], *others: Vector) -> LazyVector:
-        """An elementwise `function` of this vector and the others, in its dtype, on its device."""
+        """Elementwise `function` of this and other vectors, with this vector's dtype and device."""
 
         def compute(name: str, start: int, stop: int, seen: Seen) -> Tensor:
             own = self.piece(name, start, stop, seen)
@@ -121,7 +121,7 @@ class Vector(Mapping[str, Tensor]):
         return LazyVector(forms, torch.device(device), compute)
 
     def restricted(self, indices: Mapping[str, Tensor]) -> LazyVector:
-        """The entries at these sorted flat indices, zero elsewhere: m ⊙ self."""
+        """m ⊙ self: the entries at the sorted flat `indices`, zero elsewhere."""
 
         def compute(name: str, start: int, stop: int, seen: Seen) -> Tensor:
             entries = self.piece(name, start, stop, seen)
@@ -140,7 +140,7 @@ class Vector(Mapping[str, Tensor]):
         device: torch.device | str | None = None,
         dtype_of: Callable[[str], torch.dtype] | None = None,
     ) -> ParamVector:
-        """Computed as a whole, each parameter in the dtype that `dtype_of` its name says."""
+        """Materialize the vector; `dtype_of` maps a parameter name to its dtype."""
         tensors = {}
         for name, form in self.forms.items():
             dtype = form.dtype if dtype_of is None else dtype_of(name)
@@ -151,7 +151,7 @@ class Vector(Mapping[str, Tensor]):
         return ParamVector(tensors)
 
     def dot(self, other: Mapping[str, Tensor]) -> float:
-        """⟨self, other⟩, every product and sum in fp64."""
+        """⟨self, other⟩, with products and sums in fp64."""
         second = other if isinstance(other, Vector) else ParamVector(other)
         return Products({"a": self, "b": second}, [("a", "b")]).dot("a", "b")
 
@@ -159,16 +159,17 @@ class Vector(Mapping[str, Tensor]):
         return Products({"a": self}, [("a", "a")]).norm("a")
 
     def block_norms(self) -> dict[str, float]:
-        """‖·‖_F of each parameter's block."""
+        """‖·‖_F of each parameter's tensor."""
         return Products({"a": self}, [("a", "a")]).block_norms("a")
 
     def cosine(self, other: Vector) -> float | None:
-        """Cosine of the angle, or None when either vector is zero."""
+        """Cosine of the angle, or None if either vector is zero."""
         pairs = [("a", "a"), ("b", "b"), ("a", "b")]
         return Products({"a": self, "b": other}, pairs).cosine("a", "b")
 
     def first_nonfinite(self) -> str | None:
-        """Name of the first parameter that holds a NaN or an infinity, if any."""
+        """Name of the first parameter with a NaN or an infinity, or None."""
+        # Each process checks its own rows; the smallest index over all processes is the result.
         names = list(self.forms)
         found = next(filter(self._is_nonfinite, names), None)
         numbers = world().answers(len(names) if found is None else names.index(found))
@@ -181,7 +182,7 @@ class Vector(Mapping[str, Tensor]):
         )
 
     def save(self, path: Place, **metadata: object) -> None:
-        """Write safetensors under the parameters' names; metadata goes to the header."""
+        """Write a safetensors file under the parameters' names, with metadata in the header."""
 
         def look(name: str, entries: Tensor) -> None:
             if not bool(torch.isfinite(entries).all()):
@@ -196,11 +197,11 @@ class Vector(Mapping[str, Tensor]):
         header: Mapping[str, str],
         look: Callable[[str, Tensor], None] = lambda name, entries: None,
     ) -> None:
-        """A file of all entries, written by the first process; `look` may refuse them."""
+        """Write all entries to a file on rank 0; `look` sees every chunk first and may raise."""
         if not world().main:
             for name in file_order(self.forms):
                 for _ in self.collected(name):
-                    raise AssertionError("only the first process is given entries")
+                    raise AssertionError("only rank 0 receives entries")
             return
 
         def pieces(name: str) -> Iterator[Tensor]:
@@ -211,11 +212,11 @@ class Vector(Mapping[str, Tensor]):
         write_tensors(path, self.forms, pieces, header)
 
     def share(self, name: str, rank: int) -> tuple[int, int]:
-        """The flat range of a parameter's block that a process has when vectors are sharded."""
+        """Flat range of a parameter that a process holds if vectors are sharded."""
         return world().own(self.forms[name].shape, rank)
 
     def collected(self, name: str) -> Iterator[Tensor]:
-        """A parameter's entries in order, chunk by chunk, in the first process; the others send."""
+        """Yield a parameter's entries in chunks, in order, on rank 0; other ranks only send."""
         present, form = world(), self.forms[name]
         owners = range(present.size) if present.sharded else (0,)
         for owner in owners:
@@ -230,7 +231,7 @@ class Vector(Mapping[str, Tensor]):
 
 
 class ParamVector(Vector):
-    """A vector that is in memory, one tensor a parameter."""
+    """A vector in memory, one tensor per parameter."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors: dict[str, Tensor] = dict(tensors)
@@ -251,7 +252,7 @@ class ParamVector(Vector):
         device: torch.device | str | None = None,
         dtype_of: Callable[[str], torch.dtype] | None = None,
     ) -> ParamVector:
-        """As every vector's; blocks that are right already are shared, not copied."""
+        """As `Vector.held`; tensors already in the right dtype and device are not copied."""
         return ParamVector(
             {
                 name: t.to(device or t.device, t.dtype if dtype_of is None else dtype_of(name))
@@ -261,7 +262,7 @@ class ParamVector(Vector):
 
     @classmethod
     def zeros(cls, like: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> ParamVector:
-        """A zero vector over the parameters of `like`; by default in their accumulation dtype."""
+        """Zeros with the shapes of `like`; by default in the accumulation dtype."""
         return cls(
             {
                 name: torch.zeros(
@@ -273,17 +274,17 @@ class ParamVector(Vector):
 
     @contextmanager
     def lent(self, name: str) -> Iterator[Tensor]:
-        """This parameter's block on the device that computes, to be added to."""
+        """A parameter's tensor on the compute device, for in-place accumulation."""
         yield self.tensors[name]
 
     @classmethod
     def load(cls, path: Place, names: list[str], device: torch.device | str = "cpu") -> ParamVector:
-        """Read the vector over exactly `names`, in that order."""
+        """Load the vector over exactly `names`, in that order."""
         return LazyVector.open(path, names, device).held()
 
 
 class ShardedVector(ParamVector):
-    """A vector of which this process has its own rows in memory, one tensor a parameter."""
+    """A vector of which this process holds its own rows, one tensor per parameter."""
 
     def __init__(self, tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
         self.tensors = dict(tensors)
@@ -291,7 +292,7 @@ class ShardedVector(ParamVector):
 
     @classmethod
     def blank(cls, forms: Mapping[str, Form]) -> ShardedVector:
-        """Zeros that take no memory until they are moved."""
+        """Zeros that take no memory until they are copied (expanded scalars)."""
         tensors = {}
         for name, form in forms.items():
             first, last = world().own(form.shape)
@@ -300,7 +301,7 @@ class ShardedVector(ParamVector):
         return cls(tensors, forms)
 
     def __getitem__(self, name: str) -> Tensor:
-        raise AssertionError(f"{name}: no process has all of a sharded vector")
+        raise AssertionError(f"{name}: no process holds all of a sharded vector")
 
     def piece(self, name: str, start: int, stop: int, seen: Seen | None = None) -> Tensor:
         first, last = world().own(self.forms[name].shape)
@@ -309,7 +310,7 @@ class ShardedVector(ParamVector):
 
 
 class PartedVector(ParamVector):
-    """1-D tensors of which each process has a part, one behind the other: indices, and values."""
+    """1-D tensors (indices, values) of which each process holds a consecutive part."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
@@ -330,12 +331,12 @@ class PartedVector(ParamVector):
 
 
 def of_all(tensors: Mapping[str, Tensor]) -> ParamVector:
-    """1-D tensors, of which a process of a sharded world gives its own part, as one vector."""
+    """Wrap 1-D tensors as a vector; in a sharded world each process passes its own part."""
     return PartedVector(tensors) if world().sharded else ParamVector(tensors)
 
 
 class LazyVector(Vector):
-    """A vector whose entries are computed when they are asked for, and kept by nobody."""
+    """A vector whose entries are computed on access and not stored."""
 
     def __init__(
         self,
@@ -353,7 +354,7 @@ class LazyVector(Vector):
 
     @classmethod
     def open(cls, path: Place, names: list[str], device: torch.device | str = "cpu") -> LazyVector:
-        """The stored vector over exactly `names`, in that order."""
+        """Open a stored vector over exactly `names`, in that order."""
         file, where = TensorFile(path), torch.device(device)
         if file.forms.keys() != set(names):
             odd = sorted(file.forms.keys() ^ set(names))[:3]
@@ -372,9 +373,9 @@ class LazyVector(Vector):
 
 
 class Products:
-    """⟨a, b⟩ of the wanted pairs of several vectors, by parameter, in fp64.
+    """⟨a, b⟩ for the given pairs of vectors, per parameter, in fp64.
 
-    Every entry is read once, however many products it enters, and by the process that owns it.
+    Every entry is read once, regardless of the number of pairs, by the process that owns it.
     """
 
     def __init__(self, vectors: Mapping[str, Vector], pairs: Sequence[tuple[str, str]]) -> None:
@@ -387,14 +388,14 @@ class Products:
                 wide = _doubles(vectors, name, start, stop)
                 here = torch.stack([torch.dot(wide[a], wide[b]) for a, b in pairs])
                 total = here if total is None else total + here
-            assert total is not None, "there is a chunk, if an empty one"
+            assert total is not None, "own_chunks yields at least one chunk"
             self._sums.append(total)
         if world().size > 1:
-            _ = self._blocks  # every process takes part here, whoever reads the numbers
+            _ = self._blocks  # a collective: run it on every process, whichever reads the result
 
     @cached_property
     def _blocks(self) -> dict[tuple[str, str], dict[str, float]]:
-        """By pair and parameter; the device is waited for here, once."""
+        """Products by pair and parameter; synchronizes with the device once."""
         sums = torch.stack([total.to(self._sums[0].device) for total in self._sums]).cpu()
         columns = world().total(sums.numpy()).T.tolist()
         return {
@@ -409,17 +410,17 @@ class Products:
         return float(sum(v * v for v in self.block_norms(a).values()) ** 0.5)
 
     def block_norms(self, a: str) -> dict[str, float]:
-        """‖·‖_F of each parameter's block; needs the pair (a, a)."""
+        """‖·‖_F of each parameter's tensor; needs the pair (a, a)."""
         return {name: total**0.5 for name, total in self._blocks[a, a].items()}
 
     def cosine(self, a: str, b: str) -> float | None:
-        """Cosine of the angle, or None when either vector is zero."""
+        """Cosine of the angle, or None if either vector is zero."""
         norms = self.norm(a) * self.norm(b)
         return self.dot(a, b) / norms if norms > 0 else None
 
 
 def _doubles(vectors: Mapping[str, Vector], name: str, start: int, stop: int) -> dict[str, Tensor]:
-    """The same piece of every vector in fp64, on the first one's device."""
+    """The same chunk of every vector in fp64, on the device of the first."""
     seen: Seen = {}
     made: dict[int, Tensor] = {}
     device: torch.device | None = None
@@ -432,9 +433,9 @@ def _doubles(vectors: Mapping[str, Vector], name: str, start: int, stop: int) ->
 
 
 def save_tensors(path: Place, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
-    """A safetensors file of tensors, whose bytes depend on its content alone.
+    """Write a safetensors file whose bytes depend only on its content.
 
-    A lazy vector is written piece by piece and never whole in memory.
+    A lazy vector is written in chunks, without materializing it.
     """
     vector = tensors if isinstance(tensors, Vector) else ParamVector(tensors)
     vector.write(path, header)

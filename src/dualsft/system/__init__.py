@@ -1,1 +1,1 @@
-"""What touches the operating system: run folder paths, disk, memory, signals, progress."""
+"""Operating system access: run folder paths, disk, memory, signals, progress."""

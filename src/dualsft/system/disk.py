@@ -1,8 +1,8 @@
-"""Storage: what a stage will need, whether it is there, and what to say when a write fails.
+"""Disk space: checks before a stage writes, and error messages for failed writes.
 
-The need is known from shapes before anything is written: a vector over the candidates is 4 bytes an
-entry (8 for an fp64 model), a model folder has the size of its weights in the run's dtype. It
-belongs to no line of Algorithm 1.
+The required space follows from shapes before anything is written: a vector over the candidates
+takes 4 bytes per entry (8 for an fp64 model), a model folder the size of its weights in the run's
+dtype. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dualsft.system.paths import RunPath
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 FAILING = FULL | {errno.EIO, errno.EROFS, errno.EFBIG}
 SPARE_BYTES = 16 << 20
-"""For manifests, logs and summaries, which no shape tells."""
+"""Reserve for manifests, logs and summaries, whose sizes do not follow from shapes."""
 
 
 def storage_errno(problem: BaseException) -> int | None:
-    """The system's error number when a write failed; safetensors and pyarrow wrap it in text."""
+    """The errno of a failed write, else None; safetensors and pyarrow only give it as text."""
     if isinstance(problem, OSError) and problem.errno is not None:
         return problem.errno if problem.errno in FAILING else None
     if type(problem).__name__ in ("SafetensorError", "OSError", "ArrowInvalid"):
@@ -36,7 +36,7 @@ def storage_errno(problem: BaseException) -> int | None:
 
 
 def cache_root() -> Path:
-    """Where converted models and downloaded data are kept."""
+    """Cache folder for converted models and downloaded data."""
     chosen = os.environ.get("DUALSFT_CACHE")
     if chosen:
         return Path(chosen)
@@ -45,13 +45,13 @@ def cache_root() -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Free space where a path is, or will be."""
+    """Free bytes on the file system of a path, which need not exist yet."""
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     return shutil.disk_usage(existing).free
 
 
 def human(num_bytes: int) -> str:
-    """1,234 bytes (1.2 KB): exact, and at a glance."""
+    """Format a size exactly and rounded: 1,234 bytes (1.2 KB)."""
     size, unit = float(num_bytes), "bytes"
     for larger in ("KB", "MB", "GB", "TB"):
         if size < 1000:
@@ -61,7 +61,7 @@ def human(num_bytes: int) -> str:
 
 
 def check_room(path: Path, need: int, what: str) -> None:
-    """Refuse work whose result is known not to fit."""
+    """Raise if `need` bytes do not fit on the disk of `path`."""
     free = free_bytes(path)
     if need + SPARE_BYTES > free:
         raise RunError(
@@ -72,7 +72,7 @@ def check_room(path: Path, need: int, what: str) -> None:
 
 
 def storage_failure(problem: BaseException, path: Path, written: int | None) -> RunError | None:
-    """The message for a write that failed, or None when the problem is another one."""
+    """The error to raise for a failed write, or None if `problem` is not one."""
     number = storage_errno(problem)
     if number is None:
         return None
@@ -82,16 +82,16 @@ def storage_failure(problem: BaseException, path: Path, written: int | None) -> 
         free = human(free_bytes(path))
     except OSError:
         free = "an unknown number of bytes"
-    so_far = f", {human(written)} of it were written" if written is not None else ""
+    so_far = f", {human(written)} written" if written is not None else ""
     return RunError(
-        f"{where}: cannot be written: {os.strerror(number)} ({free} free{so_far}); what was "
-        "finished before is intact: make room or repair the disk, then run the same command again"
+        f"{where}: cannot be written: {os.strerror(number)} ({free} free{so_far}); earlier "
+        "results are intact: free disk space or repair the disk, then run the same command again"
     )
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn a write that fails anywhere under `path` into a message with its cure."""
+    """Turn a failed write under `path` into a `RunError` that names the cure."""
     try:
         yield
     except Exception as problem:
@@ -102,5 +102,5 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def folder_bytes(folder: RunPath) -> int:
-    """Bytes of the plain files in a folder."""
+    """Total bytes of the regular files in a folder."""
     return sum(file.size for file in folder.tree()[0].values())

@@ -1,14 +1,14 @@
-"""The one way into a run folder: places that never lead out of it.
+"""Safe paths inside a run folder: all access to run folders goes through `RunPath`.
 
-A run folder may come from a stranger, so nothing in it is trusted to be a plain file. `RunPath` is
-a place in such a folder. It opens everything relative to a directory handle, one name at a time,
-follows no link, accepts regular files and folders only, and never waits for a pipe. What is written
-is a new file, never an existing one, so a hard link to a file elsewhere is replaced and not written
-through. It is deliberately no `os.PathLike`: `open`, pyarrow or safetensors cannot be handed one by
-mistake. A library that insists on a path gets it from `checked`, which looks at everything below it
-first. The folder itself is the user's own words: that it is a link is fine.
+A run folder may come from an untrusted source, so no entry is assumed to be a plain file.
+`RunPath` opens each path component relative to a directory file descriptor, never follows links,
+accepts only regular files and folders, and never blocks on a pipe. A write creates a new file
+instead of opening an existing one, so a hard link to a file elsewhere is replaced, not written
+through. `RunPath` is deliberately not an `os.PathLike`, so it cannot be passed to `open`, pyarrow
+or safetensors by mistake. For libraries that require a path, `checked` validates everything below
+it and returns one. The root folder is named by the user and may itself be a link.
 
-It belongs to no line of Algorithm 1.
+Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 MAX_READ_BYTES = 256 << 20
-"""The largest file that is read whole: JSON, text and figures."""
+"""Size limit of files that are read at once: JSON, text and figures."""
 MAX_ENTRIES = 1_000_000
 MAX_DEPTH = 32
 
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+# O_NONBLOCK: opening a pipe must not block.
 _FILE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_HANDLES = os.open in os.supports_dir_fd  # Windows has none: there the names are looked at first
+_HANDLES = os.open in os.supports_dir_fd  # not on Windows, where each component is checked first
 
 _KINDS = {
     stat.S_IFLNK: "a symlink",
@@ -51,12 +52,12 @@ _KINDS = {
 
 
 class RunPath:
-    """A place in a run folder, there or not; the methods are those of `pathlib.Path`."""
+    """A path in a run folder, which may or may not exist; methods follow `pathlib.Path`."""
 
     __slots__ = ("parts", "root")
 
     def __init__(self, root: str | os.PathLike[str] | RunPath, *names: str) -> None:
-        """`root` is the run folder; a `RunPath` stays below its own root."""
+        """`root` is the run folder; a `RunPath` given here keeps its own root."""
         self.root: Path = root.root if isinstance(root, RunPath) else Path(root)
         start = root.parts if isinstance(root, RunPath) else ()
         self.parts: tuple[str, ...] = (*start, *(part for name in names for part in _split(name)))
@@ -94,7 +95,7 @@ class RunPath:
 
     @property
     def location(self) -> Path:
-        """Where it is, for messages and for asking how full a disk is; never to be opened."""
+        """The plain path, for messages and disk usage queries only. Never open it."""
         return self.root.joinpath(*self.parts)
 
     def __str__(self) -> str:
@@ -112,7 +113,7 @@ class RunPath:
     def __hash__(self) -> int:
         return hash(self.location)
 
-    # --- looking ---------------------------------------------------------------------------------
+    # --- querying --------------------------------------------------------------------------------
 
     def is_file(self) -> bool:
         return self._kind() == stat.S_IFREG
@@ -124,17 +125,17 @@ class RunPath:
         return self._kind() is not None
 
     def is_taken(self) -> bool:
-        """Whether anything is here, a link or a pipe too."""
+        """Whether any entry exists here, including links and special files."""
         return self._mode() is not None
 
     @property
     def size(self) -> int:
-        """Bytes of a file."""
+        """File size in bytes."""
         with self.open() as file:
             return os.fstat(file.fileno()).st_size
 
     def names(self) -> list[str]:
-        """What a folder holds, links and special files too; empty where there is no folder."""
+        """Sorted entry names, including links and special files; empty if the folder is missing."""
         try:
             folder = self._folder()
         except (FileNotFoundError, NotADirectoryError):
@@ -145,11 +146,11 @@ class RunPath:
             _close(folder)
 
     def glob(self, pattern: str) -> list[RunPath]:
-        """What is directly in a folder and matches."""
+        """Direct entries of the folder that match `pattern`."""
         return [self / name for name in self.names() if fnmatch.fnmatchcase(name, pattern)]
 
     def tree(self) -> tuple[dict[str, RunPath], list[str]]:
-        """(regular files below, by relative name; what may not be there, in words)."""
+        """Return (regular files below by relative name, descriptions of refused entries)."""
         files: dict[str, RunPath] = {}
         refused: list[str] = []
         waiting: list[tuple[str, RunPath]] = [("", self)]
@@ -167,7 +168,7 @@ class RunPath:
                 place, shown = folder / name, f"{prefix}{name}"
                 mode = place._mode()
                 if mode is None:
-                    continue  # gone meanwhile
+                    continue  # removed since it was listed
                 if stat.S_ISREG(mode):
                     files[shown] = place
                 elif stat.S_ISDIR(mode):
@@ -177,7 +178,7 @@ class RunPath:
         return dict(sorted(files.items())), sorted(refused)
 
     def checked(self) -> Path:
-        """A path for a library that opens files itself, after a look at all that is below it."""
+        """Validate everything below and return a plain path, for libraries that open files."""
         if not self.exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
         if self.is_dir() and (refused := self.tree()[1]):
@@ -187,7 +188,7 @@ class RunPath:
     # --- reading ---------------------------------------------------------------------------------
 
     def open(self, mode: str = "rb", buffering: int = -1) -> BufferedRandom:
-        """A regular file to read ("rb"), to append to ("ab+") or to write anew ("wb")."""
+        """Open a regular file for reading ("rb"), appending ("ab+") or as a new file ("wb")."""
         if mode == "wb":
             self.unlink(missing_ok=True)
         flags = {
@@ -198,7 +199,7 @@ class RunPath:
         return cast(BufferedRandom, os.fdopen(self.descriptor(flags), mode, buffering))
 
     def descriptor(self, flags: int) -> int:
-        """A handle of a regular file; one to write to has no other name anywhere."""
+        """Return a file descriptor of a regular file; for writing, hard links are refused."""
         if not self.parts:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self))
         with self._beside() as (folder, name):
@@ -214,7 +215,7 @@ class RunPath:
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self))
         if stat.S_ISREG(found.st_mode):
-            raise RunError(f"{self}: has a second name elsewhere (a hard link); {_CURE}")
+            raise RunError(f"{self}: is a hard link to another file; {_CURE}")
         raise RunError(f"{self}: is {_described(found.st_mode)}; {_CURE}")
 
     def read_bytes(self, limit: int = MAX_READ_BYTES) -> bytes:
@@ -222,9 +223,7 @@ class RunPath:
             size = os.fstat(file.fileno()).st_size
             content = file.read(limit + 1) if size <= limit else b""
         if size > limit or len(content) > limit:
-            raise RunError(
-                f"{self}: {size:,} bytes, more than the {limit:,} that are read; {_CURE}"
-            )
+            raise RunError(f"{self}: {size:,} bytes, over the limit of {limit:,}; {_CURE}")
         return content
 
     def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
@@ -240,7 +239,7 @@ class RunPath:
             return pq.read_table(file, columns=columns)
 
     def parquet(self) -> pq.ParquetFile:
-        """A Parquet file to be read piece by piece."""
+        """Open a Parquet file for reading in row groups."""
         import pyarrow.parquet as pq
 
         return pq.ParquetFile(self.open())
@@ -255,7 +254,7 @@ class RunPath:
         self.write_bytes(text.encode(encoding))
 
     def write_json(self, value: Any, ensure_ascii: bool = True) -> None:
-        """JSON in lines, as every summary of a stage is."""
+        """Write indented JSON, the format of all stage summaries."""
         self.write_text(json.dumps(value, indent=2, ensure_ascii=ensure_ascii) + "\n")
 
     def write_table(self, table: pa.Table, **options: Any) -> None:
@@ -265,7 +264,7 @@ class RunPath:
             pq.write_table(table, file, **options)
 
     def replace_bytes(self, content: bytes) -> None:
-        """Give the file this content so that a reader, or a crash, sees the old or the new one."""
+        """Replace the content atomically: readers and crashes see the old or the new content."""
         temporary = self.with_name(f".{self.name}.{os.getpid()}.tmp")
         try:
             with temporary.open("wb") as file:
@@ -288,7 +287,7 @@ class RunPath:
             try:
                 os.mkdir(name, dir_fd=folder)
             except FileExistsError:
-                if not exist_ok or not self.is_dir():  # which refuses a link
+                if not exist_ok or not self.is_dir():  # is_dir raises for a link
                     raise
 
     def rename(self, target: RunPath) -> None:
@@ -296,7 +295,7 @@ class RunPath:
             os.replace(name, other, src_dir_fd=here, dst_dir_fd=there)
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Remove a file, or a link itself."""
+        """Remove a file, or a link without following it."""
         try:
             with self._beside() as (folder, name):
                 os.unlink(name, dir_fd=folder)
@@ -305,7 +304,7 @@ class RunPath:
                 raise
 
     def remove(self) -> None:
-        """Remove whatever is here, a folder with all it holds, a link without what it leads to."""
+        """Remove the entry if it exists: folders recursively, links without following them."""
         mode = self._mode()
         if mode is None:
             return
@@ -316,7 +315,7 @@ class RunPath:
             shutil.rmtree(name, dir_fd=folder)
 
     def fsync(self) -> None:
-        """Make a file, or a folder's list of names, durable."""
+        """Flush a file, or a folder's list of entries, to disk."""
         if os.name == "nt":
             return
         handle = self._folder() if self.is_dir() else self.descriptor(os.O_RDONLY)
@@ -327,7 +326,7 @@ class RunPath:
                 os.close(handle)
 
     def share(self) -> None:
-        """Give a file the permissions of any new file; safetensors makes its own private."""
+        """Apply the default permissions (umask); safetensors creates files as private."""
         mask = os.umask(0)
         os.umask(mask)
         with self.open() as file:
@@ -335,23 +334,23 @@ class RunPath:
                 os.fchmod(file.fileno(), 0o666 & ~mask)
 
     def link_to(self, source: RunPath) -> None:
-        """Become a second name of a file of another run, or a copy where there are no such."""
-        os.close(source.descriptor(os.O_RDONLY))  # it is a regular file
+        """Create a hard link to a file of another run, or a copy if links are not supported."""
+        os.close(source.descriptor(os.O_RDONLY))  # raises unless it is a regular file
         with source._beside() as (there, other), self._beside() as (here, name):
             try:
                 os.link(other, name, src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
                 return
             except FileNotFoundError:
                 raise
-            except OSError:  # another file system, or one without links
+            except OSError:  # different file system, or no support for hard links
                 pass
         with source.open() as old, self.open("wb") as new:
             shutil.copyfileobj(old, new, 1 << 20)
 
-    # --- handles ---------------------------------------------------------------------------------
+    # --- file descriptors ------------------------------------------------------------------------
 
     def _mode(self) -> int | None:
-        """The type bits of what is here itself, were it a link; None where nothing is."""
+        """`st_mode` of the entry, without following a link; None if it does not exist."""
         try:
             if not self.parts:
                 return os.stat(self.root).st_mode
@@ -361,7 +360,7 @@ class RunPath:
             return None
 
     def _kind(self) -> int | None:
-        """S_IFREG or S_IFDIR; None where nothing is; what is neither is refused by name."""
+        """S_IFREG or S_IFDIR, or None if it does not exist; raises for any other type."""
         mode = self._mode()
         if mode is None:
             return None
@@ -370,7 +369,7 @@ class RunPath:
         raise RunError(f"{self}: is {_described(mode)}; {_CURE}")
 
     def _folder(self) -> int | str:
-        """A handle of this folder, reached name by name; its path where there are no handles."""
+        """Open this folder component by component; return the path if dir_fd is unsupported."""
         if not _HANDLES:
             for depth in range(1, len(self.parts) + 1):
                 RunPath(self.root, *self.parts[:depth])._refuse_link()
@@ -388,7 +387,7 @@ class RunPath:
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[tuple[int | None, str]]:
-        """(a handle of the folder that this is in, its name there)."""
+        """Yield (file descriptor of the parent folder, name in it)."""
         assert self.parts, "the run folder itself is not a place in it"
         folder = self.parent._folder()
         try:
@@ -404,7 +403,7 @@ class RunPath:
             raise RunError(f"{self}: is a symlink; {_CURE}")
 
     def _explained(self, problem: OSError) -> Exception:
-        """A link, told by name; other errors with the whole path."""
+        """The error to raise: a `RunError` for links and special files, else with the full path."""
         mode = None
         with contextlib.suppress(OSError):
             mode = os.lstat(self.location).st_mode
@@ -417,7 +416,7 @@ _CURE = "a run folder holds plain files and folders only: remove it, or put a co
 
 
 def _split(name: str) -> Iterator[str]:
-    """The parts of a relative name; a name that leads out is refused."""
+    """Split a relative name into parts; refuse one that leaves the run folder."""
     if name.startswith("/") or (os.name == "nt" and Path(name).drive) or "\0" in name:
         raise RunError(f"{name!r}: leads out of the run folder; give a name inside it")
     for part in name.split("/"):
@@ -437,9 +436,9 @@ def _described(mode: int) -> str:
 
 
 Place = Path | RunPath
-"""A path of the user's own, or a place in a run folder: both are opened by their `open`."""
+"""A path given by the user, or a path in a run folder. Open both with their `open` method."""
 
 
 def run_path(place: Place | str) -> RunPath:
-    """A run folder, or a place in one, as what may be opened."""
+    """Convert to a `RunPath`."""
     return place if isinstance(place, RunPath) else RunPath(place)

@@ -1,9 +1,9 @@
-"""The peak memory of a block of work: what every stage, method and diagnostic says it took.
+"""Peak memory of a block of code, recorded for every stage, method and diagnostic.
 
-No line of Algorithm 1: the numbers beside each of them in the manifests (`runs/folder.py`), in a
-method's accounts (`runs/method.py`) and in the trials that plans are made from. The resident peak
-is the kernel's own (VmHWM), the GPU's that of PyTorch's allocator; PyTorch is asked only if
-somebody else has imported it and uses a GPU.
+Written to the stage manifests (`runs/folder.py`) and method accounts (`runs/method.py`), and used
+by the trials that memory plans are based on. Resident memory is the kernel's peak (VmHWM), GPU
+memory the peak of PyTorch's allocator. Never imports torch or initializes CUDA itself. Not part of
+Algorithm 1.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 
 class PeakMemory:
-    """Peak memory while the block runs, in bytes.
+    """Context manager that measures peak memory of its block, in bytes. Blocks may nest.
 
-    `rss_bytes` is the resident peak of this process; where the system cannot reset it, the peak
-    since the process began (`since_start`). `cuda_bytes` is the largest allocated peak of a device,
-    None while torch.cuda is not in use. Blocks may nest.
+    `rss_bytes` is the peak resident memory of this process; if the system cannot reset the counter,
+    the peak since the process started (`since_start`). `cuda_bytes` is the largest peak allocation
+    of any device, or None if torch.cuda is not in use.
     """
 
     _open: ClassVar[list[PeakMemory]] = []
@@ -32,7 +32,7 @@ class PeakMemory:
     def __enter__(self) -> PeakMemory:
         self._record()
         try:
-            Path("/proc/self/clear_refs").write_text("5")
+            Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
         except OSError:
             self.since_start = True
         for device in _cuda_devices():
@@ -46,7 +46,7 @@ class PeakMemory:
 
     @classmethod
     def _record(cls) -> None:
-        """Give the peak since the last reset to every open block: the next reset forgets it."""
+        """Add the peak since the last reset to all open blocks, before the next reset clears it."""
         rss = _peak_rss()
         cuda = [sys.modules["torch"].cuda.max_memory_allocated(d) for d in _cuda_devices()]
         for block in cls._open:
@@ -55,13 +55,13 @@ class PeakMemory:
                 block.cuda_bytes = max(block.cuda_bytes or 0, *cuda)
 
     def as_dict(self) -> dict[str, Any]:
-        """As a manifest holds it."""
+        """The form stored in a manifest."""
         names = ("rss_bytes", "since_start", "cuda_bytes")
         return {name: getattr(self, name) for name in names}
 
 
 def _cuda_devices() -> range:
-    """The devices to ask; none unless somebody else already uses torch.cuda."""
+    """All CUDA devices; empty unless torch.cuda is already initialized."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return range(0)
@@ -69,7 +69,7 @@ def _cuda_devices() -> range:
 
 
 def _peak_rss() -> int:
-    """Resident peak of this process since the last reset, in bytes; 0 where nothing tells it."""
+    """Peak resident memory since the last reset, in bytes; 0 if the system does not report it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -1,8 +1,8 @@
-"""Progress of long work: what, how far, how fast, how long still, how much memory.
+"""Progress reporting: units done, throughput, remaining time and peak memory.
 
-The library never prints: a `Reporter` turns progress into plain text lines and hands them to
-whoever listens (the command line prints them; otherwise they go to the log). A terminal gets one
-line that rewrites itself, anything else a line every few seconds.
+The library never prints. A `Reporter` formats progress as lines of text and passes them to a
+callback (the command line prints them) or to the `dualsft` logger. On a terminal one line is
+rewritten in place; otherwise a line is logged every few seconds. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 
 log = logging.getLogger("dualsft")
 
-RECORD_SECONDS = 5.0  # how often progress enters metrics.jsonl
+RECORD_SECONDS = 5.0  # interval of progress records in metrics.jsonl
 
 
 def peak_memory_gib() -> float:
-    """Peak resident memory of this process so far (GPU memory when one is in use)."""
+    """Peak memory of this process in GiB: GPU memory if CUDA is in use, else resident memory."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**30
@@ -37,7 +37,7 @@ def peak_memory_gib() -> float:
 
 
 def clock(seconds: float) -> str:
-    """1:05 or 2:03:40."""
+    """Format a duration as 1:05 or 2:03:40."""
     whole = int(seconds + 0.5)
     hours, rest = divmod(whole, 3600)
     minutes, secs = divmod(rest, 60)
@@ -46,7 +46,7 @@ def clock(seconds: float) -> str:
 
 @dataclass
 class Progress:
-    """One piece of work with a known number of units."""
+    """Progress of one task with a known number of units."""
 
     label: str
     total: int
@@ -59,12 +59,12 @@ class Progress:
     recorded: float = 0.0
     done: int = 0
     begun: int = 0
-    """Units that an earlier process had done."""
+    """Units completed before this process started."""
     tokens: int = 0
     extra: str = ""
 
     def advance(self, units: int, tokens: int = 0, loss: float | None = None) -> None:
-        """Count finished units and show the state when it is due."""
+        """Add finished units; show and record the state at most once per interval."""
         self.done += units
         self.tokens += tokens
         if loss is not None:
@@ -79,7 +79,7 @@ class Progress:
             self.record(**self.state(now - self.started))
 
     def state(self, elapsed: float) -> dict[str, float | str]:
-        """The same state as numbers, for metrics.jsonl."""
+        """The state as numbers, for metrics.jsonl."""
         here = self.done - self.begun
         remaining = elapsed / here * (self.total - self.done) if here else 0.0
         return {
@@ -104,8 +104,12 @@ class Progress:
         )
 
 
+NOTE = "note"
+"""The code of a warning that explains itself; the others are keys of `lab/report/warnings.py`."""
+
+
 class Reporter:
-    """Where messages, warnings and progress of a run go."""
+    """Receives messages, warnings and progress of a run."""
 
     def __init__(
         self,
@@ -118,21 +122,24 @@ class Reporter:
         self._rewrite = rewrite
         self.interval = interval
         self.warnings: list[str] = []
+        self.codes: dict[str, str] = {}
+        """The code of each warning: reports look up what it means and its cure."""
         self.metrics: Callable[..., None] | None = None
 
     def say(self, message: str) -> None:
         self._write(message)
 
-    def warn(self, message: str) -> None:
-        """A warning: shown now and kept for the stage's summary and the report."""
+    def warn(self, message: str, code: str = NOTE) -> None:
+        """Log a warning and keep it, with its code, for the stage's manifest and the report."""
         self.warnings.append(message)
+        self.codes[message] = code
         self._warn(f"warning: {message}")
 
     @contextmanager
     def track(self, label: str, total: int, unit: str, done: int = 0) -> Iterator[Progress]:
-        """Progress over `total` units of work, `done` of them by an earlier process."""
+        """Track `total` units of work, of which `done` were completed by an earlier process."""
         if done:
-            self.say(f"{label}: going on behind {done:,} of {total:,} {unit}")
+            self.say(f"{label}: resuming after {done:,} of {total:,} {unit}")
 
         def show(line: str, last: bool) -> None:
             if self._rewrite is not None:

@@ -1,10 +1,10 @@
-"""Asked to stop: SIGTERM and Ctrl-C end a run cleanly, with its progress saved.
+"""Signal handling: SIGTERM and Ctrl-C stop a run cleanly, after saving its progress.
 
-Outside of the long loops a signal ends the work at once, by an `Interrupted` that unwinds it (every
-write is whole or absent, see `runs/folder.py`). Inside a loop, under `deferred`, it waits for the
+Outside the long loops a signal raises `Interrupted` immediately, which is safe because every write
+is atomic (`runs/folder.py`). Inside a loop, under `deferred`, the signal stays pending until the
 end of the current step or batch; `storage/resume.py` then saves the state and raises. A second
-signal does not wait. The command line turns `Interrupted` into exit code 128 + signal: 130 and
-143. It belongs to no line of Algorithm 1.
+signal raises immediately. The command line turns `Interrupted` into exit code 128 + signal: 130
+and 143. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ SIGNALS = tuple(
 )
 
 SAVING = threading.Event()
-"""Set while progress is being saved: whoever watches this process leaves it the time."""
+"""Set while progress is being saved, which suspends the stop timeout of the watchdog."""
 
 
 class Interrupted(BaseException):
-    """The process was asked to stop; not an error, so nothing but the command line catches it."""
+    """The process was asked to stop. A BaseException, so `except Exception` does not catch it."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
         self.signum = signum
         self.saved = ""
-        """What was saved before stopping, in words; empty when nothing had to be."""
+        """Description of what was saved before stopping; empty if nothing was saved."""
 
     @property
     def exit_code(self) -> int:
@@ -38,19 +38,19 @@ class Interrupted(BaseException):
 
 
 class _State:
-    """What the handler and the loops share: a signal is handled in the main thread alone."""
+    """State shared by the handler and the loops. Python runs handlers in the main thread only."""
 
     depth = 0
     pending: int | None = None
 
 
 def pending() -> bool:
-    """Whether a signal waits for the end of the current step."""
+    """Whether a signal is pending until the end of the current step."""
     return _State.pending is not None
 
 
 def stop(saved: str = "", anyway: bool = False) -> None:
-    """Raise the signal that waits, if one does; `anyway`: another process was given it."""
+    """Raise the pending signal, if any; `anyway` stops because another process got the signal."""
     if _State.pending is None and anyway:
         _State.pending = signal.SIGTERM
     if _State.pending is not None:
@@ -62,7 +62,7 @@ def stop(saved: str = "", anyway: bool = False) -> None:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """A loop that looks at `pending` itself after every step."""
+    """Defer signals in a loop that checks `pending` after every step."""
     _State.depth += 1
     try:
         yield
@@ -74,7 +74,7 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Take the signals over; those that the parent process had ignored (nohup) stay ignored."""
+    """Install the handlers; signals that the parent process ignores (nohup) stay ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

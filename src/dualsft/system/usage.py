@@ -1,8 +1,9 @@
-"""Out of memory: recognised on every device, and answered with a smaller batch.
+"""Out-of-memory detection on all devices, and fallback to smaller batches.
 
-Sums over a batch do not depend on how it is cut (ALGORITHM.md §2: no result depends on the batch
-size beyond rounding), so a batch that does not fit is computed again in halves, said aloud. When a
-single example does not fit, the cure is the user's. It belongs to no line of Algorithm 1.
+Sums over a batch do not depend on how it is split (no result depends on the batch size beyond
+rounding, docs/algorithm.md). A batch that does not fit is therefore recomputed in halves, with a
+warning. If a single example does not fit, a `RunError` names what to change. Not part of
+Algorithm 1.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _PHRASES = (
 
 
 def is_out_of_memory(problem: BaseException) -> bool:
-    """Whether memory ran out, on a GPU or on the CPU."""
+    """Whether the error is an out-of-memory error, on a GPU or on the CPU."""
     if isinstance(problem, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(problem).lower()
@@ -33,7 +34,7 @@ def is_out_of_memory(problem: BaseException) -> bool:
 
 
 class Smaller(Exception):
-    """A batch did not fit; `batch_tokens` is what to try next."""
+    """A batch did not fit; retry with `batch_tokens`."""
 
     def __init__(self, batch_tokens: int, shape: Sequence[int], cure: str) -> None:
         self.batch_tokens = batch_tokens
@@ -46,9 +47,9 @@ class Smaller(Exception):
 
     @classmethod
     def than(cls, shape: Sequence[int], problem: BaseException, key: str) -> Smaller:
-        """Half of a batch of this shape (examples, tokens); one example alone is the end.
+        """Half of a batch of shape (examples, tokens); raises if it is a single example.
 
-        `key` is the setting that governs it: tokens a batch, or examples a micro-batch.
+        `key` is the setting that controls it: tokens per batch, or examples per micro-batch.
         """
         rows, tokens = shape
         if rows == 1:
@@ -62,20 +63,21 @@ class Smaller(Exception):
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken: on a GPU, or of the host's memory for any other device."""
+    """Bytes that can still be allocated: on the GPU, or in host memory for other devices."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(_index(device)))
+        # Memory that the caching allocator has reserved but not allocated counts as free.
         most = min(free + torch.cuda.memory_reserved(device), allowed)
         return max(0, most - torch.cuda.memory_allocated(device))
     found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():  # what is free, and what the system would give up for it
+    if meminfo.is_file():  # MemAvailable includes reclaimable caches
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         found = [int(lines["MemAvailable"].split()[0]) * 1024]
     group = Path("/sys/fs/cgroup")
     limit = group / "memory.max"
-    if limit.is_file() and limit.read_text().strip() != "max":  # a container's own limit
+    if limit.is_file() and limit.read_text().strip() != "max":  # limit of the container
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
         found.append(int(limit.read_text()) - used)
@@ -83,7 +85,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def limit_memory(device: torch.device, gib: float | None) -> None:
-    """Let this process take no more of a GPU than model.memory says; None lifts the limit."""
+    """Limit GPU memory of this process to `gib` (model.memory); None removes the limit."""
     if device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(device).total_memory
@@ -92,12 +94,12 @@ def limit_memory(device: torch.device, gib: float | None) -> None:
 
 
 def _index(device: torch.device) -> int:
-    """Which GPU; these calls of PyTorch do not take a bare "cuda"."""
+    """Device index; these PyTorch functions do not accept "cuda" without an index."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def give_back(device: torch.device) -> None:
-    """Free what a failed batch held, so that the next try has it."""
+    """Release the memory of a failed batch before the next attempt."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

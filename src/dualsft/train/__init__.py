@@ -1,1 +1,1 @@
-"""The training loop and SparseAdamW."""
+"""Training: the SFT loop and the SparseAdamW optimizer."""

@@ -1,6 +1,7 @@
-"""What `SparseAdamW` refuses: numbers, parameters and saved states that do not fit, each by name.
+"""Validation of the hyperparameters, parameters, masks and saved states given to `SparseAdamW`.
 
-Algorithm 1, line 12 (MaskedFT): a mask or a state of another model would train the wrong entries.
+Algorithm 1, line 12 (MaskedFT). A mask or state of another model would train the wrong entries, so
+every error names the parameter that does not match.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dualsft.train.step import MASTER_DTYPES
 Indices = Mapping[str, Tensor | None]
 """Parameter name -> sorted, unique, flat int64 indices (row-major); None means every entry."""
 MARK = "_dualsft_optimizer_attached"
-"""Attribute of a parameter that an optimizer is attached to."""
+"""Attribute set on a parameter while a SparseAdamW is attached to it."""
 
 
 def check_saved(
@@ -28,11 +29,11 @@ def check_saved(
     masters: Mapping[str, Tensor],
     held: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Raise unless saved masters and moments fit the indices and this optimizer's types."""
+    """Raise unless saved masters and moments match the indices and this optimizer's dtypes."""
     if list(masters) != list(selected):
         differ = sorted(set(masters) ^ set(selected)) or "their order"
         raise ValueError(
-            f"state_dict's masters and indices do not fit this model's parameters: {differ}"
+            f"state_dict's masters and indices do not match this model's parameters: {differ}"
         )
     for name, index in selected.items():
         p = params[name]
@@ -56,13 +57,15 @@ def check_saved(
 def check_numbers(
     lr: float, betas: tuple[float, float], eps: float, weight_decay: float, moments: str
 ) -> None:
-    """Raise for settings that no AdamW has."""
+    """Raise for invalid hyperparameters."""
     if not lr >= 0.0:
         raise ValueError(f"Invalid learning rate: {lr}; it must be at least 0")
     if not all(0.0 <= beta < 1.0 for beta in betas):
         raise ValueError(f"Invalid betas: {betas}; each must be at least 0 and below 1")
     if not (eps >= 0.0 and weight_decay >= 0.0):
-        raise ValueError(f"Invalid eps {eps} or weight_decay {weight_decay}: both are at least 0")
+        raise ValueError(
+            f"Invalid eps {eps} or weight_decay {weight_decay}; both must be at least 0"
+        )
     if moments not in MOMENTS:
         raise ValueError(f"moments is {moments!r}; it must be one of {', '.join(MOMENTS)}")
 
@@ -70,7 +73,8 @@ def check_numbers(
 def unique_parameters(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
 ) -> dict[str, nn.Parameter]:
-    """Name -> parameter; refuses one tensor under two names and a tensor that is taken."""
+    """Name -> parameter. Refuses duplicate names, one tensor under two names, and parameters that
+    another SparseAdamW is attached to."""
     params: dict[str, nn.Parameter] = {}
     names: dict[int, str] = {}
     for name, p in named_parameters:
@@ -90,7 +94,7 @@ def checked_indices(
     requires_grad: Mapping[str, bool],
     indices: Indices | None,
 ) -> dict[str, CompactIndex | None]:
-    """Validate; keep the parameters that have selected entries, in the model's order."""
+    """Validate the indices; return those of parameters with selected entries, in model order."""
     if indices is None:
         indices = dict.fromkeys(params)
     if unknown := [name for name in indices if name not in params]:
@@ -106,7 +110,7 @@ def checked_indices(
         index, chosen = None, indices[name]
         if chosen is not None:
             chosen = checked_index(name, p, chosen)
-            if 0 < chosen.numel() < p.numel():
+            if 0 < chosen.numel() < p.numel():  # a fully selected parameter needs no index
                 index = CompactIndex.encode(chosen, p.numel())
         if (p if chosen is None else chosen).numel() > 0:
             adam_step.check_trainable(name, p, requires_grad[name])

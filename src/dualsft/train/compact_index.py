@@ -1,10 +1,11 @@
-"""CompactIndex: which entries of a parameter are selected, in two bytes an entry.
+"""CompactIndex: the selected entries of a parameter, in two bytes per entry.
 
-Algorithm 1, line 12 (MaskedFT) keeps the mask m_θ beside the weights for the whole of fine-tuning,
-and as int64 it would be four times the size of the bf16 entries it names. The sorted flat indices
-are cut into buckets of 65,536 consecutive positions: an entry is its 16-bit offset inside its
-bucket, and a bucket is one pointer to its first entry. So the size depends on the number of entries
-alone, whatever the parameter's shape. A parameter selected whole needs no index at all (None).
+Algorithm 1, line 12 (MaskedFT) keeps the mask m_θ in memory for all of fine-tuning. As int64
+indices it would be four times the size of the selected bf16 weights. Here the sorted flat indices
+are split into buckets of 65,536 consecutive positions. An entry is stored as its 16-bit offset
+inside its bucket, and a bucket as a pointer to its first entry. The size depends only on the number
+of entries (plus 8 bytes per bucket), not on the parameter's shape. A fully selected parameter needs
+no index (None).
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from torch import Tensor
 
 BUCKET_BITS = 16
 BUCKET = 1 << BUCKET_BITS
-CHUNK = 1 << 20  # entries handled at a time where temporary copies are needed
+CHUNK = 1 << 20  # entries processed at a time where temporary copies are needed
 
 
 @dataclass(frozen=True, eq=False)
 class CompactIndex:
-    """Sorted flat positions of one parameter: `encode` makes it, `decode` gives them back."""
+    """Sorted flat positions of one parameter, built by `encode` and read by `decode`."""
 
     offsets: Tensor
     """Position inside the bucket, as the bits of an unsigned 16-bit number in an int16."""
     pointers: Tensor
-    """Integers; the entries of bucket b are those from pointers[b] to pointers[b + 1]."""
+    """Bucket b holds the entries from pointers[b] up to, not including, pointers[b + 1]."""
     host_pointers: Tensor
-    """The same in the host's memory, so that no question about ranges waits for the device."""
+    """A copy of `pointers` in host memory, to look up ranges without synchronizing the device."""
 
     @classmethod
     def encode(cls, index: Tensor, num_positions: int) -> CompactIndex:
-        """From strictly increasing int64 positions below `num_positions`."""
+        """Encode strictly increasing int64 positions below `num_positions`."""
         num_buckets = num_buckets_of(num_positions)
         starts = torch.arange(num_buckets + 1, device=index.device) << BUCKET_BITS
         pointers = torch.searchsorted(index, starts)
         half = BUCKET // 2
-        signed = ((index + half) & (BUCKET - 1)) - half  # the same 16 bits, as int16 can hold them
+        signed = ((index + half) & (BUCKET - 1)) - half  # the low 16 bits, reinterpreted as int16
         return cls(signed.to(torch.int16), pointers, pointers.cpu())
 
     def __len__(self) -> int:
@@ -45,11 +46,11 @@ class CompactIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds on its device."""
+        """Bytes on the device."""
         return self.offsets.nbytes + self.pointers.nbytes
 
     def buckets(self, first: int, last: int) -> tuple[int, int]:
-        """The buckets, from and to, that hold the entries from `first` to `last`."""
+        """The range (begin, end) of buckets that hold the entries from `first` to `last`."""
         if first == 0 and last == len(self):
             return 0, self.host_pointers.numel() - 1
         begin = int(torch.searchsorted(self.host_pointers, first, right=True)) - 1
@@ -66,7 +67,7 @@ class CompactIndex:
         return base + (self.offsets[first:last].to(torch.int64) & (BUCKET - 1))
 
     def gather(self, dense: Tensor) -> Tensor:
-        """The selected entries of a flat tensor, without all their int64 positions at once."""
+        """The selected entries of a flat tensor, decoding one chunk of positions at a time."""
         chosen = torch.empty(len(self), dtype=dense.dtype, device=dense.device)
         for first in range(0, len(self), CHUNK):
             last = min(first + CHUNK, len(self))
@@ -74,7 +75,7 @@ class CompactIndex:
         return chosen
 
     def masked(self, dense: Tensor) -> Tensor:
-        """A copy of a flat tensor with zeros in place of the entries that are not selected."""
+        """A copy of a flat tensor with the unselected entries set to zero."""
         kept = torch.zeros_like(dense)
         for first in range(0, len(self), CHUNK):
             where = self.decode(first, min(first + CHUNK, len(self)))
@@ -87,7 +88,7 @@ def num_buckets_of(num_positions: int) -> int:
 
 
 def positions(index: CompactIndex | None, first: int, last: int) -> Tensor | slice:
-    """What picks the entries from `first` to `last` out of the flat parameter."""
+    """Index into the flat parameter for the selected entries from `first` to `last`."""
     return slice(first, last) if index is None else index.decode(first, last)
 
 
@@ -115,7 +116,7 @@ def checked_index(name: str, p: Tensor, index: Tensor) -> Tensor:
 
 
 def same_entries(a: CompactIndex | None, b: CompactIndex | None) -> bool:
-    """Whether two indices of one parameter, None being all of it, select the same entries."""
+    """Whether two indices of one parameter select the same entries; None selects all."""
     if a is None or b is None:
         return a is b
     return torch.equal(a.pointers, b.pointers) and torch.equal(a.offsets, b.offsets)
@@ -124,7 +125,7 @@ def same_entries(a: CompactIndex | None, b: CompactIndex | None) -> bool:
 def positions_kept(
     old: CompactIndex | None, new: CompactIndex | None, num_positions: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Where the entries selected both before and after stand in the old and in the new vector."""
+    """Positions, in the old and in the new state vectors, of the entries selected in both."""
     everything = torch.arange(num_positions, device=device)
     before = everything if old is None else old.decode()
     after = everything if new is None else new.decode()

@@ -1,7 +1,8 @@
-"""The pending gradients of `SparseAdamW`: in `p.grad`, or taken out of it inside backward.
+"""Pending gradients of `SparseAdamW`: kept in `p.grad`, or moved out of it inside backward.
 
-Algorithm 1, lines 1 and 12 (Warmup, MaskedFT). `Gradients` leaves them where any optimizer expects
-them. `FreedGradients` holds the selected entries alone, and is how this package trains.
+Algorithm 1, lines 1 and 12 (Warmup, MaskedFT). `Gradients` leaves gradients in `p.grad`, where
+other code expects them. `FreedGradients` stores only the selected entries; this package trains with
+it.
 """
 
 from __future__ import annotations
@@ -19,36 +20,38 @@ from dualsft.train import step as adam_step
 from dualsft.train.compact_index import CompactIndex
 from dualsft.train.step import MASTER_DTYPES
 
-_BUCKET = 1 << 25  # entries that are added up over the processes at a time
+_BUCKET = 1 << 25  # entries per all-reduce
 
 
 class Gradients:
     """Dense gradients in `p.grad`, zero outside the selection.
 
-    A hook zeroes the unselected entries of a gradient before it is accumulated. So everything that
+    A hook zeroes the unselected entries of a gradient before it is accumulated. Everything that
     reads or writes `p.grad` afterwards works as usual: accumulation, DistributedDataParallel, loss
     scaling, clipping, and `zero_grad()` of the model or the optimizer.
     """
 
     scale: Tensor | None = None
-    """What the step multiplies the gradients by."""
+    """Factor that the step applies to the gradients (clipping)."""
 
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
         self.params = params
         self.indices: Mapping[str, CompactIndex | None] = {}
-        """The mask, which the optimizer sets."""
+        """The mask, set by the optimizer."""
         self._checked = False
 
     def attach(self) -> list[RemovableHandle]:
-        """Hook every parameter: one with nothing selected may be given `requires_grad` again.
+        """Register a hook on every parameter, and return the handles.
 
-        The hooks do not keep this object alive, nor the optimizer that has it.
+        Parameters without selected entries are hooked too, because user code may turn their
+        `requires_grad` on again. The hooks hold a weak reference: they do not keep this object or
+        its optimizer alive.
         """
         hooks: list[RemovableHandle] = []
         owner: weakref.ref[Gradients] = weakref.ref(self)
         for name, p in self.params.items():
             if p.is_floating_point():
-                p.requires_grad_(True)  # a hook needs it; the optimizer sets it by the mask
+                p.requires_grad_(True)  # register_hook requires it; the optimizer resets it later
                 hooks.append(self._hook(owner, name, p))
         return hooks
 
@@ -56,11 +59,11 @@ class Gradients:
         return p.register_hook(partial(_mask, owner, name))
 
     def names(self) -> list[str]:
-        """Parameters with selected entries that have a gradient, in the model's order."""
+        """Parameters with selected entries and a pending gradient, in model order."""
         return [name for name in self.indices if self.params[name].grad is not None]
 
     def get(self, name: str) -> Tensor | None:
-        """The gradient over the selected entries of one parameter."""
+        """The pending gradient of one parameter at its selected entries; None if there is none."""
         grad = self.params[name].grad
         if grad is None:
             return None
@@ -69,12 +72,12 @@ class Gradients:
         return dense if index is None else adam_step.gather(dense, index)
 
     def take(self, name: str, p: Tensor) -> None:
-        """Take up a gradient that was in `p.grad` before the hooks were."""
+        """Mask a gradient that was in `p.grad` before the hooks were registered."""
         assert p.grad is not None
         p.grad = self.masked(name, p.grad)
 
     def masked(self, name: str, grad: Tensor) -> Tensor:
-        """A gradient with zeros where nothing is selected; never writes to the one given."""
+        """The gradient with unselected entries set to zero; does not modify its argument."""
         _check_strided(name, grad)
         if name not in self.indices:
             return torch.zeros_like(grad)
@@ -82,7 +85,7 @@ class Gradients:
         return grad if index is None else index.masked(grad.reshape(-1)).view(grad.shape)
 
     def clip(self, norm: Tensor, max_norm: float) -> Tensor:
-        """Scale gradients of this norm down to `max_norm`; return their norm before."""
+        """Clip gradients, whose total norm is `norm`, to `max_norm`; return the norm before."""
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for name in self.names():
             grad = self.params[name].grad
@@ -91,12 +94,12 @@ class Gradients:
         return norm
 
     def clear(self) -> None:
-        """Drop what is held apart from `p.grad`."""
+        """Drop the gradients stored outside `p.grad`."""
 
     def check(self) -> None:
-        """Refuse a first step when gradients did not pass through the hooks.
+        """Raise at the first step if gradients bypassed the hooks.
 
-        FSDP, for one, differentiates tensors other than the parameters it shows.
+        With FSDP, for example, backward runs on tensors other than the visible parameters.
         """
         for name in [] if self._checked else self.names():
             grad, chosen = self.params[name].grad, self.get(name)
@@ -110,23 +113,23 @@ class Gradients:
         self._checked = True
 
     def end_step(self) -> None:
-        """The gradients have been stepped by."""
+        """Called after each optimizer step."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes held apart from `p.grad`."""
+        """Bytes of gradients stored outside `p.grad`."""
         return 0
 
     def exchange(self) -> None:
-        """Add up the gradients of all processes."""
+        """All-reduce (sum) the gradients over all processes."""
         if world().size > 1:
             raise RuntimeError("exchange() needs SparseAdamW(..., free_gradients=True)")
 
 
 class FreedGradients(Gradients):
-    """Gradients over the selected entries; a dense one is freed inside backward.
+    """Gradients at the selected entries only; dense gradients are freed inside backward.
 
-    A second micro-batch is added to the first in fp32. `p.grad` is always None outside of backward.
+    Micro-batches accumulate in fp32. `p.grad` is always None outside of backward.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
@@ -144,11 +147,13 @@ class FreedGradients(Gradients):
         return self._held.get(name)
 
     def take(self, name: str, p: Tensor) -> None:
-        """Keep the selected entries of a fresh gradient, free it; runs inside backward."""
+        """Keep the selected entries of a new gradient and free it; runs inside backward."""
         if p.grad is None:
-            raise RuntimeError(f"gradient of {name!r} was taken by another hook")
+            raise RuntimeError(
+                f"p.grad of {name!r} was cleared by another hook before SparseAdamW could read it"
+            )
         _check_strided(name, p.grad)
-        if name not in self.indices:  # it was given `requires_grad` again
+        if name not in self.indices:  # `requires_grad` was turned on again by other code
             p.grad = None
             return
         self.check_cleared()
@@ -162,20 +167,21 @@ class FreedGradients(Gradients):
         self.add(name, dense if index is None else index.gather(dense))
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Add a gradient over the selected entries of one parameter."""
+        """Accumulate a gradient over the selected entries of one parameter."""
         held = self._held.get(name)
         self._held[name] = grad if held is None else held.to(MASTER_DTYPES[grad.dtype]).add_(grad)
 
     def check_cleared(self) -> None:
-        """Call this before a gradient is added: raises when those there were stepped by.
+        """Raise if the stored gradients were already used by a step; call it before adding more.
 
-        Where they were clipped only, the clipping is applied now.
+        If they were clipped but not used yet, apply the clipping factor now, so that it does not
+        scale the gradients added later.
         """
         if self._used:
             raise RuntimeError(
-                "a gradient arrived after step() without zero_grad() of this SparseAdamW in "
+                "backward ran after step() without a call of this SparseAdamW's zero_grad() in "
                 "between; with free_gradients=True, zero_grad() of the model does not clear the "
-                "gradients: call the optimizer's, or make it without free_gradients"
+                "gradients: call the optimizer's, or create it without free_gradients"
             )
         if self.scale is not None:
             factor, self.scale = self.scale, None
@@ -183,7 +189,7 @@ class FreedGradients(Gradients):
                 self._held[key] = grad.to(MASTER_DTYPES[grad.dtype]) * factor
 
     def clip(self, norm: Tensor, max_norm: float) -> Tensor:
-        """The factor is kept for the step, so nothing is written here and nothing waits."""
+        """Store the clipping factor for the step: no write to memory, no device synchronization."""
         if self.scale is not None:
             norm = norm * self.scale
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -199,7 +205,7 @@ class FreedGradients(Gradients):
             if self.params[name].grad is not None:
                 raise RuntimeError(
                     f"{name!r} has a gradient in p.grad, which free_gradients=True does not use; "
-                    "make the SparseAdamW without it (DistributedDataParallel also needs that)"
+                    "create the SparseAdamW without it (DistributedDataParallel also needs that)"
                 )
 
     def end_step(self) -> None:
@@ -210,9 +216,9 @@ class FreedGradients(Gradients):
         return sum(grad.nbytes for grad in self._held.values())
 
     def exchange(self) -> None:
-        """Add up the gradients of all processes, each of which has all parameters.
+        """All-reduce (sum) the gradients over all processes, each of which has all parameters.
 
-        Only selected entries meet, in the masters' dtype, a few large vectors at a time.
+        Only selected entries are sent, in the masters' dtype, packed into a few large vectors.
         """
         if world().size == 1:
             return
@@ -235,7 +241,7 @@ class FreedGradients(Gradients):
         dtype = MASTER_DTYPES[first.dtype]
         every = torch.zeros(sum(counts), dtype=dtype, device=first.device)
         for name, part in zip(names, every.split(counts), strict=True):
-            if name in self._held:
+            if name in self._held:  # otherwise this process contributes zeros
                 part.copy_(self._held[name])
         world().sum_(every)
         for name, part in zip(names, every.split(counts), strict=True):
@@ -252,7 +258,7 @@ def _take(owner: weakref.ref[Gradients], name: str, p: Tensor) -> None:
 
 
 def _check_strided(name: str, grad: Tensor) -> None:
-    """Raise for a gradient without an entry for every position."""
+    """Raise for a gradient that is not a dense tensor."""
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"gradient of {name!r} is in layout {grad.layout}; SparseAdamW needs it dense"

@@ -1,13 +1,13 @@
-"""Triton kernels of SparseAdamW: gather inside backward, and the whole step in one pass a tensor.
+"""Triton kernels of SparseAdamW: gather inside backward, and the fused step of one tensor.
 
 Algorithm 1, lines 1 and 12 (Warmup, MaskedFT). `update` reads index, gradient, moments and the low
-half of the master once, and writes weight, low half and moments once; what each number means is in
-`train/step.py` and `train/moments.py`, whose plain PyTorch path is the reference that the tests
-compare with. A masked parameter is walked bucket by bucket (of 2^16 positions each,
-`train/compact_index.py`), a whole one straight through. Offsets are 64-bit.
+half of the master once, and writes weight, low half and moments once. `train/step.py` and
+`train/moments.py` define these quantities; their plain PyTorch path is the reference in the tests.
+A masked parameter is processed bucket by bucket (2^16 positions each, `train/compact_index.py`), a
+fully selected one in consecutive blocks. Offsets are 64-bit.
 
-This module needs Triton and is imported only where a CUDA tensor asks for it
-(`adam_step.kernels_for`), or by the tests with TRITON_INTERPRET=1.
+This module needs Triton. It is imported only for CUDA tensors (`adam_step.kernels_for`), or by the
+tests with TRITON_INTERPRET=1.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -26,8 +26,8 @@ from dualsft.train import moments as adam_moments
 from dualsft.train.compact_index import CompactIndex
 from dualsft.train.step import Held, Numbers
 
-_BLOCK = 1024  # entries that a program holds at a time
-_MOST_PROGRAMS = 16  # that share a bucket
+_BLOCK = 1024  # entries per program and iteration
+_MOST_PROGRAMS = 16  # maximum number of programs per bucket
 
 _F1, _F2, _F3 = (tl.constexpr(bits) for bits in adam_moments.FOURTHS[1:])
 _E1, _E2, _E3, _E4, _E5, _E6, _E7 = (tl.constexpr(bits) for bits in adam_moments.EIGHTHS[1:])
@@ -39,10 +39,10 @@ _TINY = tl.constexpr(1.0 / 65536.0)
 
 _EXACT, _BFLOAT16, _INT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _OWN, _HALVES, _BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Where the master is: the weight itself; weight and low half; a vector beside the weight."""
+"""Storage of the master: the weight itself; weight and low half; a separate vector."""
 
 
-# --- random bits and codes, as in adam_moments.py ----------------------------------------------
+# --- random bits and codes, as in train/moments.py ---------------------------------------------
 
 
 @triton.jit
@@ -153,7 +153,11 @@ def _step(
     decay, step_size, take_1, beta_2, take_2, correction, eps, key_0, key_1,
     MASTER: tl.constexpr, MOMENTS: tl.constexpr,
 ):  # fmt: skip
-    """One block of entries: flat `place` in the weight, number `entry` among the selected."""
+    """Update one block of entries.
+
+    `place` is the flat position in the weight and `entry` the number among the selected entries;
+    `beside`, `grad` and the moments start at entry `first`.
+    """
     at = entry - first
     g = tl.load(grad + at, inside, other=0.0).to(tl.float32) * tl.load(scale)
     if MASTER == _HALVES:
@@ -255,7 +259,7 @@ def update(
     scale: Tensor | None,
     top: Tensor | None,
 ) -> None:
-    """`adam_step.update` in one pass; the same arguments, everything on one device."""
+    """Fused `adam_step.update`: the same arguments, all tensors on one device."""
     if grad.numel() == 0:
         return
     exp_avg, exp_avg_sq = held["exp_avg"], held["exp_avg_sq"]
@@ -263,7 +267,7 @@ def update(
     moments = kinds[exp_avg.dtype].value
     if exp_avg.dtype == torch.bfloat16:
         exp_avg, exp_avg_sq = exp_avg.view(torch.int16), exp_avg_sq.view(torch.int16)
-    master, beside = _OWN, grad
+    master, beside = _OWN, grad  # `grad` stands in for pointers that the kernel does not read
     if weight.dtype == torch.bfloat16:
         master, beside, weight = _HALVES, held["low"], weight.view(torch.int16)
     elif weight.dtype == torch.float16:
@@ -320,9 +324,9 @@ def _gather(dense, offsets, pointers, sums, out, ADD: tl.constexpr, BLOCK: tl.co
 
 
 def gather(dense: Tensor, index: CompactIndex, sums: Tensor | None) -> Tensor:
-    """The selected entries of a dense gradient; added to `sums` in fp32 when there are some."""
+    """The selected entries of a dense gradient, added to `sums` in fp32 unless it is None."""
     count = len(index)
-    if sums is None:
+    if sums is None:  # a first micro-batch keeps the gradient's dtype
         out = torch.empty(count, dtype=dense.dtype, device=dense.device)
     elif sums.dtype == torch.float32:
         out = sums
@@ -342,6 +346,6 @@ def gather(dense: Tensor, index: CompactIndex, sums: Tensor | None) -> Tensor:
 
 
 def _grid(num_buckets: int, num_entries: int) -> tuple[int, int]:
-    """Programs along the buckets, and how many share one."""
+    """Launch grid: (buckets, programs per bucket)."""
     a_bucket = triton.cdiv(num_entries, num_buckets * _BLOCK)
     return num_buckets, max(1, min(_MOST_PROGRAMS, a_bucket))

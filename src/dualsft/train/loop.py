@@ -1,12 +1,12 @@
-"""The one SFT loop: the pilot warmup (Algorithm 1 line 1) and MaskedFT (line 12) both run it.
+"""The SFT loop, used by the pilot warmup (Algorithm 1 line 1) and by MaskedFT (line 12).
 
-ALGORITHM.md §2 "Training": each step minimises the mean over the batch's examples of the example
-loss, with AdamW, cosine decay to zero and a linear warmup whose step s uses (s + 1) /
-warmup_steps. A batch is cut into micro-batches whose gradients add up, so their size changes
-memory, not the mathematics. When memory runs out, activations are recomputed instead of kept
-(`engine/checkpointing.py`), and then micro-batches are halved. The order of the examples and the
-dropout noise depend only on (seed, epoch, step), never on a global random stream, so a piece
-(`storage/resume.py`) of masters, moments and the step count is all that a later start needs.
+Each step minimises the mean over the batch of the example loss, with AdamW, cosine decay to zero
+and a linear learning-rate warmup whose step s uses (s + 1) / warmup_steps. A batch is split into
+micro-batches whose gradients are summed, so their size affects memory but not the result (up to
+rounding). On out-of-memory the loop first recomputes activations (`engine/checkpointing.py`), then
+halves the micro-batches. The order of the examples and the dropout noise depend only on (seed,
+epoch, step), never on global random state. To resume, a saved piece (`storage/resume.py`) with
+masters, moments and the step count is therefore enough.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from dualsft.system.progress import Reporter
 from dualsft.system.usage import Smaller, give_back, is_out_of_memory
 from dualsft.train.optimizer import SparseAdamW
 
-FEW_STEPS = 20  # fewer optimizer steps than this are worth a warning
-_CUT = ("batch_tokens", "micro_batch_size", "checkpointing")  # what lack of memory changes
+FEW_STEPS = 20  # warn below this number of optimizer steps
+_CUT = ("batch_tokens", "micro_batch_size", "checkpointing")  # changed on out-of-memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """How long, how fast, in which pieces."""
+    """Hyperparameters of the loop, and how batches are split into micro-batches."""
 
     lr: float
     epochs: int
@@ -57,10 +57,10 @@ class TrainingPlan:
     min_steps: int = 0
     max_steps: int | None = None
     checkpointing: bool | None = None
-    """Whether activations are recomputed in the backward; None is off until memory runs out."""
+    """Whether backward recomputes activations; None: off until the first out-of-memory."""
 
     def num_steps(self, num_examples: int) -> int:
-        """Optimizer steps; epochs repeat until `min_steps` is reached, and end at `max_steps`."""
+        """Number of optimizer steps: all epochs, at least `min_steps`, at most `max_steps`."""
         per_epoch = math.ceil(num_examples / self.batch_size)
         if self.epochs == 0:
             return 0
@@ -69,8 +69,8 @@ class TrainingPlan:
 
 
 Objective = Callable[[PreTrainedModel, Batch, Sequence[Example], float], tuple[Tensor, Tensor]]
-"""(model, batch, its examples, 1 / size of the optimizer step's batch) to (what to differentiate,
-the examples' losses)."""
+"""(model, micro-batch, its examples, 1 / examples in the whole batch) -> (scalar to differentiate,
+loss of each example)."""
 
 
 def mean_loss(
@@ -82,25 +82,26 @@ def mean_loss(
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a method changes about the loop."""
+    """Callbacks with which a method customizes the loop."""
 
     objective: Objective = mean_loss
     before_step: Callable[[PreTrainedModel, Sequence[Sequence[Example]]], None] | None = None
-    """Given the micro-batches of an optimizer step before any is differentiated."""
+    """Called before a step with the model and the micro-batches of this process."""
     before_update: Callable[[SparseAdamW], None] | None = None
-    """Given the optimizer with the gradients of a whole step, not clipped, before its update."""
+    """Called before the update with the optimizer, which holds the step's unclipped gradients."""
     after_step: Callable[[int], None] | None = None
-    """Given the number of steps done, after each of them and before it is saved."""
+    """Called after each step, before it is saved, with the number of steps done."""
     state: Callable[[], dict[str, Any]] | None = None
-    """What the hooks know after the last step, as JSON has it; saved with the optimizer's state."""
+    """Returns the state of the hooks as JSON values; saved with the optimizer's state."""
     load_state: Callable[[dict[str, Any]], None] | None = None
-    """Given that back by a later start."""
+    """Called with that state when training resumes."""
     moving: Sequence[str] = ()
-    """Parameters whose mask moves: what has left it is trained too, so they are saved whole."""
+    """Parameters whose mask moves. They are saved whole, because entries that left the mask have
+    been trained too."""
 
 
 def learning_rate(step: int, num_steps: int, peak: float, warmup_ratio: float) -> float:
-    """Linear warmup to the peak (never a first step at zero), then cosine to zero."""
+    """Linear warmup to the peak, then cosine decay to zero; the first step is never at zero."""
     warmup = math.ceil(warmup_ratio * num_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -119,7 +120,7 @@ def train(
     pieces: Pieces | None = None,
     hooks: Hooks = Hooks(),  # noqa: B008
 ) -> int:
-    """Run the loop in place; returns the number of optimizer steps taken."""
+    """Train the model in place; return the number of optimizer steps."""
     pieces = pieces or Pieces()
     num_steps = plan.num_steps(len(examples))
     per_epoch = math.ceil(len(examples) / plan.batch_size)
@@ -130,7 +131,8 @@ def train(
     if first:
         log_step(resumed_at=first)
     if world().sharded and plan.checkpointing is None and device_of(model).type == "cuda":
-        plan = replace(plan, checkpointing=True)  # lack of memory could not be answered later
+        # a sharded model cannot recover from out-of-memory: one process would leave a collective
+        plan = replace(plan, checkpointing=True)
     order: list[int] = []
     model.train()
     try:
@@ -165,7 +167,7 @@ def train(
 
 
 def _progress(optimizer: SparseAdamW, num_steps: int, plan: TrainingPlan, hooks: Hooks) -> State:
-    """`snapshot`, and what the hooks know."""
+    """`snapshot` plus the state of the hooks."""
     tensors, facts = snapshot(optimizer, num_steps, plan, hooks.moving)
     return tensors, facts if hooks.state is None else {**facts, "hooks": hooks.state()}
 
@@ -173,11 +175,12 @@ def _progress(optimizer: SparseAdamW, num_steps: int, plan: TrainingPlan, hooks:
 def snapshot(
     optimizer: SparseAdamW, num_steps: int, plan: TrainingPlan, moving: Sequence[str] = ()
 ) -> State:
-    """Masters and moments after `num_steps` steps: with θ_old, all there is to know.
+    """Masters and moments after `num_steps` steps; with θ_old, the whole state of training.
 
-    Of a mask that moves there is more: the present indices, and all weights of the parameters that
-    it moves in, since what has left it is trained too. Moments are saved as they are held. How a
-    batch is cut decides the last bits, and lack of memory may have changed it.
+    A mask that moves also needs its current indices and all weights of the parameters in `moving`,
+    because entries that left the mask have been trained too. Moments are saved in the dtype they
+    are stored in. The split into micro-batches is saved as well: it affects the last bits of the
+    result, and an out-of-memory may have changed it.
     """
     held: dict[str, torch.Tensor] = {}
     forms: dict[str, Form] = {}
@@ -207,9 +210,10 @@ def snapshot(
 def restore(
     optimizer: SparseAdamW, piece: Piece | None, plan: TrainingPlan, moving: bool = False
 ) -> tuple[int, TrainingPlan]:
-    """Take a piece up; returns how many steps are done, and the plan as it was then.
+    """Load a saved piece; return the number of steps done and the plan in use at that point.
 
-    A mask that moves is put where it was, after the weights that it has left behind.
+    For a mask that moves, first restore the weights, including those outside the mask, then the
+    mask itself.
     """
     if piece is None:
         return 0, plan
@@ -228,7 +232,7 @@ def restore(
     optimizer.restore(in_order, {name: state for name, state in held.items() if state})
     cut = dict(piece.facts["cut"])
     if plan.checkpointing is not None:
-        del cut["checkpointing"]  # as set; only what lack of memory decided is taken over
+        del cut["checkpointing"]  # the user's setting wins; only automatic choices are restored
     return piece.facts["steps"], replace(plan, **cut)
 
 
@@ -242,22 +246,23 @@ def _fitting_step(
     before_update: Callable[[], None],
     hooks: Hooks,
 ) -> tuple[float, float, TrainingPlan]:
-    """`_step` with less memory when it does not fit: (loss, gradient norm, the plan)."""
+    """Run `_step`, retrying with less memory until it fits: (loss, gradient norm, plan used)."""
     while True:
         try:
             with checkpointed(model, bool(plan.checkpointing)):
                 return *_step(model, rows, optimizer, plan, step, before_update, hooks), plan
-        except _Full as full:  # nothing was updated yet
+        except _Full as full:  # raised before the update, so the step can be retried
             if plan.checkpointing is None:
                 reporter.warn(
                     f"step {step + 1}: out of memory with {full.shape[0]} examples of "
                     f"{full.shape[1]:,} tokens in a batch; going on with activations recomputed in "
-                    "the backward pass (set finetune.checkpointing=true to start so)"
+                    "the backward pass (set finetune.checkpointing=true to start so)",
+                    code="out_of_memory",
                 )
                 plan = replace(plan, checkpointing=True)
             else:
                 smaller = Smaller.than(full.shape, full, "finetune.micro_batch_size")
-                reporter.warn(f"step {step + 1}: {smaller}")
+                reporter.warn(f"step {step + 1}: {smaller}", code="out_of_memory")
                 plan = replace(plan, batch_tokens=smaller.batch_tokens, micro_batch_size=None)
         optimizer.zero_grad()
         for parameter in model.parameters():
@@ -266,10 +271,11 @@ def _fitting_step(
 
 
 class _Full(Exception):
-    """Memory ran out with a micro-batch of this shape (examples, tokens)."""
+    """Out of memory with a micro-batch of this shape (examples, tokens)."""
 
     def __init__(self, shape: Sequence[int], problem: BaseException) -> None:
-        super().__init__(str(problem))  # its words alone: its frames hold what did not fit
+        # keep only the message: the traceback of `problem` would keep its tensors alive
+        super().__init__(str(problem))
         self.shape = tuple(shape)
 
 
@@ -282,10 +288,11 @@ def _step(
     before_update: Callable[[], None],
     hooks: Hooks,
 ) -> tuple[float, float]:
-    """One optimizer step over one batch; stops before the update on a non-finite number.
+    """One optimizer step over one batch: (mean loss, gradient norm before clipping).
 
-    Losses and norm are read together, once: the device is waited for once a step. From
-    `before_update` on the state of the step before is no more.
+    Raises before the update if a loss or the gradient is not finite. Losses and norm are copied to
+    the host together, so there is one device synchronization per step. `before_update` is called
+    right before the weights change and invalidates the state of the previous step.
     """
     device = device_of(model)
     shares = [micro_batches(share, plan) for share in world().dealt(rows)]
@@ -335,10 +342,11 @@ def _differentiate(
     count: int,
     hooks: Hooks,
 ) -> list[torch.Tensor]:
-    """The gradients of this process's share of a batch of `count`; its micro-batches' losses.
+    """Accumulate the gradients of this process's share of a batch of `count` examples; return the
+    losses of its micro-batches.
 
-    All must take part in every pass over a sharded model: a process with fewer micro-batches than
-    another goes on with weight zero.
+    With a sharded model all processes must take part in every forward and backward pass. A process
+    with fewer micro-batches than the others repeats the first one with weight zero.
     """
     own = shares[world().rank]
     if hooks.before_step is not None:
@@ -351,7 +359,7 @@ def _differentiate(
 
 
 def _agreed(work: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-    """`work`, which fails for lack of memory in every process when it does so in one."""
+    """Run `work`; if it runs out of memory in one process, raise `_Full` in all of them."""
     full: _Full | None = None
     result: list[torch.Tensor] = []
     try:
@@ -364,8 +372,9 @@ def _agreed(work: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
                 "finetune.checkpointing=true, or start more processes"
             ) from None
         full = problem
-    if any(world().any(full is not None)):  # with one shape, so that all go on alike
+    if any(world().any(full is not None)):  # use one shape, so that all choose the same plan
         found = [one for one in world().answers(full and (full.shape, str(full))) if one]
+        # the shape with the fewest tokens once its batch is halved
         shape, words = min(found, key=lambda one: one[0][0] // 2 * one[0][1])
         raise _Full(shape, MemoryError(words))
     return result
@@ -376,7 +385,7 @@ def _prepare(
     pieces: Sequence[Sequence[Example]],
     before_step: Callable[[PreTrainedModel, Sequence[Sequence[Example]]], None],
 ) -> None:
-    """What a method does before a step, which may run out of memory as the step itself may."""
+    """Run a method's `before_step` hook; out-of-memory is handled as in the step itself."""
     try:
         before_step(model, pieces)
     except Exception as problem:
@@ -389,7 +398,8 @@ def _prepare(
 def _backward(
     model: PreTrainedModel, rows: Sequence[Example], plan: TrainingPlan, scale: float, hooks: Hooks
 ) -> torch.Tensor:
-    """Gradients of one micro-batch, each example's times `scale`; returns its examples' losses."""
+    """Accumulate the gradients of one micro-batch, each example weighted by `scale`; return the
+    loss of each example."""
     batch = collate(rows, plan.pad_id, plan.padding_side, device_of(model))
     try:
         objective, losses = hooks.objective(model, batch, rows, scale)
@@ -402,7 +412,7 @@ def _backward(
 
 
 def micro_batches(rows: Sequence[Example], plan: TrainingPlan) -> list[list[Example]]:
-    """The batch in pieces of `micro_batch_size` rows, or as many as the token budget allows."""
+    """Split a batch into micro-batches of `micro_batch_size` rows, or by the token budget."""
     if plan.micro_batch_size is None:
         return [[rows[i] for i in piece] for piece in make_batches(rows, plan.batch_tokens)]
     size = plan.micro_batch_size

@@ -1,20 +1,23 @@
-"""The two moments of AdamW in fewer bits, and the random rounding that keeps them unbiased.
+"""Low-precision AdamW moments with stochastic rounding, which keeps them unbiased.
 
-Algorithm 1, lines 1 and 12 (Warmup, MaskedFT). beta2 = 0.999 moves a second moment by 0.1 % a step,
-less than half a step of bf16: rounded to nearest it would freeze. So both moments are rounded up or
-down at random, with the probabilities that make the expected value right. The random bits are a
-hash of (seed, step, parameter, entry): no random state, and the same bits after a resume, in any
-chunks, and in the kernels of `train/kernels.py`.
+Algorithm 1, lines 1 and 12 (Warmup, MaskedFT). beta2 = 0.999 changes a second moment by 0.1 % per
+step, less than half a unit in the last place of bf16: with round-to-nearest it would never change.
+Both moments are therefore rounded up or down at random, such that the expected value is exact. The
+random bits are a hash of (seed, step, parameter, entry). There is no random state, and the bits are
+the same after a resume, for any chunk size, and in the kernels of `train/kernels.py`.
 
-`bfloat16` is the plain type. `int8` is a logarithmic code of one byte a moment, on the fixed grid
-of numbers 2^(k/8), k whole: the code of the second moment v is k of sqrt(v), counted down from
-2^top; `top` is a whole number kept once a parameter, at least log2 of the largest gradient it ever
-saw. 255 codes are 31.75 octaves below it; 0 is zero, and what is smaller than the least code but
-not zero gets the least code. The code of the first moment m is its sign and k of |m| / sqrt(v),
-counted down from 2^4 over 15.75 octaves: it is this ratio that AdamW's step is made of (and it is
-below 7.3 for betas 0.9, 0.999), so an entry with small gradients keeps its precision next to one
-with large gradients. Because the grid stays where it is, a moment that does not change is not
-rounded again, also when `top` moves.
+`bfloat16` is the plain dtype. `int8` is a logarithmic code of one byte per moment on the fixed grid
+2^(k/8), k an integer:
+
+- The code of the second moment v is k of sqrt(v), counted down from 2^top. `top` is one integer per
+  parameter, at least log2 of its largest gradient so far. The 255 codes cover 31.75 octaves below
+  2^top. Code 0 is zero; nonzero values below the smallest code get the smallest code.
+- The code of the first moment m is its sign and k of |m| / sqrt(v), counted down from 2^4 over
+  15.75 octaves. AdamW's step is this ratio (below 7.3 for betas 0.9, 0.999), so an entry with small
+  gradients keeps its precision next to one with large gradients.
+
+The grid does not depend on `top`, so a moment that does not change is not rounded again when `top`
+changes.
 """
 
 from __future__ import annotations
@@ -28,31 +31,31 @@ from torch import Tensor
 Moments = Literal["float32", "bfloat16", "int8"]
 MOMENTS: tuple[Moments, ...] = get_args(Moments)
 BYTES: dict[Moments, int] = {"float32": 8, "bfloat16": 4, "int8": 2}
-"""Bytes an entry that both moments take."""
+"""Bytes per entry of both moments together."""
 
 Key = tuple[int, int]
 
 MIX_1, MIX_2, MIX_3 = 0x7FEB352D, 0x2C1B3C6D, 0x297A2D39
-"""Odd multipliers below 2^31: a product with a 32-bit number fits an int64."""
+"""Odd multipliers below 2^31, so that the product with a 32-bit number fits into an int64."""
 FOURTHS = (0x000000, 0x1837F0, 0x3504F3, 0x5744FD)
 """Mantissa bits of 2^(j/4) in fp32, j = 0 to 3: the grid of v."""
 EIGHTHS = (0x000000, 0x0B95C2, 0x1837F0, 0x25FED7, 0x3504F3, 0x45672A, 0x5744FD, 0x6AC0C7)
 """Mantissa bits of 2^(j/8) in fp32, j = 0 to 7: the grid of sqrt(v) and m."""
 LEAST_TOP, MOST_TOP = -30, 63
-"""Where `top` may lie, so that every level is a normal fp32 number."""
+"""Range of `top` for which every level of the grid is a normal fp32 number."""
 RATIO_TOP = 4
-"""|m| / sqrt(v) up to 2^4 has a code of its own."""
+"""log2 of the largest |m| / sqrt(v) that has a code."""
 _MASK = (1 << 32) - 1
 
 
 def noise_key(seed: int, step: int, number: int) -> Key:
-    """Two 31-bit numbers for one step of one parameter."""
+    """Key of the random bits of one step of one parameter: two 31-bit numbers."""
     digest = hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest()
     return tuple(int.from_bytes(digest[i : i + 4], "little") >> 1 for i in (0, 4))  # type: ignore
 
 
 def noise(key: Key, first: int, last: int, device: torch.device) -> Tensor:
-    """A hash of 32 bits for each entry from `first` to `last`, in int64."""
+    """32 random bits for each entry from `first` to `last`, as int64."""
     entry = torch.arange(first, last, device=device)
     low, high = entry & _MASK, entry >> 32
     return _mixed((_mixed(low ^ key[0]) + (high ^ key[1])) & _MASK)
@@ -66,7 +69,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def raised_top(top: Tensor, largest: Tensor) -> Tensor:
-    """`top` after gradients of this size: sqrt(v) is at most the largest gradient so far."""
+    """`top` after a gradient of this maximum; sqrt(v) never exceeds the largest gradient so far."""
     exponent = torch.frexp(largest.float())[1].to(torch.int32)
     wanted = torch.where(largest > 0, exponent, LEAST_TOP).clamp(LEAST_TOP, MOST_TOP)
     return torch.maximum(top, wanted.to(torch.int32).view(1))
@@ -83,7 +86,7 @@ def decode(first: Tensor, second: Tensor, top: Tensor | None) -> tuple[Tensor, T
 def encode(
     exp_avg: Tensor, exp_avg_sq: Tensor, like: torch.dtype, top: Tensor | None, bits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Both moments, fp32, rounded at random to bf16 or to codes; `bits` is from `noise`."""
+    """Round both fp32 moments stochastically to bf16 or to codes; `bits` comes from `noise`."""
     low, high = bits & 0xFFFF, bits >> 16
     if like == torch.bfloat16:
         return _round_bfloat16(exp_avg, low), _round_bfloat16(exp_avg_sq, high)
@@ -93,13 +96,13 @@ def encode(
 
 
 def decode_second(code: Tensor, top: Tensor) -> Tensor:
-    """v, whose grid is 2^(q/4)."""
+    """v in fp32; its grid is 2^(q/4), the square of the grid of sqrt(v)."""
     code = code.to(torch.int32)
     return torch.where(code > 0, _level(code - 255 + 8 * top, FOURTHS), 0.0)
 
 
 def _round_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
-    """Adding 16 random bits below the kept ones carries with the right probability."""
+    """Add 16 random bits below the kept ones: they carry with the right probability."""
     wide = x.view(torch.int32) + bits.to(torch.int32)
     return (wide >> 16).to(torch.int16).view(torch.bfloat16)
 
@@ -113,7 +116,7 @@ def _encode_second(v: Tensor, top: Tensor, bits: Tensor) -> Tensor:
 def _encode_first(m: Tensor, second: Tensor, top: Tensor, bits: Tensor) -> Tensor:
     shift = second.to(torch.int32) - 255 + 8 * top + 8 * RATIO_TOP - 127
     least, size = _level(shift + 1, EIGHTHS), m.abs()
-    below = (_chance(bits) * least < size).to(torch.int32)  # to the least code, or to zero
+    below = (_chance(bits) * least < size).to(torch.int32)  # rounds to code 1 or to zero
     number = _rounded(torch.maximum(size, least), EIGHTHS, bits) - shift
     code = torch.where(size < least, below, number.clamp(0, 127))
     code = torch.where(second > 0, code, 0)
@@ -128,7 +131,7 @@ def _decode_first(code: Tensor, second: Tensor, top: Tensor) -> Tensor:
 
 
 def _level(number: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """2^(number / len(grid)) in fp32, from its bits."""
+    """2^(number / len(grid)) in fp32, built from exponent and mantissa bits."""
     shift = len(grid).bit_length() - 1
     mantissa = torch.tensor(grid, dtype=torch.int32, device=number.device)
     exponent = (number >> shift) + 127
@@ -136,7 +139,7 @@ def _level(number: Tensor, grid: tuple[int, ...]) -> Tensor:
 
 
 def _rounded(x: Tensor, grid: tuple[int, ...], bits: Tensor) -> Tensor:
-    """The number of the level below or above x > 0, at random, so that x is the expected value."""
+    """Round x > 0 to the level below or above, with expected value x; return the level's number."""
     shift = len(grid).bit_length() - 1
     raw = x.contiguous().view(torch.int32)
     mantissa = raw & 0x7FFFFF
@@ -148,5 +151,5 @@ def _rounded(x: Tensor, grid: tuple[int, ...], bits: Tensor) -> Tensor:
 
 
 def _chance(bits: Tensor) -> Tensor:
-    """16 random bits as a number between 0 and 1, both excluded."""
+    """16 random bits as a number in (0, 1)."""
     return (bits.to(torch.float32) + 0.5) * (1.0 / 65536.0)

@@ -1,9 +1,9 @@
-"""Optimizer state in the host's memory, brought to the device part by part for each step.
+"""Optimizer state in host memory, copied to the device part by part for each step.
 
-Algorithm 1, lines 1 and 12 (Warmup, MaskedFT), with `warmup.offload`: moments and low halves of the
-masters are pinned host memory. While one part is updated the next one is on its way and the one
-before is on its way back, each on a stream of its own, and at most `_DEPTH` parts are on the device
-at once. The arithmetic is that of a step without it.
+Algorithm 1, lines 1 and 12 (Warmup, MaskedFT), with `warmup.offload`. Moments and low halves of the
+masters are in pinned host memory. The update of one part overlaps with the copy in of the next and
+the copy out of the previous part, each on its own stream. At most `_DEPTH` parts are on the device
+at a time. The arithmetic is the same as without offload.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from dualsft.train.step import SCALARS, Held
 
 PART = 1 << 25
-"""Entries brought over at a time: at most 320 MiB with fp32 moments and low halves."""
+"""Entries per part: at most 320 MiB with fp32 moments and low halves."""
 _DEPTH = 3
 
 
 @dataclass(frozen=True)
 class Part:
-    """Entries from `first` to `last` of one parameter, and how to step them."""
+    """Entries from `first` to `last` of one parameter, and the function that updates them."""
 
     held: Held
     first: int
@@ -33,25 +33,25 @@ class Part:
     step: Callable[[Held, int, int], None]
 
     def host(self) -> Held:
-        """The part's vectors, where they are kept."""
+        """This part of the state vectors, where they are stored (views)."""
         return {
             name: t[self.first : self.last] for name, t in self.held.items() if name not in SCALARS
         }
 
     def run(self, vectors: Held) -> None:
-        """Step with these vectors in place of the kept ones."""
+        """Update with these vectors in place of the stored ones."""
         scalars = {name: t for name, t in self.held.items() if name in SCALARS}
         self.step(scalars | vectors, self.first, self.last)
 
 
 def run_parts(parts: Iterable[Part], device: torch.device) -> None:
-    """Step every part; state that is not on `device` is brought there and taken back."""
+    """Update every part; state that is not on `device` is copied there and back."""
     if device.type == "cuda":
         _run_on_cuda(parts, device)
         return
     for part in parts:
         host = part.host()
-        vectors = {name: t.to(device) for name, t in host.items()}  # itself where it is there
+        vectors = {name: t.to(device) for name, t in host.items()}  # no copy if already there
         part.run(vectors)
         for name, t in host.items():
             if vectors[name] is not t:
@@ -60,12 +60,12 @@ def run_parts(parts: Iterable[Part], device: torch.device) -> None:
 
 @cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """In and out, the same at every step: the allocator keeps memory by stream."""
+    """Copy streams (in, out), reused by every step: the allocator keeps one pool per stream."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def _run_on_cuda(parts: Iterable[Part], device: torch.device) -> None:
-    """Copies in, steps and copies out on three streams; returns when the host holds the state."""
+    """Copy in, update and copy out on three streams; return when all state is back on the host."""
     here = torch.cuda.current_stream(device)
     inward, outward = _streams(device)
     under_way: deque[tuple[torch.cuda.Event, Held]] = deque()
@@ -80,7 +80,7 @@ def _run_on_cuda(parts: Iterable[Part], device: torch.device) -> None:
                 t.copy_(vectors[name], non_blocking=True)
             done = torch.cuda.Event()
             done.record(outward)
-        under_way.append((done, vectors))  # held until the copy is over
+        under_way.append((done, vectors))  # keeps the vectors alive until the copy is done
 
     for part in parts:
         while len(under_way) + len(arrived) >= _DEPTH:
@@ -101,7 +101,7 @@ def _run_on_cuda(parts: Iterable[Part], device: torch.device) -> None:
 
 
 def _taken(t: Tensor, device: torch.device, *users: torch.cuda.Stream) -> Tensor:
-    """A copy on the device, whose memory is not given away while these streams use it."""
+    """A copy on the device whose memory is not reused while `users` still work on it."""
     copy = t.to(device, non_blocking=True)
     for stream in users:
         copy.record_stream(stream)

@@ -1,21 +1,20 @@
-"""SparseAdamW: AdamW whose gradients, moments, decay and master weights exist only where selected.
+"""SparseAdamW: AdamW with gradients, moments, decay and master weights for selected entries only.
 
-Algorithm 1, line 12 (MaskedFT), and with everything selected line 1 (Warmup); ALGORITHM.md section
-2, "Restricted fine-tuning" and "Training".
+Algorithm 1, line 12 (MaskedFT), and with all entries selected line 1 (Warmup).
 
-Per selected entry of a bf16 model there are 2 bytes of index (`train/compact_index.py`), the 2 low
-bytes of the fp32 master whose high half is the weight (`train/step.py`), and 8, 4 or 2 bytes of
-moments (`train/moments.py`). A step is one pass over these vectors, in a fused kernel on CUDA
-(`train/kernels.py`). Entries that are not selected are never written.
+A selected entry of a bf16 model takes 2 bytes of index (`train/compact_index.py`), the 2 low bytes
+of the fp32 master whose high half is the weight (`train/step.py`), and 8, 4 or 2 bytes of moments
+(`train/moments.py`). A step is one pass over these vectors, in a fused kernel on CUDA
+(`train/kernels.py`). Unselected entries are never written.
 
-Gradients stay in `p.grad`, as with any optimizer: a hook zeroes the unselected entries before they
-are accumulated, so that gradient accumulation, clipping, loss scaling and `zero_grad()` by anybody
-work as usual. With `free_gradients=True`, which is how this package trains, a hook inside backward
-takes the selected entries of a gradient, in 2 bytes each, and frees the dense one at once; a second
-micro-batch is added to the first in fp32.
+By default gradients stay in `p.grad`. A hook zeroes the unselected entries before they are
+accumulated, so gradient accumulation, clipping, loss scaling and any `zero_grad()` work as usual.
+With `free_gradients=True`, which this package trains with, a hook inside backward copies the
+selected entries of a gradient (2 bytes each for bf16) and frees the dense gradient at once.
+Micro-batches then accumulate in fp32.
 
-With fp32 or fp64 weights, which are their own masters, the update is that of `torch.optim.AdamW`
-bit for bit on a CPU.
+With fp32 or fp64 weights, which are their own masters, the update on a CPU equals
+`torch.optim.AdamW` bit for bit.
 """
 
 from __future__ import annotations
@@ -44,26 +43,26 @@ from dualsft.train.moments import Moments
 from dualsft.train.offload import PART, Part, run_parts
 from dualsft.train.step import MASTER_DTYPES, SCALARS, Held, Numbers
 
-_BESIDE_WEIGHT = ("low", "master")  # what a state dict holds as part of the masters
+_BESIDE_WEIGHT = ("low", "master")  # saved as part of `masters`, not of the moments
 
 
 class SparseAdamW(torch.optim.Optimizer):
     """AdamW on selected entries of a model's parameters.
 
-    While the optimizer is attached, a parameter with nothing selected has `requires_grad` off, the
-    gradients of the parameters are zero outside the selection, and the selected weights belong to
-    the optimizer: to load other weights, `close()` it and make a new one. `state` is keyed by the
-    model's parameters. There is one parameter group. `close()`, or leaving the `with` block,
-    removes the hooks.
+    While the optimizer is attached, parameters without selected entries have `requires_grad` off,
+    and gradients are zero outside the selection. Do not modify the selected weights in the
+    meantime: to load other weights, `close()` the optimizer and create a new one. `close()`, or
+    leaving the `with` block, removes the hooks. `state` is keyed by the model's parameters. There
+    is one parameter group.
 
-    It can be given to a Hugging Face `Trainer`: `Trainer(..., optimizers=(optimizer, None))`. Move
-    and convert the model before making the optimizer.
+    It works with a Hugging Face `Trainer`: `Trainer(..., optimizers=(optimizer, None))`. Move and
+    convert the model before creating the optimizer.
 
-    `moments` is the type they are kept in; bfloat16 and int8 are rounded at random, by `seed`.
-    `offload` keeps moments and low halves in the host's memory between steps. `free_gradients`
-    frees each dense gradient inside backward and holds only its selected entries, in `gradients`;
-    `p.grad` stays None. This saves memory in a training loop that clears gradients with this
-    optimizer's `zero_grad()` and clips them with its `clip_grad_norm()`. A `Trainer` does neither.
+    `moments` is the dtype of the moments; bfloat16 and int8 use stochastic rounding, seeded by
+    `seed`. `offload` keeps moments and low halves in host memory between steps. `free_gradients`
+    frees each dense gradient inside backward and stores only its selected entries, in `gradients`;
+    `p.grad` stays None. This saves memory, but the training loop must clear gradients with this
+    optimizer's `zero_grad()` and clip them with its `clip_grad_norm()`. A `Trainer` does neither.
     """
 
     def __init__(
@@ -97,18 +96,18 @@ class SparseAdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__([{"params": []}], defaults)
         for p in self._params.values():
-            setattr(p, MARK, weakref.ref(self))
+            setattr(p, MARK, weakref.ref(self))  # a garbage-collected optimizer does not count
         self._hooks = self._grads.attach()
         self._select(selected)
-        for name in self._indices:  # a gradient already there counts, as for any optimizer
+        for name in self._indices:  # existing gradients count, as with any optimizer
             if self._params[name].grad is not None:
                 self._grads.take(name, self._params[name])
 
-    # --- what it holds ---------------------------------------------------------------------------
+    # --- state -----------------------------------------------------------------------------------
 
     @property
     def names(self) -> list[str]:
-        """Parameters that have selected entries, in the model's order."""
+        """Parameters with selected entries, in model order."""
         return list(self._indices)
 
     @property
@@ -123,36 +122,36 @@ class SparseAdamW(torch.optim.Optimizer):
 
     @property
     def indices(self) -> dict[str, Tensor | None]:
-        """Flat indices of each parameter that has selected entries; None means all of them."""
+        """Flat indices of each parameter with selected entries; None means all of its entries."""
         return {n: None if index is None else index.decode() for n, index in self._indices.items()}
 
     @property
     def masters(self) -> dict[str, Tensor]:
-        """Master vector of each parameter with selected entries, put together anew."""
+        """Masters of each parameter with selected entries, assembled on each access."""
         return {name: self.master(name) for name in self._indices}
 
     def master(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """Masters of the selected entries from `first` to `last`.
 
-        A view of the weight where a whole parameter is its own master.
+        A view of the weight if the parameter is fully selected and its own master.
         """
         last = self.count(name) if last is None else last
         held = self.state.get(self._params[name], {})
         return adam_step.read_masters(self._flat(name), self._indices[name], held, first, last)
 
     def weight(self, name: str) -> Tensor:
-        """A parameter's weights as one flat view, selected or not."""
+        """All weights of a parameter, selected or not, as a flat view."""
         return self._flat(name)
 
     def index(self, name: str, first: int, last: int) -> Tensor | None:
-        """Flat indices of the selected entries from `first` to `last`; None means all of them."""
+        """Flat indices of the selected entries from `first` to `last`; None if all are selected."""
         index = self._indices[name]
         return None if index is None else index.decode(first, last)
 
     def second_moment(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        """Second moment of the selected entries from `first` to `last`, as the recursion left it:
+        """Second moment of the selected entries from `first` to `last`, without bias correction.
 
-        in fp32 (fp64 for an fp64 model), not divided by 1 - beta2^t; zero before the first step.
+        In fp32 (fp64 for an fp64 model), not divided by 1 - beta2^t; zero before the first step.
         """
         p = self._params[name]
         last = self.count(name) if last is None else last
@@ -161,32 +160,33 @@ class SparseAdamW(torch.optim.Optimizer):
         return torch.zeros(last - first, dtype=MASTER_DTYPES[p.dtype], device=p.device)
 
     def moments_of(self, name: str) -> Held:
-        """Step count and moments of one parameter as they are held; empty before its first step."""
+        """Step count and moments of one parameter as stored; empty before its first step."""
         held = self.state.get(self._params[name], {})
         return {key: t for key, t in held.items() if key not in _BESIDE_WEIGHT}
 
     def num_updates(self, name: str) -> int:
-        """How often a parameter was updated: the t of its bias corrections."""
+        """Number of updates of a parameter: the t of its bias corrections."""
         held = self.state.get(self._params[name])
         return int(held["step"]) if held else 0
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Pending gradients over the selected entries, as backward left them; in model order."""
+        """Pending gradients at the selected entries, unclipped with `free_gradients`; in model
+        order."""
         return {name: self._gradient(name) for name in self._grads.names()}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything this optimizer holds: indices, gradients, masters and moments."""
+        """Bytes held by this optimizer: indices, gradients, masters and moments."""
         held = (t for state in self.state.values() for t in state.values())
         indices = sum(index.nbytes for index in self._indices.values() if index is not None)
         return indices + self._grads.nbytes + sum(t.nbytes for t in held)
 
-    # --- an optimizer ----------------------------------------------------------------------------
+    # --- the optimizer interface -----------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every selected entry whose parameter has a gradient."""
+        """Update the selected entries of every parameter that has a gradient."""
         self._refuse_closed()
         loss = None
         if closure is not None:
@@ -196,7 +196,7 @@ class SparseAdamW(torch.optim.Optimizer):
         self._check_storages()
         self._grads.check()
         pending = self._grads.names()
-        for name in pending:  # all memory is taken before anything is updated
+        for name in pending:  # allocate all state first: out-of-memory must not leave half a step
             if self._params[name] not in self.state:
                 self.state[self._params[name]] = self._new_state(name)
         parts = self._parts()
@@ -210,7 +210,7 @@ class SparseAdamW(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the pending gradients; with `free_gradients` they are removed in any case."""
+        """Clear the pending gradients; with `free_gradients` they are always set to None."""
         self._grads.clear()
         super().zero_grad(set_to_none=set_to_none or self.free_gradients)
 
@@ -218,42 +218,42 @@ class SparseAdamW(torch.optim.Optimizer):
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the gradient over the selected entries; return its norm before clipping.
 
-        With `free_gradients` the factor is kept and applied by the step; else `p.grad` is scaled.
+        With `free_gradients` the step applies the factor; otherwise `p.grad` is scaled in place.
         """
         return self._grads.clip(self.total_norm(), max_norm)
 
     def total_norm(self) -> Tensor:
-        """The norm of the pending gradients, not clipped."""
+        """The norm of the stored gradients; with `free_gradients`, before clipping."""
         norms = [adam_step.norm(self._gradient(name)) for name in self._grads.names()]
         if not norms:
             return torch.tensor(0.0)
         return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
 
     def span(self, key: str) -> tuple[int, int]:
-        """Which flat range of a saved vector over the selected entries is this optimizer's: all."""
+        """Range of a saved vector over the selected entries that this optimizer loads: all."""
         return 0, self.count(key.partition(".")[2])
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Add up the pending gradients of all processes; needs `free_gradients`."""
+        """All-reduce (sum) the pending gradients over all processes; needs `free_gradients`."""
         self._grads.exchange()
 
     def set_indices(self, indices: Indices | None, carry: bool = True) -> None:
-        """Move the mask; call it between a step and the next backward.
+        """Change the mask; call it between a step and the next backward.
 
-        Entries that stay keep master and moments; without `carry` their masters alone, and moments
-        and step counts start anew everywhere. Entries that enter start from the weight as it is
-        now, with zero moments. Entries that leave keep their last weight. The step count of a
-        parameter goes on as long as it has selected entries (so bias correction is over for an
-        entry that enters late: its first update is up to (1 - beta1) / sqrt(1 - beta2) = 3.2 times
-        lr), and a parameter that had none starts anew. Pending gradients are dropped.
+        Entries that stay keep their master and moments. With `carry=False` they keep the master
+        only, and all moments and step counts are reset. Entries that enter start from the current
+        weight with zero moments. Entries that leave keep their last weight. A parameter keeps its
+        step count as long as it has selected entries, so an entry that enters late gets almost no
+        bias correction: its first update is up to (1 - beta1) / sqrt(1 - beta2) = 3.2 times lr. A
+        parameter without selected entries loses its step count. Pending gradients are dropped.
         """
         self._refuse_closed()
         self._select(checked_indices(self._params, self._requires_grad, indices), carry)
         self.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and step counts by number, and `indices` and `masters` by parameter name."""
+        """Moments and step counts by parameter number; `indices` and `masters` by name."""
         self._check_params()
         saved = super().state_dict()
         saved["state"] = {
@@ -273,7 +273,7 @@ class SparseAdamW(torch.optim.Optimizer):
             raise RuntimeError(
                 "this state has no updates to restore. Accelerate and Trainer load such a state "
                 "before training, but they clear and clip p.grad, which is never set with "
-                "free_gradients=True: make the SparseAdamW without it"
+                "free_gradients=True: create the SparseAdamW without it"
             )
         selected = checked_indices(self._params, self._requires_grad, state_dict["indices"])
         masters = state_dict["masters"]
@@ -288,7 +288,7 @@ class SparseAdamW(torch.optim.Optimizer):
     def restore(
         self, masters: Mapping[str, Tensor], held: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
-        """Take up masters, moments and step counts by parameter name, under the present mask."""
+        """Load masters, moments and step counts by parameter name; the mask stays the same."""
         check_saved(self._params, self.moments, self._indices, masters, held)
         for name, index in self._indices.items():
             p = self._params[name]
@@ -301,15 +301,15 @@ class SparseAdamW(torch.optim.Optimizer):
         self.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Accept the one group made at construction and refuse any other."""
+        """Accept the one group created by the constructor and refuse any other."""
         if self.param_groups:
             raise ValueError("SparseAdamW has one parameter group; change it with set_indices()")
         super().add_param_group(param_group)
 
     def close(self) -> None:
-        """Take the hooks off the model and give its parameters their `requires_grad` back.
+        """Remove the hooks and restore `requires_grad` of the parameters.
 
-        State and masters stay readable; the optimizer cannot step any more.
+        State and masters stay readable; the optimizer can no longer step.
         """
         if self._closed:
             return
@@ -350,12 +350,12 @@ class SparseAdamW(torch.optim.Optimizer):
         return grad
 
     def _parts(self) -> Iterator[Part]:
-        """The step in parts; a parameter's count and scale are set when its first part comes."""
+        """Yield the parts of a step; step count and `top` change with a parameter's first part."""
         group = self.param_groups[0]
         for name in self._grads.names():
             grad = self._gradient(name)
             held = self.state[self._params[name]]
-            before = dict(held)
+            before = dict(held)  # keeps the old `top`, with which the stored codes are decoded
             held["step"] += 1
             if "top" in held:
                 largest = torch.linalg.vector_norm(grad, torch.inf)
@@ -382,14 +382,14 @@ class SparseAdamW(torch.optim.Optimizer):
         first: int,
         last: int,
     ) -> None:
-        """Step the entries from `first` to `last` of one parameter."""
+        """Update the entries from `first` to `last` of one parameter."""
         weight, some = self._flat(name), grad[first:last]
         kernels = adam_step.kernels_for(weight.device.type, weight.dtype)
         update = adam_step.update if kernels is None else kernels.update
         update(weight, self._indices[name], some, held, first, numbers, self._grads.scale, top)
 
     def _check_params(self) -> None:
-        """Refuse parameters that were cut or exchanged for others, which would never be trained."""
+        """Raise if parameters were sharded or replaced: the new ones would never be trained."""
         listed = [id(p) for group in self.param_groups for p in group["params"]]
         whole = all(self._params[name].shape == self._shapes[name] for name in self._indices)
         if not whole or listed != [id(self._params[name]) for name in self._indices]:
@@ -400,23 +400,23 @@ class SparseAdamW(torch.optim.Optimizer):
             )
 
     def _check_storages(self) -> None:
-        """Refuse to step when the masters no longer belong to the model's weights."""
+        """Raise if a weight has new storage, so that its masters no longer match."""
         for name, storage in self._storages.items():
             if self._params[name].data_ptr() != storage:
                 raise RuntimeError(
                     f"storage of {name!r} was replaced while SparseAdamW was attached; move or "
-                    "convert the model first, then make the optimizer"
+                    "convert the model first, then create the optimizer"
                 )
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise RuntimeError("this SparseAdamW is closed; make a new one to train on")
+            raise RuntimeError("this SparseAdamW is closed; create a new one to continue training")
 
     # --- the mask --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _select(self, selected: dict[str, CompactIndex | None], carry: bool = True) -> None:
-        """Make `selected` the mask: state and `requires_grad`."""
+        """Make `selected` the mask: move the state, set `requires_grad` and the group's params."""
         before, self._indices = self._indices, selected
         self._grads.indices = selected
         for name, p in self._params.items():
@@ -433,7 +433,7 @@ class SparseAdamW(torch.optim.Optimizer):
                 p.grad = None
 
     def _move_state(self, name: str, before: CompactIndex | None, carry: bool) -> None:
-        """State under the new index; what is kept of the entries that stay, `set_indices` says."""
+        """Rebuild the state of a parameter for its new index, as `set_indices` describes."""
         p = self._params[name]
         old, new = self.state[p], self._new_state(name)
         source, target = positions_kept(before, self._indices[name], p.numel(), p.device)

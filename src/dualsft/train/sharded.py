@@ -1,9 +1,8 @@
-"""Training of a sharded model: the optimizer's state over the local rows.
+"""Training of a sharded model: SparseAdamW with the state of the local rows.
 
-Algorithm 1, line 12 (MaskedFT), and line 1 (Warmup), under FSDP2. Indices, masters and moments
-exist for the rows that a process has. Inside the backward pass the selected entries of a gradient
-leave the process that computed it and meet at the one that has their rows; the rest of it goes
-nowhere.
+Algorithm 1, line 12 (MaskedFT), and line 1 (Warmup), under FSDP2. Each process has the indices,
+masters and moments of its own rows. Inside the backward pass the selected entries of a gradient are
+reduce-scattered to the processes that own their rows; the other entries are not sent.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from dualsft.train.step import MASTER_DTYPES
 class ShardedAdamW(SparseAdamW):
     """`SparseAdamW` over this process's rows of a sharded model.
 
-    Inside the backward pass the processes tell each other which entries of a gradient they want:
-    their places are gathered, and each is given the sum of the values there. Nothing that grows
-    with the whole selection stays in one process.
+    For each gradient the processes all-gather their indices inside the backward pass, then
+    reduce-scatter the values at these entries. No process stores anything that grows with the
+    selection of all processes.
     """
 
     def __init__(
         self, model: nn.Module, names: list[str], indices: Indices | None, **settings: Any
     ) -> None:
-        """`indices` may leave out what is in other processes' rows."""
+        """`indices` are global; entries in the rows of other processes may be left out."""
         self._model = model
         self._first = {n: world().own(model.get_parameter(n).shape)[0] for n in names}
         local: list[tuple[str, nn.Parameter]] = []
@@ -66,7 +65,7 @@ class ShardedAdamW(SparseAdamW):
         return local[(local >= 0) & (local < count)]
 
     def _count_shares(self, chosen: Mapping[str, Tensor | None]) -> dict[str, list[int]]:
-        """How many entries each process trains of each parameter that anybody trains."""
+        """Trained entries per process, for each parameter that any process trains."""
         own = {name: self.count(name) if name in self._indices else 0 for name in chosen}
         every = world().answers(own)
         names = dict.fromkeys(name for found in every for name in found)
@@ -75,22 +74,22 @@ class ShardedAdamW(SparseAdamW):
 
     @property
     def shares(self) -> dict[str, list[int]]:
-        """The selected entries of each parameter, by the process that has their rows."""
+        """Number of selected entries of each parameter, per process."""
         return self._shares
 
     @property
     def num_selected(self) -> int:
-        """Entries of all processes."""
+        """Number of selected entries over all processes."""
         return sum(map(sum, self._shares.values()))
 
     def span(self, key: str) -> tuple[int, int]:
-        """Which flat range of a saved vector over the selected entries is this process's."""
+        """Range of a saved vector over the selected entries that belongs to this process."""
         counts, rank = self._shares[key.partition(".")[2]], world().rank
         return sum(counts[:rank]), sum(counts[: rank + 1])
 
     @torch.no_grad()
     def _take(self, name: str, p: Tensor) -> None:
-        """Exchange the selected entries of a fresh gradient, free it; runs inside backward."""
+        """Exchange the selected entries of a new gradient and free it; runs inside backward."""
         if world().size == 1 and p.device == self.weight(name).device:  # nothing to exchange
             self._grads.take(name, p)
             return
@@ -105,13 +104,13 @@ class ShardedAdamW(SparseAdamW):
             self._freed.add(name, own[: shares[rank]].to(self.weight(name).device))
 
     def _wanted(self, name: str, shape: torch.Size, dense: Tensor) -> Tensor:
-        """The gradient at the entries of every process, each padded to as many as the most have.
+        """The gradient at the selected entries of each process, padded to the largest share.
 
-        What is in the padding is nobody's and never looked at.
+        The padding is uninitialized and never read.
         """
         size, shares = world().size, self._shares[name]
         width = max(shares)
-        if sum(shares) == dense.numel():  # all of it: rows lie as they are wanted
+        if sum(shares) == dense.numel():  # fully selected: rows are already in rank order
             return nn.functional.pad(dense, (0, size * width - dense.numel()))
         rows = [world().own(shape, rank) for rank in range(size)]
         values = dense.new_empty(size, width)
@@ -124,7 +123,7 @@ class ShardedAdamW(SparseAdamW):
     def _everyones(
         self, name: str, rows: Sequence[tuple[int, int]], device: torch.device
     ) -> Iterator[CompactIndex]:
-        """What each process has selected in its rows: indices are sent as they are held."""
+        """All-gather the indices of each process, in their compact form."""
         shares = self._shares[name]
         num_buckets = [num_buckets_of(last - first) for first, last in rows]
         offsets = torch.zeros(max(shares), dtype=torch.int16, device=device)
@@ -136,17 +135,17 @@ class ShardedAdamW(SparseAdamW):
             offsets[:count] = index.offsets.to(device)
             pointers[: index.pointers.numel()] = index.pointers.to(pointers)
         packed = torch.cat([offsets.view(torch.uint8), pointers.view(torch.uint8)])
-        every = packed.new_empty(len(rows), packed.numel())  # nccl does not know 16-bit integers
+        every = packed.new_empty(len(rows), packed.numel())  # as bytes: NCCL has no int16
         gather(every.view(-1), packed)
         for rank, count in enumerate(shares):
             border = offsets.nbytes
             some = every[rank, : 2 * count].view(torch.int16)
             where = every[rank, border : border + 4 * (num_buckets[rank] + 1)]
-            where = where.clone().view(torch.int32)  # it may not lie at a multiple of four
+            where = where.clone().view(torch.int32)  # the slice may not be aligned to 4 bytes
             yield CompactIndex(some, where, where)
 
     def exchange(self) -> None:
-        """Gradients are summed in the backward pass already."""
+        """Does nothing: gradients are already summed in the backward pass."""
 
     def total_norm(self) -> Tensor:
         own = super().total_norm()
@@ -171,7 +170,7 @@ def make_optimizer(
     indices: Mapping[str, Tensor] | Indices | None,
     **settings: Any,
 ) -> SparseAdamW:
-    """The optimizer of a model's parameters for `train/loop.py`, however the model is held."""
+    """The optimizer for `train/loop.py`, for a sharded or an unsharded model."""
     if is_sharded(model):
         return ShardedAdamW(model, [name for name, _ in named], indices, **settings)
     return SparseAdamW(named, indices, free_gradients=True, **settings)

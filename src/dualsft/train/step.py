@@ -1,18 +1,18 @@
-"""One AdamW step of the selected entries of one parameter, and where their missing bits are kept.
+"""One AdamW step of the selected entries of one parameter, and the storage of their masters.
 
-Algorithm 1, lines 1 and 12 (Warmup, MaskedFT); ALGORITHM.md section 2, "Restricted fine-tuning".
+Algorithm 1, lines 1 and 12 (Warmup, MaskedFT).
 
-An entry's *master* is its value in fp32 (fp64 for an fp64 model), which steps too small for a bf16
-weight add up in. An fp32 or fp64 weight is its own master. A bf16 weight is the upper half of its
-master's bits, rounded: weight = (master + 0x8000) >> 16, as whole numbers; what is kept beside it
-is the difference, low = master - (weight << 16), a signed 16-bit number, so that weight and low
-give the master back exactly, whatever its bits. This rounds half away from zero: it differs from
-the usual half-to-even only for a master exactly between two bf16 numbers. An fp16 weight has an
-fp32 master of its own.
+An entry's *master* is its value in fp32 (fp64 for an fp64 model). It accumulates updates that are
+too small for a bf16 weight. An fp32 or fp64 weight is its own master. A bf16 weight is the upper
+half of its master's bits, rounded: weight = (master + 0x8000) >> 16 in integer arithmetic. Stored
+next to it is the difference low = master - (weight << 16), a signed 16-bit integer, so weight and
+low give the exact master for any bit pattern. This rounds half away from zero, which differs from
+the usual half-to-even only for a master exactly between two bf16 numbers. An fp16 weight has a
+separate fp32 master.
 
-`update` is the step in plain PyTorch, on any device, chunk by chunk, with the arithmetic of
-`torch.optim.AdamW` itself (its single-tensor path, bit for bit). `train/kernels.py` does the same
-in one pass over memory.
+`update` is the step in plain PyTorch on any device, chunk by chunk. It calls the single-tensor path
+of `torch.optim.AdamW`, so it is bit-identical to it. `train/kernels.py` does the same in one pass
+over memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dualsft.train import moments as adam_moments
 from dualsft.train.compact_index import CHUNK, CompactIndex, positions
 from dualsft.train.moments import Key, Moments
 
-_NORM_CHUNK = 1 << 24  # entries whose wide copy a norm may need at a time
+_NORM_CHUNK = 1 << 24  # entries upcast at a time to compute a norm
 MASTER_DTYPES = {
     torch.float64: torch.float64,
     torch.float32: torch.float32,
@@ -38,16 +38,17 @@ MASTER_DTYPES = {
     torch.float16: torch.float32,
 }
 Held = dict[str, Tensor]
-"""What the optimizer keeps of one parameter, by name: one number an entry, and two scalars.
+"""Optimizer state of one parameter by name: vectors with one number per entry, and two scalars.
 
-`step` is the count of updates. `exp_avg` and `exp_avg_sq` are the moments, `low` the lower half of
-the masters of bf16 weights, `master` the masters of fp16 weights, `top` belongs to int8 moments."""
+`step` is the number of updates. `exp_avg` and `exp_avg_sq` are the moments, `low` is the lower half
+of the masters of bf16 weights, `master` the masters of fp16 weights, and `top` the scale of int8
+moments (`train/moments.py`)."""
 SCALARS = ("step", "top")
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of one step of one parameter."""
+    """Hyperparameters of one step of one parameter."""
 
     step: int
     lr: float
@@ -55,7 +56,7 @@ class Numbers:
     eps: float
     weight_decay: float
     key: Key
-    """Of the random bits that round the moments."""
+    """Key of the random bits for stochastic rounding of the moments."""
 
     @property
     def step_size(self) -> float:
@@ -63,13 +64,13 @@ class Numbers:
 
     @property
     def root_correction(self) -> float:
-        """sqrt(1 - beta2^step), which the root of the second moment is divided by."""
+        """sqrt(1 - beta2^step): the square root of the second moment is divided by it."""
         return (1 - self.betas[1] ** self.step) ** 0.5
 
 
 @cache
 def kernels_for(device_type: str, dtype: torch.dtype) -> ModuleType | None:
-    """The fused kernels, where they run: on CUDA, for weights of at most 32 bits."""
+    """The fused kernels if they can be used: on CUDA, for weights of at most 32 bits; else None."""
     if device_type != "cuda" or dtype == torch.float64 or not triton_works():
         return None
     from dualsft.train import kernels as adam_kernels
@@ -78,7 +79,7 @@ def kernels_for(device_type: str, dtype: torch.dtype) -> ModuleType | None:
 
 
 def gather(dense: Tensor, index: CompactIndex) -> Tensor:
-    """The selected entries of a flat tensor, by the fused kernel where it runs."""
+    """The selected entries of a flat tensor, with the fused kernel where available."""
     kernels = kernels_for(dense.device.type, dense.dtype)
     return index.gather(dense) if kernels is None else kernels.gather(dense, index, None)
 
@@ -86,7 +87,7 @@ def gather(dense: Tensor, index: CompactIndex) -> Tensor:
 def new_state(
     weight: Tensor, index: CompactIndex | None, moments: Moments, device: torch.device, pin: bool
 ) -> Held:
-    """The state of a parameter before its first step: zero moments, masters equal to weights."""
+    """The initial state of a parameter: zero moments, masters equal to the weights."""
     count = weight.numel() if index is None else len(index)
     kind = moments_dtype(weight.dtype, moments)
 
@@ -106,14 +107,14 @@ def new_state(
 
 
 def moments_dtype(dtype: torch.dtype, moments: Moments) -> torch.dtype:
-    """The dtype that the moments of a parameter are kept in."""
+    """The storage dtype of the moments of a parameter."""
     if moments == "float32":
         return MASTER_DTYPES[dtype]
     return {"bfloat16": torch.bfloat16, "int8": torch.uint8}[moments]
 
 
 def bytes_per_entry(dtype: torch.dtype, moments: Moments, whole: bool = False) -> int:
-    """Bytes that index, master and moments of one selected entry take between two steps."""
+    """Bytes per selected entry of index, master and moments between two steps."""
     master = {torch.bfloat16: 2, torch.float16: 4}.get(dtype, 0)
     both = 16 if dtype == torch.float64 and moments == "float32" else adam_moments.BYTES[moments]
     return (0 if whole else 2) + master + both
@@ -135,7 +136,7 @@ def split_halves(master: Tensor) -> tuple[Tensor, Tensor]:
 def read_masters(
     weight: Tensor, index: CompactIndex | None, held: Held, first: int, last: int
 ) -> Tensor:
-    """Masters of the entries from `first` to `last`; a view of the weight where that is one."""
+    """Masters of the entries from `first` to `last`; may be a view of the weight."""
     if weight.dtype == torch.float16 and held:
         return held["master"][first:last].to(weight.device)
     values = weight[positions(index, first, last)]
@@ -145,9 +146,9 @@ def read_masters(
 
 
 def write_masters(weight: Tensor, index: CompactIndex | None, held: Held, masters: Tensor) -> None:
-    """Make these the masters of all selected entries: weights, and what is kept beside them.
+    """Set the masters of all selected entries: the weights, and `low` or `master` in `held`.
 
-    A parameter that was never stepped holds nothing beside: its master is the weight.
+    `held` is empty before a parameter's first step; its masters are then the weights.
     """
     for first in range(0, masters.numel(), CHUNK):
         last = min(first + CHUNK, masters.numel())
@@ -162,7 +163,7 @@ def write_masters(weight: Tensor, index: CompactIndex | None, held: Held, master
 
 
 def read_second_moment(held: Held, first: int, last: int, device: torch.device) -> Tensor:
-    """The second moment of the entries from `first` to `last`, not corrected for its start."""
+    """The second moment of the entries from `first` to `last`, without bias correction."""
     stored = held["exp_avg_sq"][first:last].to(device)
     if stored.dtype == torch.uint8:
         return adam_moments.decode_second(stored, held["top"].to(device))
@@ -170,7 +171,7 @@ def read_second_moment(held: Held, first: int, last: int, device: torch.device) 
 
 
 def norm(grad: Tensor) -> Tensor:
-    """‖grad‖ in fp32 (fp64 for fp64), without a wide copy of a narrow gradient."""
+    """‖grad‖ in fp32 (fp64 for fp64), without upcasting the whole gradient at once."""
     wide = MASTER_DTYPES[grad.dtype]
     if grad.dtype == wide:
         return torch.linalg.vector_norm(grad)
@@ -188,10 +189,10 @@ def update(
     scale: Tensor | None,
     top: Tensor | None,
 ) -> None:
-    """Step the entries that `grad` and `held` cover, the first of which is entry `first`.
+    """Update the entries that `grad` and `held` cover; the first of them is entry `first`.
 
-    `scale` multiplies the gradient (clipping). `held["top"]` is what int8 moments are coded with
-    now, and `top` what they are coded with afterwards.
+    `scale` multiplies the gradient (clipping). For int8 moments, `held["top"]` decodes the current
+    codes and `top` encodes the new ones.
     """
     for begin in range(0, grad.numel(), CHUNK):
         chunk = slice(begin, min(begin + CHUNK, grad.numel()))
@@ -257,7 +258,7 @@ def _update_chunk(
 
 
 def check_trainable(name: str, p: nn.Parameter, requires_grad: bool) -> None:
-    """Raise when a parameter with selected entries cannot be trained as it is."""
+    """Raise if a parameter with selected entries cannot be trained."""
     if p.dtype not in MASTER_DTYPES:
         allowed = ", ".join(str(dtype) for dtype in MASTER_DTYPES)
         raise ValueError(f"parameter {name!r} is {p.dtype}; only {allowed} can be trained")

@@ -1,1 +1,1 @@
-"""`dualsft compare`: a matrix of runs, and the tables and figures made from it."""
+"""`dualsft compare`: run a matrix of configurations and make tables and figures of the results."""

@@ -1,12 +1,11 @@
-"""`dualsft compare`: methods × models × data × budgets × seeds of one file, a run folder a cell.
+"""`dualsft compare`: run the cells of a matrix, one run folder per cell.
 
-A matrix file names a base (a recipe, a config file, or nothing), what varies, and the tables to
-make of it. Every cell is an ordinary run folder under OUT/cells, so it can be looked at, resumed
-and replayed alone. A stage that another cell has finished with the same fingerprint is taken over
-by hard links, so the split, the warmup and the scores are computed once, and so are the base
-model's answers to benchmarks. A cell that fails is recorded with its message and does not stop the
-rest; the same command goes on with what is missing. Cells run in turn, or several at once
-(`workers.py`).
+Every cell is an ordinary run folder under OUT/cells that can be inspected, resumed and replayed
+like any other. A stage that another cell has finished with the same fingerprint is reused through
+hard links, so the split, the warmup and the scores are computed once. The base model's benchmark
+answers are cached in OUT/base_answers. A cell that fails is recorded in cells.json with its message
+and does not stop the others; running the same command again continues with the unfinished cells.
+Cells run one after another, or several at once (`workers.py`). Each cell runs all of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ def run_matrix(
     strict: bool = False,
     workers: int = 1,
 ) -> dict[str, str]:
-    """Run the cells that are missing; the message of every cell that failed, by its title.
+    """Run the unfinished cells. Returns the messages of failed cells, by title.
 
-    `workers` of them at a time, each in a process of its own when it is more than one. `strict`,
-    for cells in turn, lets an unforeseen error through instead of recording it.
+    With `workers` > 1, that many cells run at a time, each in its own process. With one worker,
+    `strict` raises unexpected errors instead of recording them.
     """
     cells = _chosen(matrix, only)
     configs = {cell: matrix.config(cell) for cell in cells}
@@ -68,7 +67,7 @@ def run_matrix(
             elif lean:
                 _prune(out / cell.path, "6_finetune", "5_selection/start")
             block = [other for other in cells if _block(other) == _block(cell)]
-            if lean and set(block) <= set(ended):  # nobody will take over what it holds
+            if lean and set(block) <= set(ended):  # no other cell can reuse these stages
                 for other in block:
                     if other.title not in failed:
                         _prune(out / other.path, "2_warmup", "3_gradients", "4_scores")
@@ -86,7 +85,7 @@ def _chosen(matrix: Matrix, only: str | None) -> list[Cell]:
 
 
 Ended = Generator[tuple[Cell, str | None], None, None]
-"""Cells as they end, and why one failed."""
+"""Finished cells, each with the reason if it failed."""
 
 
 def _in_turn(
@@ -109,7 +108,7 @@ def _in_turn(
 
 
 def known_folders(matrix: Matrix, out: RunPath) -> list[RunPath]:
-    """The run folders that are there: what they have finished may be taken over."""
+    """Existing run folders of the matrix, whose finished stages can be reused."""
     return [out / cell.path for cell in matrix.cells() if (out / cell.path).is_dir()]
 
 
@@ -123,14 +122,15 @@ def run_cell(
     answers: RunPath,
     strict: bool = False,
 ) -> str | None:
-    """Make one cell, as far as it is not made; why it failed, if it did.
+    """Run the unfinished stages of one cell. Returns the reason if it failed, otherwise None.
 
-    `keeps` says that the results of a finished one are all that there need be of it.
+    With `keeps` (`keep: results`), a finished cell is left alone although its large files are gone.
+    `lenders` are the run folders whose stages can be reused.
     """
     try:
         check_paths(config)
         if keeps and pipeline.finished(config, folder):
-            reporter.say("finished before; its results are kept")
+            reporter.say("already finished; keeping its results")
         else:
             pipeline.run(config, folder, until, reporter, lenders, answers)
     except DualsftError as problem:
@@ -144,12 +144,12 @@ def run_cell(
 
 
 def _block(cell: Cell) -> tuple[str, str, int]:
-    """Cells that may share a split, a warmup and scores."""
+    """Key of the cells that can share a split, a warmup and scores."""
     return cell.model.name, cell.data.name, cell.seed
 
 
 def _prune(folder: RunPath, *parts: str) -> None:
-    """Remove the large files of finished stages; mask, delta, tables and manifests stay."""
+    """Remove the large tensor files of the stages `parts`. Masks, deltas and tables stay."""
     for part in parts:
         for file in (folder / part).tree()[0].values():
             if file.suffix == ".safetensors" and file.name != "delta.safetensors":
@@ -159,7 +159,7 @@ def _prune(folder: RunPath, *parts: str) -> None:
 def _write_status(
     out: RunPath, matrix: Matrix, tried: Sequence[Cell], failed: Mapping[str, str]
 ) -> None:
-    """cells.json: what was tried by the last command, and how it ended."""
+    """Write cells.json: the cells of the last command and how each ended."""
     status = {
         "name": matrix.name,
         "cells": {
@@ -174,7 +174,7 @@ Say = Callable[[str], None]
 
 
 def dry_run(matrix: Matrix, say: Say, only: str | None = None) -> None:
-    """What would run: every cell with its methods and budgets; nothing is computed."""
+    """Print every cell with its methods, learning rate and epochs. Computes nothing."""
     cells = _chosen(matrix, only)
     for cell in cells:
         config = matrix.config(cell)

@@ -1,7 +1,8 @@
-"""The file of a comparison: methods × models × data × budgets × seeds, and the tables to make.
+"""The matrix file of a comparison: methods × models × data × budgets × seeds, and the tables.
 
-A matrix file names a base (a recipe, a config file, or nothing), what varies, and the tables. All
-problems of the file and of every cell's settings are found at once, before anything runs.
+A matrix file gives a base (a recipe, a config file, or nothing), the axes that vary, and the tables
+to make. All problems of the file and of the settings of every cell are reported together, before
+anything runs. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -31,28 +32,28 @@ _TABLE_KEYS = {"title", "kind", "groups", "mark", "reference", "within"}
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of one thing that varies: how a table calls it, and the settings that make it."""
+    """One value of an axis: its name in tables, and its settings as key=value words."""
 
     name: str
     words: tuple[str, ...] = ()
     rates: tuple[tuple[str, str], ...] = ()
-    """(method that trains, its `method.lr_ratio`) where this model or data has one of its own."""
+    """(`method.params`, its `method.lr_ratio`) pairs specific to this model or data."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table to make: its rows in groups, what it shows, how many places are marked."""
+    """A table to make."""
 
     title: str
     kind: str = "results"
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Group name to methods; without groups all methods in their order."""
+    """Group name to methods. If empty, all methods in order."""
     mark: int = 2
-    """How many places are marked: best, second, third."""
+    """How many ranks are marked: best, second, third."""
     reference: tuple[str, ...] = ()
-    """Methods that are shown first and do not compete."""
+    """Methods that are shown first and are not ranked."""
     within: str = "group"
-    """Places are counted within each group, or over the whole table."""
+    """`group` ranks the rows of each group, `table` those of the whole table."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A comparison as its file describes it."""
+    """A parsed matrix file."""
 
     name: str
     base: str | None
     words: tuple[str, ...]
-    """Settings of the file that all cells share; what a cell is stands over them."""
+    """Settings that all cells share. The settings of a cell's choices override them."""
     overrides: tuple[str, ...]
-    """Settings of the command line, over everything."""
+    """Settings from the command line. They override all others."""
     methods: tuple[Choice, ...]
     models: tuple[Choice, ...]
     data: tuple[Choice, ...]
@@ -102,10 +103,10 @@ class Matrix:
     seeds: tuple[int, ...]
     tables: tuple[Table, ...]
     keep: str = "all"
-    """all, or results: weights and vectors of a finished cell are removed."""
+    """`all`, or `results`: remove the weights and vectors of finished cells."""
 
     def cells(self, only: str | None = None) -> list[Cell]:
-        """Every cell, those of one seed together; `only` is a pattern over their titles."""
+        """All cells, grouped by model, data and seed. `only` is a glob pattern for their titles."""
         found = [
             Cell(model, data, budget, method, seed)
             for model in self.models
@@ -117,7 +118,7 @@ class Matrix:
         return [c for c in found if only is None or fnmatch.fnmatch(c.title, f"*{only}*")]
 
     def config(self, cell: Cell) -> Config:
-        """The settings of a cell: the base, what all share, what the cell is, the overrides."""
+        """Settings of a cell: the base, shared settings, the cell's choices, overrides."""
         return settings.load(self.base, [*self.words, *cell.words(), *self.overrides])
 
 
@@ -125,10 +126,10 @@ class Matrix:
 
 
 def load_matrix(source: str | Path, overrides: Sequence[str] = ()) -> Matrix:
-    """A matrix from a YAML file or a packaged recipe; all problems at once.
+    """Load a matrix from a YAML file or a packaged recipe. Reports all problems together.
 
-    `overrides` are settings put over every cell, or one of the matrix's own lists, as in
-    `seeds=42` or `methods=dualsft,random`.
+    `overrides` are settings for every cell, or replace a list of the matrix, as in `seeds=42` or
+    `methods=dualsft,random`.
     """
     mapping, problems = settings.read_source(_recipe(source))
     own = [w for w in overrides if w.partition("=")[0] in KEYS]
@@ -136,7 +137,7 @@ def load_matrix(source: str | Path, overrides: Sequence[str] = ()) -> Matrix:
         key, _, value = word.partition("=")
         mapping[key] = [Text(v.strip()) for v in value.split(",")] if "," in value else Text(value)
     problems += [
-        f"{key}: no such key of a comparison; it has {', '.join(KEYS)}"
+        f"{key}: not a key of a matrix file; the keys are {', '.join(KEYS)}"
         for key in mapping
         if key not in KEYS
     ]
@@ -173,13 +174,13 @@ def load_matrix(source: str | Path, overrides: Sequence[str] = ()) -> Matrix:
 
 
 def recipe_names() -> list[str]:
-    """The comparisons that the package brings."""
+    """Names of the packaged comparisons."""
     folder = importlib.resources.files("dualsft") / "recipes" / "compare"
     return sorted(e.name.removesuffix(".yaml") for e in folder.iterdir())
 
 
 def _recipe(source: str | Path) -> Path:
-    """A matrix file, or the packaged one of this name."""
+    """Path of a matrix file or of the packaged comparison with this name."""
     if str(source) in recipe_names():
         return Path(str(importlib.resources.files("dualsft"))) / f"recipes/compare/{source}.yaml"
     if not Path(source).is_file():
@@ -190,7 +191,7 @@ def _recipe(source: str | Path) -> Path:
 
 
 def _owned(matrix: Matrix) -> list[str]:
-    """Overrides of what the matrix itself varies: every cell would be the same there."""
+    """Refuse overrides of settings that the matrix varies: all cells would get the same value."""
     axes = {"models": matrix.models, "data": matrix.data, "budgets": matrix.budgets}
     axes |= {"methods": matrix.methods}
     owner = {
@@ -204,14 +205,14 @@ def _owned(matrix: Matrix) -> list[str]:
         varied = key in fixed or key.startswith("method.") and key != "method.lr_ratio"
         if key in owner and varied:
             problems.append(
-                f"{word}: the comparison's own `{owner[key]}` decide about {key}; give "
+                f"{word}: `{owner[key]}` of the comparison sets {key}; give "
                 f"{owner[key]}=… instead, or change the file"
             )
     return problems
 
 
 def _config_problems(matrix: Matrix) -> list[str]:
-    """What is wrong with the settings of any cell, each said once."""
+    """Problems with the settings of any cell, each reported once."""
     found: dict[str, list[str]] = {}
     for cell in matrix.cells():
         if cell.seed != matrix.seeds[0]:
@@ -226,7 +227,7 @@ def _config_problems(matrix: Matrix) -> list[str]:
 
 
 class _Parser:
-    """Values of a matrix file; what is wrong is collected."""
+    """Parses the values of a matrix file and collects all problems."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
@@ -245,7 +246,7 @@ class _Parser:
         return str(beside) if name not in settings.recipe_names() and beside.is_file() else name
 
     def words(self, key: str, value: Any) -> tuple[str, ...]:
-        """key=value words of a mapping, dotted or nested."""
+        """Settings as key=value words, from a mapping with dotted or nested keys."""
         if not isinstance(value, Mapping):
             self.problems.append(f"{key}: {show(value)} is not allowed; give settings as a mapping")
             return ()
@@ -259,7 +260,10 @@ class _Parser:
         return words
 
     def choices(self, key: str, value: Any, setting: str) -> tuple[Choice, ...]:
-        """name -> path, or name -> {path: …, settings: {…}}; a list is named by its own stems."""
+        """name -> path, or name -> {path: …, settings: {…}, lr_ratios: {…}}.
+
+        Items of a list of paths are named by their stems.
+        """
         if value is None:
             return (Choice("default"),)
         if isinstance(value, str):
@@ -291,13 +295,13 @@ class _Parser:
                 rates = {}
             unknown = [m for m in rates if m not in methods.registry()["params"]]
             self.problems += [
-                f"{key}.{name}.lr_ratios: {m!r} is no method that trains" for m in unknown
+                f"{key}.{name}.lr_ratios: {m!r} is not a `params` method" for m in unknown
             ]
             pairs = tuple((str(m), str(ratio)) for m, ratio in rates.items())
             found.append(Choice(str(name), tuple(words), pairs))
         folders = [_folder(c.name) for c in found]
         self.problems += [
-            f"{key}: {c.name!r} and another have one folder name; rename it"
+            f"{key}: {c.name!r} has the same folder name as another; rename it"
             for c in found
             if folders.count(_folder(c.name)) > 1
         ]
@@ -330,7 +334,7 @@ class _Parser:
         folders = [_folder(c.name) for c in found]
         twice = sorted({c.name for c in found if folders.count(_folder(c.name)) > 1})
         self.problems += [
-            f"methods: {name!r} is there twice (as a folder's name); give one another `name`"
+            f"methods: {name!r} is given twice (by folder name); give one another `name`"
             for name in twice
         ]
         return tuple(found)
@@ -354,7 +358,7 @@ class _Parser:
             found.append(Choice("-".join(f"{k}{v}" for k, v in one.items()), words))
         names = [choice.name for choice in found]
         twice = sorted({name for name in names if names.count(name) > 1})
-        self.problems += [f"budgets: {name} is there twice; leave one out" for name in twice]
+        self.problems += [f"budgets: {name} is given twice; leave one out" for name in twice]
         return tuple(found)
 
     def seeds(self, value: Any) -> tuple[int, ...]:
@@ -411,14 +415,14 @@ def _flat_words(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def effective_rate(config: Config) -> float:
-    """The learning rate that fine-tuning would have."""
+    """Learning rate of fine-tuning: finetune.lr times the ratio of the method."""
     given = config.method.lr_ratio
     entries = methods.compose(settings.to_flat(config)).entries
     return config.finetune.lr * (entries["params"].lr_ratio if given is None else given)
 
 
 def _short_name(path: str) -> str:
-    """What a path or hub id is called: its last part, less what tells a data file's kind."""
+    """Name for a path or hub id: its last component without data file suffixes."""
     name = Path(path).name
     for suffix in (".gz", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gguf"):
         name = name.removesuffix(suffix)
@@ -426,6 +430,6 @@ def _short_name(path: str) -> str:
 
 
 def _folder(name: str) -> str:
-    """A name as a folder's: what a file system may not like is replaced."""
+    """A name as a folder name, with unsafe characters replaced."""
     plain = re.sub(r"[^A-Za-z0-9._+=,-]", "_", name) or "_"
-    return plain if plain.strip(".") else plain.replace(".", "_")  # `..` is another folder
+    return plain if plain.strip(".") else plain.replace(".", "_")  # `.` and `..` are special

@@ -1,8 +1,8 @@
 """Tables of a comparison as Markdown, CSV, LaTeX, JSON and one self-contained HTML page.
 
-Draws nothing and computes nothing: it writes what `lab/compare/tables.py` made. The best of a
-column is bold, the second underlined, a third (where a table asks for it) in italics; the base
-model stands beside and does not compete.
+Formats the tables of `lab/compare/tables.py` and computes nothing. The best value of a column is
+bold, the second underlined, the third in italics if the table marks it. The base model is not
+ranked. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ESCAPES = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "·": r"
 
 
 def write_tables(matrix: Matrix, folder: Place, reference: str) -> list[RunPath]:
-    """comparison.md, .csv, .tex, .json, the figures, and .html with all of them; in `out`."""
+    """Write comparison.md, .csv, .tex, .json, the figures, and .html with all of them."""
     out = run_path(folder)
     records, missing = collect(matrix, out)
     if not records:
@@ -50,7 +50,7 @@ def write_tables(matrix: Matrix, folder: Place, reference: str) -> list[RunPath]
     known = [choice.name for choice in matrix.methods]
     if reference not in known and len(known) > 1 and reference != "dualsft":
         raise ConfigError(
-            f"--reference: {reference!r} is no method of this comparison; it has {', '.join(known)}"
+            f"--reference: {reference!r} is not a method of this comparison; use {', '.join(known)}"
         )
     results = [r for t in matrix.tables for r in make_table(t, matrix, records, missing)]
     apart = differences(records, reference)
@@ -70,7 +70,7 @@ def write_tables(matrix: Matrix, folder: Place, reference: str) -> list[RunPath]
 
 
 def number(column: Column, value: Value | None) -> str:
-    """Mean ± standard deviation, in the column's unit."""
+    """Format mean ± standard deviation with the column's unit and digits."""
     if value is None:
         return "–"
     scale = 100.0 if column.percent else 1.0
@@ -109,7 +109,7 @@ def _lines(result: Result, form: str) -> list[list[str]]:
 
 
 def _num_names(result: Result) -> int:
-    """Leading cells that are names, not numbers."""
+    """Number of leading columns that hold names."""
     return 1 + any(row.group for row in result.rows)
 
 
@@ -127,7 +127,7 @@ def markdown(
             + [f"{d.examples:,}"]
             for d in apart
         ]
-        head = ["where", "method", "quantity", f"less {reference}", "95 % interval", "examples"]
+        head = ["where", "method", "quantity", f"minus {reference}", "95 % interval", "examples"]
         parts += [
             f"## Paired differences to {reference}",
             "On the same examples, averaged over the seeds that both have; the interval is a "
@@ -136,19 +136,19 @@ def markdown(
         ]
     else:
         parts.append(
-            f"No paired differences: `{reference}` has no finished cell here (--reference names "
-            "another)."
+            f"No paired differences: `{reference}` has no finished cell here (choose another with "
+            "--reference)."
         )
     parts.append(
-        "Mean ± standard deviation over seeds; bold is the best of a column, underlined the "
-        "second, italic, where a table marks it, the third. References, rows that lack a seed and "
-        f"`{BASE}` do not compete."
+        "Mean ± standard deviation over seeds. The best of a column is bold, the second "
+        "underlined, the third (if marked) in italics. References, rows with missing seeds and "
+        f"`{BASE}` are not ranked."
     )
     return "\n\n".join(parts) + "\n"
 
 
 def as_csv(results: Sequence[Result]) -> str:
-    """One line a table, method and quantity."""
+    """One line per table, method and quantity."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["table", "group", "method", "quantity", "mean", "std", "seeds", "place"])
@@ -168,7 +168,7 @@ def _tex(text: str) -> str:
 
 
 def latex(results: Sequence[Result]) -> str:
-    """One booktabs table each."""
+    """One booktabs table per result."""
     parts = []
     for result in results:
         head = [
@@ -209,7 +209,7 @@ def latex(results: Sequence[Result]) -> str:
 def as_json(
     name: str, results: Sequence[Result], apart: Sequence[Difference], reference: str
 ) -> str:
-    """Everything the other files show, as numbers; figures are drawn from it alone."""
+    """All tables and differences as numbers. The figures are drawn from this file."""
     content = {
         "name": name,
         "reference": reference,
@@ -226,7 +226,7 @@ def page(
     reference: str,
     figures: Sequence[RunPath],
 ) -> str:
-    """One HTML file without a script or a request."""
+    """One HTML page without scripts or network requests."""
     parts = [f"<h1>Comparison {html.escape(name)}</h1>"]
     for result in results:
         head = "".join(f"<th>{html.escape(h)}</th>" for h in _head(result))

@@ -1,11 +1,13 @@
-"""Figures of a comparison: quality against time, against memory, and what was learned and lost.
+"""Figures of a comparison: quality against time and memory, and learning against forgetting.
 
-Learned is upwards and lost across, in two planes: plasticity and stability (`skills_…`) where
-benchmarks were asked; the loss on the first evaluation file (the new skill) and the mean KL to the
-base over the other files (`forgetting_…`), which tell methods apart where benchmarks are near
-chance. `validation` is of the training corpus and plays no part there.
-Drawn from comparison.json alone, as SVG and PNG. Every method has its own marker beside its colour
-(a palette that colour-blind readers can tell apart) and its name at the point.
+- `frontier_time_…`, `frontier_memory_…`: quality against end-to-end time and peak memory.
+- `skills_…`: plasticity against stability, if benchmarks were run.
+- `forgetting_…`: loss on the first evaluation file (the new skill) against the mean KL to the base
+  on the other files. This separates methods even if benchmark scores are near chance. `validation`
+  comes from the training corpus and is not used here.
+
+Reads comparison.json and writes SVG and PNG. Every method has its own marker, a colour from a
+colour-blind safe palette, and its name at the point. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ FRONTIERS = (
 
 
 def draw(out: RunPath) -> list[RunPath]:
-    """The figures of the comparison in `out`; returns their files."""
+    """Draw the figures of the comparison in `out`. Returns their files."""
     tables = (out / "comparison.json").read_json()["tables"]
     resources = {t["where"]: _points(t) for t in tables if t["kind"] == "resources"}
     made: list[RunPath] = []
@@ -51,7 +53,7 @@ def draw(out: RunPath) -> list[RunPath]:
 
 
 def _stem(title: str, taken: set[str]) -> str:
-    """A file name for a table, another one where titles differ in signs alone."""
+    """File name stem for a table title. Adds a number if the stem is already taken."""
     plain = "".join(c if c.isalnum() else "_" for c in title)
     stem, number = plain, 1
     while stem in taken:
@@ -69,7 +71,7 @@ def _points(table: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def _quality(table: Mapping[str, Any]) -> tuple[str, str, int]:
-    """The column that stands for quality: overall, else the first loss."""
+    """(key, title, direction) of the quality column: overall, otherwise the first ranked column."""
     columns = {c["key"]: c for c in table["columns"]}
     for key in ("summary.overall", *columns):
         if key in columns and columns[key]["better"]:
@@ -78,13 +80,13 @@ def _quality(table: Mapping[str, Any]) -> tuple[str, str, int]:
 
 
 def _skills(path: RunPath, table: Mapping[str, Any]) -> list[RunPath]:
-    """Plasticity over stability, where benchmarks were asked."""
+    """Plasticity against stability, if benchmarks were run."""
     points = _plane(table, ["summary.stability"], "summary.plasticity")
     return _scatter(path, points, "stability (higher is better)", "plasticity", 1)
 
 
 def _forgetting(path: RunPath, table: Mapping[str, Any]) -> list[RunPath]:
-    """The new skill's loss over the KL on the other files, where there are any."""
+    """Loss on the new skill against mean KL on the other files, if there are any."""
     keys = [c["key"] for c in table["columns"]]
     files = [key[5:] for key in keys if key.startswith("loss.") and key != "loss.validation"]
     new, old = files[:1], files[1:]
@@ -97,7 +99,7 @@ def _forgetting(path: RunPath, table: Mapping[str, Any]) -> list[RunPath]:
 def _plane(
     table: Mapping[str, Any], kept: Sequence[str], new: str
 ) -> dict[str, tuple[float, float]]:
-    """(mean of the columns `kept`, the column `new`) of every row that has them all."""
+    """(mean of the columns `kept`, value of the column `new`) per row that has all of them."""
     return {
         name: (sum(values[key] for key in kept) / len(kept), values[new])
         for name, values in _points(table).items()
@@ -113,7 +115,10 @@ def _scatter(
     better: int,
     log: bool = False,
 ) -> list[RunPath]:
-    """The figure's files; none, and none of before, of fewer than two points."""
+    """Draw a scatter plot and return its files.
+
+    With fewer than two points nothing is drawn, and files of an earlier run are removed.
+    """
     files = [path.with_suffix(ending) for ending in ENDINGS]
     if len(points) < 2:
         for file in files:
@@ -147,11 +152,11 @@ def _scatter(
 
 
 def _name_points(figure: Any, axes: Any, points: Mapping[str, Sequence[float]]) -> None:
-    """Each point's name beside it, as near as it hides no other name and no marker, inside.
+    """Label each point as close as possible without covering labels or markers or leaving the axes.
 
-    A name that had to move away has a line to its point.
+    A label that had to move away gets a line to its point.
     """
-    figure.draw_without_rendering()  # where things are is known once they are laid out
+    figure.draw_without_rendering()  # runs the layout, which sets the positions used below
     dot = figure.dpi / 72
     frame = axes.get_window_extent().extents
     taken = []
@@ -168,7 +173,7 @@ def _name_points(figure: Any, axes: Any, points: Mapping[str, Sequence[float]]) 
             left, low = box.x0 + across * dot, box.y0 + height * dot
             own = (left, low, left + box.width, low + box.height)
             hidden = sum(_overlap(own, other) for other in taken)
-            hidden += round(box.width * box.height - _overlap(own, frame), 6)  # and what is outside
+            hidden += round(box.width * box.height - _overlap(own, frame), 6)  # area off the axes
             if hidden < best:
                 best, place, chosen, distance = hidden, (across, height), own, far
             if hidden == 0:
@@ -186,5 +191,5 @@ def _name_points(figure: Any, axes: Any, points: Mapping[str, Sequence[float]]) 
 
 
 def _overlap(a: Sequence[float], b: Sequence[float]) -> float:
-    """The area that two boxes (left, low, right, high) share."""
+    """Area of the intersection of two boxes (left, low, right, high)."""
     return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))

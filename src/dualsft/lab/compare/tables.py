@@ -1,10 +1,10 @@
-"""What the cells of a comparison measured: one record a cell, means over seeds, differences.
+"""Tables of a comparison: one record per cell, means over seeds, paired differences.
 
-Reads the run folders that `lab/compare/cells.py` made and computes tables from them, nothing else:
-results (benchmarks where they were run, otherwise losses and KL), resources (shares, passes,
-seconds, peak memory; the paper's accounting), and paired differences to a reference over the same
-examples. Cells whose evaluation or split were made with other settings than the rest are refused:
-a table never mixes them.
+Reads the run folders of `lab/compare/cells.py` and computes: results (benchmarks if they were run,
+losses and KL), resources (shares, passes, seconds, peak memory, counted as in the paper), and
+paired differences to a reference method on the same examples. Cells whose split or evaluation
+settings differ from the first cell's are left out, so a table never mixes them. Not part of
+Algorithm 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True)
 class Column:
-    """One measured quantity; `better` is +1 where larger is better, -1 smaller, 0 neither."""
+    """One measured quantity. `better` is +1 if larger is better, -1 if smaller is, otherwise 0."""
 
     key: str
     title: str
@@ -48,7 +48,7 @@ class CellRecord:
     folder: RunPath
     values: Mapping[str, float | None]
     base: Mapping[str, float | None]
-    """The same of the base model, where it has them."""
+    """The values of the base model, where they exist."""
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,21 @@ class Value:
 
 @dataclass
 class TableRow:
-    """A method in a table."""
+    """Row of a table: one method."""
 
     group: str
     name: str
     values: dict[str, Value]
     seeds: int
     place: dict[str, int] = field(default_factory=dict)
-    """1 for the best in a column, 2 for the second, …"""
+    """Rank in each column: 1 for the best."""
     rank: int | None = None
-    """Place within its group by overall, or by the first judged column."""
+    """Rank within its group by overall, otherwise by the first ranked column."""
 
 
 @dataclass
 class Result:
-    """A table, ready to be written."""
+    """A computed table."""
 
     title: str
     kind: str
@@ -84,18 +84,18 @@ class Result:
     rows: list[TableRow]
     mark: int
     missing: list[str]
-    """Cells that are not there."""
+    """Titles of the missing cells, with the reason."""
     where: str
-    """Model, data and budget."""
+    """Model, data and budget of the table."""
 
 
 # --- reading cells -------------------------------------------------------------------------------
 
 
 def collect(matrix: Matrix, out: RunPath) -> tuple[list[CellRecord], dict[Cell, str]]:
-    """(every cell that is finished with the matrix's own settings, why the others are not there).
+    """(records of the cells that finished with the matrix's settings, reasons for the others).
 
-    A cell that was made with other settings is not mixed in: it is out of date.
+    A cell that finished with other settings is out of date and counts as missing.
     """
     records: list[CellRecord] = []
     missing: dict[Cell, str] = {}
@@ -117,9 +117,10 @@ def collect(matrix: Matrix, out: RunPath) -> tuple[list[CellRecord], dict[Cell, 
 def _other_settings(
     cell: Cell, manifests: Mapping[str, Any], judged: dict[tuple[Any, ...], tuple[str, Any]]
 ) -> str | None:
-    """The first cell of this model, data and seed that was split or judged otherwise, if one was.
+    """Title of the first cell of this model, data and seed, if its split or evaluation differs.
 
-    `judged` remembers how; numbers of different examples never stand in one table.
+    `judged` stores the split and evaluation settings of each first cell. Values measured on
+    different examples must not appear in one table.
     """
     split, how = (manifests[stage]["fingerprint"] for stage in ("split", "evaluation"))
     own = (split["hash"], how["settings"])
@@ -134,7 +135,7 @@ def _record(cell: Cell, folder: RunPath, manifests: Mapping[str, Any]) -> CellRe
 
 
 def measures(results: Mapping[str, Any], side: str) -> dict[str, float | None]:
-    """Benchmark scores, their aggregates, losses and KL of one side of an evaluation."""
+    """Benchmark scores, aggregates, losses and KL for one side: before or after fine-tuning."""
     found: dict[str, float | None] = {}
     for name, task in (results.get("tasks") or {}).items():
         found[f"task.{name}"] = task[side]["score"]
@@ -147,7 +148,11 @@ def measures(results: Mapping[str, Any], side: str) -> dict[str, float | None]:
 
 
 def resources(folder: RunPath, manifests: Mapping[str, Any]) -> dict[str, float | None]:
-    """What the cell took, measured the same way whatever the method."""
+    """Resources of a cell, counted the same way for every method.
+
+    `passes` counts examples seen in forward and backward passes of the selection, relative to the
+    size of the corpus.
+    """
     chosen = (folder / "5_selection/summary.json").read_json()
     tuned = (folder / "6_finetune/summary.json").read_json()
     counts = (folder / "1_split/summary.json").read_json()["counts"]
@@ -160,6 +165,7 @@ def resources(folder: RunPath, manifests: Mapping[str, Any]) -> dict[str, float 
         steps = manifests["warmup"]["facts"]["steps"]
         seen += steps * manifests["warmup"]["fingerprint"]["settings"]["warmup.batch_size"]
     if "gradients" in reads:
+        # The one-pass plan stores f in pool.parquet; without it, scoring reads the pool again.
         two_pass = "f" not in (folder / "3_gradients/pool.parquet").parquet().schema_arrow.names
         per_example = manifests["scores"]["fingerprint"]["settings"].get("per-example scores")
         seen += counts["val"] + counts["anchor"] + counts["pool"] * (1 + (two_pass and per_example))
@@ -178,8 +184,11 @@ def resources(folder: RunPath, manifests: Mapping[str, Any]) -> dict[str, float 
 
 
 def changed_share(tuned: Mapping[str, Any]) -> float | None:
-    """Entries that differ from the base at the end: more than the mask where it moved, or where
-    dense steps came before it. Not counted of adapters, which are merged into whole maps."""
+    """Share of entries that differ from the base after training.
+
+    More than the mask if the mask moved or dense steps came before it. None for adapters, which are
+    merged into whole matrices.
+    """
     total = tuned["num_parameters"]
     if tuned.get("changed_entries") is not None:
         return tuned["changed_entries"] / total
@@ -205,7 +214,7 @@ RESOURCES = [
 
 
 def result_columns(records: Sequence[CellRecord]) -> list[Column]:
-    """Benchmarks and their aggregates where every cell has them, then losses and KL."""
+    """Benchmarks, the aggregates that every cell has, then losses and KL."""
     keys = list(records[0].values) if records else []
     tasks = [k for k in keys if k.startswith("task.")]
     columns = [Column(k, k.partition(".")[2], 1, 1, percent=True) for k in tasks]
@@ -222,7 +231,7 @@ def result_columns(records: Sequence[CellRecord]) -> list[Column]:
 
 
 Where = tuple[str, str, str]
-"""Model, data and budget: what one table is about."""
+"""Names of model, data and budget. One table covers one combination."""
 
 
 def place_of(cell: Cell) -> Where:
@@ -230,7 +239,7 @@ def place_of(cell: Cell) -> Where:
 
 
 def parts(records: Sequence[CellRecord]) -> dict[Where, list[CellRecord]]:
-    """The cells of each table."""
+    """Records grouped by table."""
     found: dict[Where, list[CellRecord]] = defaultdict(list)
     for record in records:
         found[place_of(record.cell)].append(record)
@@ -240,7 +249,7 @@ def parts(records: Sequence[CellRecord]) -> dict[Where, list[CellRecord]]:
 def make_table(
     table: Table, matrix: Matrix, records: Sequence[CellRecord], missing: Mapping[Cell, str]
 ) -> list[Result]:
-    """The table for every model, data and budget of the matrix."""
+    """Compute the table for every combination of model, data and budget."""
     found: list[Result] = []
     names = [choice.name for choice in matrix.methods]
     groups = table.groups or {"": [name for name in names if name not in table.reference]}
@@ -282,10 +291,10 @@ def _values(
 
 
 def _rank(rows: list[TableRow], columns: Sequence[Column], within: str) -> None:
-    """Places in each column, within groups or over the table, and ranks within groups.
+    """Rank the rows in each column, within groups or over the table, and overall within groups.
 
-    Equal means share a place; the base model, the references and rows that lack a seed which
-    others have get none.
+    Equal means share a rank. The base model, the references and rows with fewer seeds than others
+    are not ranked.
     """
     rivals = [row for row in rows if row.name != BASE and row.group != REFERENCE]
     most = max((row.seeds for row in rivals), default=0)
@@ -314,7 +323,7 @@ def _rank(rows: list[TableRow], columns: Sequence[Column], within: str) -> None:
 
 @dataclass(frozen=True)
 class Difference:
-    """A method less the reference on the same examples: mean and a 95 % interval."""
+    """Method minus reference on the same examples: mean and 95 % interval."""
 
     where: str
     method: str
@@ -326,10 +335,11 @@ class Difference:
 
 
 def differences(records: Sequence[CellRecord], reference: str) -> list[Difference]:
-    """Loss and KL on every evaluation set, and benchmark scores, on the same examples.
+    """Paired differences of loss and KL on every evaluation set, and of benchmark scores.
 
-    Within one model, data and budget. An example's difference is first averaged over the seeds that
-    both methods have, since seeds see the same examples; the bootstrap is over examples.
+    Computed per model, data and budget. The difference of an example is first averaged over the
+    seeds that both methods have, because all seeds use the same examples. The bootstrap resamples
+    examples.
     """
     found: list[Difference] = []
     for where, part in parts(records).items():
@@ -354,7 +364,7 @@ def differences(records: Sequence[CellRecord], reference: str) -> list[Differenc
 
 
 def _per_example(folder: RunPath) -> dict[tuple[str, str], float]:
-    """(quantity, example) to value: loss and KL of the tuned model, scores of benchmark items."""
+    """(quantity, example) -> value: loss and KL of the tuned model, scores of benchmark items."""
     losses = (folder / "7_evaluation/losses.parquet").read_table().to_pydict()
     found: dict[tuple[str, str], float] = {}
     for name, i, loss, kl in zip(
@@ -364,7 +374,7 @@ def _per_example(folder: RunPath) -> dict[tuple[str, str], float]:
         found[f"KL {name}", str(i)] = float(kl)
     samples = folder / "7_evaluation/samples.jsonl"
     if samples.is_file():
-        for line in samples.read_text().split("\n"):  # a text may have others
+        for line in samples.read_text().split("\n"):  # splitlines would also split inside texts
             if not line:
                 continue
             one = json.loads(line)

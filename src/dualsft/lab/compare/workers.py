@@ -1,12 +1,12 @@
-"""Several cells of a comparison at once, each in a process of its own: `compare --workers N`.
+"""Run several cells of a comparison at once, each in its own process: `compare --workers N`.
 
-A small model does not fill a card, and a machine may have several: a worker gets the GPU with the
-fewest, and those of one GPU have equal parts of its memory (`model.memory`, unless a cell sets it).
-A cell that could take over what another one is just computing (the split, the warmup, the scores, a
-choice of examples, a cell that no budget tells apart) waits for that stage, not for the whole cell.
-Each worker writes to OUT/logs; the parent says what starts, how far the running ones are, and what
-ended. Asked to stop, it passes the signal on and waits until all have saved their progress; on
-Linux workers whose parent dies stop by themselves. It belongs to no line of Algorithm 1.
+A small model does not fill a GPU, and a machine may have several. Each worker gets the GPU with the
+fewest workers, and the workers of one GPU get equal shares of its memory (`model.memory`, unless a
+cell sets it). If another cell is computing something that a cell can reuse (the split, the warmup,
+the scores, a selection of examples, or an identical cell), it waits for that stage, not for the
+whole cell. Workers write their logs to OUT/logs; the parent logs which cells start and end, and the
+progress of the running ones. On a signal, the parent forwards it and waits until all workers have
+saved their state. On Linux, workers stop when the parent dies. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ from dualsft.system.progress import Reporter, clock
 
 LOGS = "logs"
 TELL_EVERY = 60.0
-"""Seconds between two words about the cells that are running."""
+"""Seconds between two progress reports of the running cells."""
 USABLE = 0.95
-"""Part of a GPU's memory that its workers share; the rest is their CUDA contexts."""
+"""Share of a GPU's memory that its workers divide; the rest is for their CUDA contexts."""
 PDEATHSIG = 1
-"""Linux: prctl's name for the signal at the parent's death."""
+"""PR_SET_PDEATHSIG of Linux's prctl: the signal to get when the parent dies."""
 PASSED = ("done", "reused", "taken over", "not needed")
-"""What a run says of a stage that it has behind it."""
+"""Words that a run logs for a stage that is complete."""
 START = (
     "import sys; sys.path[:] = sys.argv[1:]; "
     "from dualsft.lab.compare import workers; workers.main()"
 )
-"""A worker's program. It imports from where its parent does, but not from the directory it is in,
-where a file may have the name of a module."""
+"""Program of a worker. It uses the import path of its parent, without the current directory, where
+a file could shadow a module."""
 
 Shared = Mapping[Cell, Mapping[tuple[str, ...], str]]
-"""What others could take over from each cell: a name for it, and the stage that makes it."""
+"""Per cell: the results that other cells can reuse, by name, and the stage that computes each."""
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """The cards that workers are dealt out to; none where cells run on the CPU."""
+    """The GPUs that workers are assigned to. Empty if cells run on the CPU."""
 
     names: tuple[str, ...]
     memory: float | None
-    """GiB that each worker may use; None is all of its GPU."""
+    """GiB per worker. None: all memory of its GPU."""
 
     @classmethod
     def here(cls, workers: int) -> Gpus:
@@ -74,14 +74,15 @@ class Gpus:
         if not count:
             return cls((), None)
         shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-        names = tuple(name.strip() for name in shown.split(","))[:count]  # CUDA stops at a bad one
+        # CUDA ignores CUDA_VISIBLE_DEVICES from the first invalid entry on.
+        names = tuple(name.strip() for name in shown.split(","))[:count]
         sharing = -(-workers // len(names))
         least = min(torch.cuda.get_device_properties(i).total_memory for i in range(len(names)))
         part = round(USABLE * least / 2**30 / sharing, 1) if sharing > 1 else None
         return cls(names, part)
 
     def place(self, config: Config, taken: list[str | None]) -> tuple[str | None, Config]:
-        """The GPU for this cell, the one with the fewest workers, and its settings there."""
+        """(GPU with the fewest workers, settings of the cell on it). None: runs on the CPU."""
         if not self.names or not _on_gpu(config):
             return None, config
         if self.memory is not None and config.model.memory is None:
@@ -90,14 +91,14 @@ class Gpus:
 
 
 def _on_gpu(config: Config) -> bool:
-    with suppress(DualsftError):  # that there is none, the cell itself will say
+    with suppress(DualsftError):  # a missing device is reported by the cell
         return choose_device(config.model.device).type == "cuda"
     return False
 
 
 @dataclass
 class Worker:
-    """A cell that is being made."""
+    """A running cell."""
 
     cell: Cell
     process: subprocess.Popen[bytes]
@@ -106,14 +107,14 @@ class Worker:
     begun: float
 
     def lines(self) -> list[str]:
-        """What it has said."""
+        """Lines of its log so far."""
         with suppress(OSError):
             text = self.log.read_text(errors="replace")
             return [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
         return []
 
     def is_past(self, stage: str) -> bool:
-        """Whether it has this stage, made now or before."""
+        """Whether this stage is complete, computed or reused."""
         words = tuple(f"[{stage}] {word}" for word in PASSED)
         return any(line.startswith(words) for line in self.lines())
 
@@ -126,7 +127,7 @@ def at_once(
     until: str | None,
     workers: int,
 ) -> Ended:
-    """Make the cells, `workers` at a time; each is told as it ends."""
+    """Run the cells, `workers` at a time, and yield each as it ends."""
     workers = min(workers, len(configs))
     gpus = Gpus.here(workers) if any(map(_on_gpu, configs.values())) else Gpus((), None)
     if gpus.memory is not None:
@@ -164,14 +165,15 @@ def at_once(
         _stop(running, signal.SIGTERM)
 
 
-# --- who waits for whom -------------------------------------------------------------------------
+# --- shared work --------------------------------------------------------------------------------
 
 
 def shared_work(cell: Cell, config: Config) -> dict[tuple[str, ...], str]:
-    """What another cell could take over from this one, and the stage that it is made by.
+    """Results that other cells can reuse from this one, by name, and the stage that computes each.
 
-    Names, not fingerprints: where they are alike and the work is not, a cell waits in vain; where
-    it is the other way round, something is computed twice. Neither changes a result.
+    These are names, not fingerprints. If equal names stand for different work, a cell waits for
+    nothing; if different names stand for equal work, it is computed twice. Neither changes a
+    result.
     """
     chosen = methods.compose(settings.to_flat(config))
     block = (cell.model.name, cell.data.name, str(cell.seed))
@@ -189,7 +191,7 @@ def shared_work(cell: Cell, config: Config) -> dict[tuple[str, ...], str]:
 
 
 def _awaits(cell: Cell, running: list[Worker], shared: Shared) -> bool:
-    """Whether a running cell is computing what this one can then take over."""
+    """Whether a running cell is computing something that this one can reuse."""
     return any(
         what in shared[cell] and not worker.is_past(stage)
         for worker in running
@@ -221,7 +223,7 @@ def _start(
             stdout=file,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # a terminal's Ctrl-C is passed on once, by the parent
+            start_new_session=True,  # a terminal's Ctrl-C reaches only the parent
         )
     task = {
         "parent": os.getpid(),
@@ -248,17 +250,17 @@ def _import_path() -> list[str]:
 
 
 def _inside(out: RunPath, place: RunPath) -> str:
-    """A place as a worker is told of it: relative to the comparison's folder."""
+    """A path relative to the comparison's folder, as sent to a worker."""
     return "/".join(place.parts[len(out.parts) :])
 
 
 def _words(log: RunPath) -> RunPath:
-    """Where a worker leaves why it failed."""
+    """File in which a worker reports why it failed."""
     return log.with_suffix(".failed")
 
 
 def _outcome(worker: Worker) -> str | None:
-    """Why it failed, if it did."""
+    """Reason of the failure, or None if the cell succeeded."""
     code, words = worker.process.returncode, _words(worker.log)
     if code == 0:
         return None
@@ -269,13 +271,16 @@ def _outcome(worker: Worker) -> str | None:
     if code < 0:
         known = {int(number): number.name for number in signal.Signals}
         name = known.get(-code, f"signal {-code}")
-        why = " (by hand, or by the system for want of memory)" if name == "SIGKILL" else ""
-        return f"its process died of {name}{why}; the same command goes on from what was saved"
-    return f"its process ended with exit code {code}; its last words are in {worker.log}"
+        why = " (by hand, or by the system when out of memory)" if name == "SIGKILL" else ""
+        return f"its process was killed by {name}{why}; run the same command again to resume it"
+    return f"its process exited with code {code}; see the end of {worker.log}"
 
 
 def _stop(running: list[Worker], signum: int) -> None:
-    """Ask all to save and end, and wait; those that cannot are killed, with what they started."""
+    """Signal all workers to save and exit, and wait.
+
+    Process groups that do not exit within `SAVING` seconds are killed.
+    """
     for worker in running:
         with suppress(ProcessLookupError):
             worker.process.send_signal(signum)
@@ -291,7 +296,7 @@ def _stop(running: list[Worker], signum: int) -> None:
 
 
 def work(given: str) -> int:
-    """Make the cell that the parent describes; the exit code of this process."""
+    """Run the cell described by the parent (JSON). Returns the exit code of this process."""
     task = json.loads(given)
     stored = settings.apply_overrides(yaml.safe_load(task["config"]), task["consent"])
     config, out = settings.from_mapping(stored), RunPath(task["out"])
@@ -312,7 +317,7 @@ def work(given: str) -> int:
 
 
 def _end_with(parent: int) -> None:
-    """Be asked to stop when the parent dies, where the system can do that; it may be dead now."""
+    """On Linux, receive SIGTERM when the parent dies; at once if it is dead already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
@@ -320,7 +325,7 @@ def _end_with(parent: int) -> None:
 
 
 def main() -> None:
-    """A worker's entry: its task is JSON on the standard input."""
+    """Entry point of a worker. Reads its task as JSON from stdin."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")

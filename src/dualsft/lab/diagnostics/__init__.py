@@ -1,8 +1,8 @@
-"""The registry of diagnostics: does a run's selection mean anything, and can it be believed?
+"""Registry of diagnostics, which check the scores and the selection of a finished run.
 
-Each diagnostic computes numbers from a finished run folder (the paper's diagnostic section and the
-appendices from `local_regret` on) and writes them as JSON; its figure is drawn from that alone.
-Nothing heavy is imported until one is used.
+Each diagnostic computes numbers from a run folder (the paper's diagnostic section and the
+appendices from `local_regret` on) and writes them as JSON. Its figure is drawn from the JSON only.
+The implementation of a diagnostic is imported when it runs. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from dualsft.lab.diagnostics.table_training import TRAINING
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnostic:
-    """One line of `dualsft diagnose --list`."""
+    """A diagnostic, as listed by `dualsft diagnose --list`."""
 
     name: str
     target: str
-    """Its computation, "module:function": a job to a dictionary that JSON can hold."""
+    """Function that computes it, "module:function": takes a job, returns a JSON dictionary."""
     figure: str | None
-    """What draws it, "module:function": (the dictionary, a path without suffix) to the files."""
+    """Function that draws it, "module:function": takes (the dictionary, a path without suffix),
+    returns the files."""
     summary: str
     paper: str
-    """The paper's table or figure that it answers to."""
+    """The table, figure or equation of the paper that it reproduces."""
     cost: str
     needs: tuple[str, ...] = ("selection",)
-    """Stages of the run that it reads; all before them are there too."""
+    """Stages of the run that it reads; earlier stages are then available too."""
     tells: tuple[str, ...] = ()
-    """Stages after those whose numbers it tells when they are there."""
+    """Later stages whose numbers it reports if they exist."""
     options: type = NoOptions
     default: bool = True
     """Whether `dualsft diagnose RUN` without names runs it."""
 
     def specs(self) -> dict[str, FieldSpec]:
-        """Its settings by full key, diagnose.<name>.<field>."""
+        """Its options by full key, diagnose.<name>.<field>."""
         return option_specs(f"diagnose.{self.name}", self.options)
 
     def docs(self) -> dict[str, str]:
@@ -48,12 +49,12 @@ class Diagnostic:
 
 
 def registry() -> dict[str, Diagnostic]:
-    """Every diagnostic by name, in the order of the report."""
+    """All diagnostics by name, in report order."""
     return {one["name"]: Diagnostic(**one) for one in (*SCORES, *TRAINING)}
 
 
 def find(names: list[str]) -> list[Diagnostic]:
-    """The diagnostics of these names; without any, the default ones."""
+    """The diagnostics with these names; the default ones if the list is empty."""
     known = registry()
     if not names:
         return [one for one in known.values() if one.default]
@@ -61,7 +62,7 @@ def find(names: list[str]) -> list[Diagnostic]:
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            cure = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
+            cure = f"did you mean {close[0]!r}?" if close else f"available: {', '.join(known)}"
             problems.append(f"{name}: no such diagnostic; {cure}")
     if problems:
         raise ConfigError(problems)
@@ -70,14 +71,14 @@ def find(names: list[str]) -> list[Diagnostic]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Diagnostics and what the user set of their options."""
+    """The diagnostics to run and the options that the user set for them."""
 
     diagnostics: list[Diagnostic]
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, names: list[str], words: list[str]) -> Wanted:
-        """From names and `diagnose.NAME.OPTION=value` words; all problems at once."""
+        """Parse names and `diagnose.NAME.OPTION=value` words; reports all problems at once."""
         chosen, problems = find(names), []
         specs = {key: spec for one in registry().values() for key, spec in one.specs().items()}
         options: dict[str, dict[str, Any]] = {}
@@ -86,11 +87,11 @@ class Wanted:
             if key not in specs:
                 close = difflib.get_close_matches(key, specs, n=1)
                 cure = f"did you mean {close[0]!r}?" if close else "see `dualsft diagnose --list`"
-                problems.append(f"{key}: no such option of a diagnostic; {cure}")
+                problems.append(f"{key}: no diagnostic has this option; {cure}")
                 continue
             _, name, option = key.split(".", 2)
             if name not in [one.name for one in chosen]:
-                problems.append(f"{key}: {name} is not run; name it too, or leave the option out")
+                problems.append(f"{key}: {name} is not run; name it too, or remove the option")
                 continue
             try:
                 options.setdefault(name, {})[option] = convert(specs[key], Text(value))

@@ -1,7 +1,7 @@
-"""Figures of the ablations of the scores and of the certificate, each from its JSON alone.
+"""Figures of the score ablations and of the certificate, each drawn from its JSON.
 
-Beside the paper's Tables `cwsd_ablation` and `anchor_size_sensitivity` and Figures
-`ablation_components` and `hyperparameter_sensitivity`: overlaps of selections where the paper shows
+They correspond to the paper's Tables `cwsd_ablation` and `anchor_size_sensitivity` and Figures
+`ablation_components` and `hyperparameter_sensitivity`, but show overlaps of selections instead of
 accuracies.
 """
 
@@ -18,7 +18,7 @@ JACCARDS = {"jaccard_examples": "examples", "jaccard_params": "parameters"}
 
 
 def preservation(result: dict[str, Any], path: RunPath) -> list[RunPath]:
-    """Overlap with the run's own selection, by kind, for either form of λ."""
+    """Overlap with the run's own selection by kind of preservation, for both forms of λ."""
     figure, axes = panels(1, 2, width=5.0)
     for one, relative in zip(axes, (False, True), strict=True):
         rows = [r for r in result["rows"] if r["lam_relative"] == relative]
@@ -35,7 +35,7 @@ def preservation(result: dict[str, Any], path: RunPath) -> list[RunPath]:
 
 
 def anchor_size(result: dict[str, Any], path: RunPath) -> list[RunPath]:
-    """Cosine and both overlaps over the number of anchors."""
+    """Cosine of v_prior and overlap of both selections, over the number of anchors."""
     if "note" in result:
         return []
     figure, axes = panels()
@@ -45,7 +45,7 @@ def anchor_size(result: dict[str, Any], path: RunPath) -> list[RunPath]:
     series |= {f"Jaccard, {title}": [r[key] for r in rows] for key, title in JACCARDS.items()}
     lines(axes[0], sizes, series)
     axes[0].set_xscale("log", base=2)
-    crowded = [n * 1.6 > after for n, after in pairwise(sizes)]
+    crowded = [n * 1.6 > after for n, after in pairwise(sizes)]  # labels would overlap
     labels = ["" if c else f"{n:,}" for n, c in zip(sizes, [*crowded, False], strict=True)]
     axes[0].set_xticks(sizes, labels)
     axes[0].minorticks_off()
@@ -55,7 +55,7 @@ def anchor_size(result: dict[str, Any], path: RunPath) -> list[RunPath]:
 
 
 def components(result: dict[str, Any], path: RunPath) -> list[RunPath]:
-    """What is left of both selections without each component."""
+    """Overlap and rank correlation with the full selection, without each component."""
     figure, axes = panels(1, 2, width=4.8)
     names = [f"without\n{r['without']}" for r in result["rows"]]
     kinds = (
@@ -75,7 +75,7 @@ def components(result: dict[str, Any], path: RunPath) -> list[RunPath]:
 
 
 def sensitivity(result: dict[str, Any], path: RunPath) -> list[RunPath]:
-    """Four panels: b, k, λ, τ."""
+    """Four panels, over b, k, λ and τ."""
     figure, axes = panels(2, 2, width=4.4, height=3.1)
     for one, key, label in (
         (axes[0], "data_budgets", "data budget b (% of all rows)"),
@@ -83,7 +83,7 @@ def sensitivity(result: dict[str, Any], path: RunPath) -> list[RunPath]:
     ):
         rows = result[key]
         across = [100 * r["share"] for r in rows]
-        percent = {"of all useful score": "utility_share", "score ≤ 0": "nonpositive"}
+        percent = {"share of positive score": "utility_share", "score ≤ 0": "nonpositive"}
         series = {
             title: [None if r[field] is None else 100 * r[field] for r in rows]
             for title, field in percent.items()
@@ -114,7 +114,7 @@ def sensitivity(result: dict[str, Any], path: RunPath) -> list[RunPath]:
 
 
 def boundary(result: dict[str, Any], path: RunPath) -> list[RunPath]:
-    """The gap at either boundary beside what could move a score across it, log scale."""
+    """The gap at both selection boundaries and the errors that could bridge it, on a log scale."""
     figure, axes = panels(1, 2, width=4.8)
     kinds = {
         "gap": "boundary gap",
@@ -131,7 +131,7 @@ def boundary(result: dict[str, Any], path: RunPath) -> list[RunPath]:
         bars(one, list(shown), {title: list(shown.values())}, "{:.1e}")
         if shown:
             one.set_yscale("log")
-        word = "the same" if facts["same_selection"] else "another"
+        word = "the same" if facts["same_selection"] else "a different"
         one.set_title(
             f"{title}: the full Hessian selects {word} set (Jaccard {facts['jaccard_full']:.4f})",
             fontsize=8,

@@ -1,14 +1,15 @@
-"""What the selection owes to each ingredient of u: preservation, anchors, components, settings.
+"""Ablations of u: how preservation, anchors, components and settings change the selection.
 
-The paper's Tables `cwsd_ablation` and `anchor_size_sensitivity`, Figures `ablation_components` and
-`hyperparameter_sensitivity`, on the scores and the selections alone: nothing is trained, so no
-accuracy is measured (`dualsft compare` trains such variants). Every variant is held against the
-run's own setting: cosine of u, Jaccard of the top k and top b, Spearman of both scores.
+Covers the paper's Tables `cwsd_ablation` and `anchor_size_sensitivity`, and Figures
+`ablation_components` and `hyperparameter_sensitivity`, for scores and selections only: nothing is
+trained, so no accuracy is measured (`dualsft compare` trains such variants). Every variant is
+compared with the run's own setting: cosine of u, Jaccard of the top k and top b, Spearman of both
+scores.
 
 u is linear in v_prior, so ⟨u, g_n⟩ = ⟨base, g_n⟩ + λ ⟨v_prior, g_n⟩, and one walk over the compared
-examples for each v_prior serves every λ. Nested anchor sets are sums of disjoint parts: likewise.
-The alternatives to CWSD live on other scales, so they are shown with the absolute and with the
-relative λ (ALGORITHM.md §2).
+examples per v_prior covers every λ. Similarly, nested anchor sets are sums of disjoint parts, and
+each anchor is walked once. The alternatives to CWSD have other scales, so they are reported with
+both the absolute and the relative λ (`score.lam_relative`).
 """
 
 from __future__ import annotations
@@ -49,15 +50,14 @@ from dualsft.lab.diagnostics.surrogate import (
 )
 from dualsft.memory.placement import blank
 from dualsft.runs.context import pass_settings
-from dualsft.runs.stages.gradients import read_pool
-from dualsft.runs.stages.preservation import prior_gradient
+from dualsft.runs.stages.gradients import prior_of, read_pool
 from dualsft.storage.vectors import ParamVector, Vector
 
 KINDS = ("none", "l2", "fisher", "cwsd")
 
 
 class _Setting:
-    """The run's own u, and what every variant of it is compared on."""
+    """The run's own u and selections, which every variant is compared with."""
 
     def __init__(self, job: DiagnosticJob, pool: int) -> None:
         self.job = job
@@ -77,7 +77,7 @@ class _Setting:
         self.chosen = self.best(self.scores)
 
     def stepped(self, v: Vector) -> Vector:
-        """v as it enters u: itself, or divided by ĉ when the step is Adam's."""
+        """v as it enters u: unchanged, or divided by ĉ for score.step=adam."""
         return varied(self.terms, self.grad_sum, v, second_order=False)
 
     def dots(self, direction: Vector, label: str) -> np.ndarray:
@@ -87,7 +87,7 @@ class _Setting:
         return best(scores, self.compared.examples, self.compared.b)
 
     def against(self, projection: Vector, scores: np.ndarray) -> dict[str, Any]:
-        """A variant of u at θ̄ beside the run's own."""
+        """Compare a variant of u at θ̄ with the run's own."""
         mask = self.at.mask(projection, self.grad_sum, self.k)
         return {
             "cosine_u": projection.cosine(self.projection),
@@ -111,7 +111,7 @@ def _cwsd_sum(
     tau: float,
     label: str,
 ) -> ParamVector:
-    """Σ over these anchors of the CWSD gradient at this temperature."""
+    """Sum of the CWSD gradients of these anchors at this temperature."""
     ctx = job.ctx
     sums = blank(engine.candidates, engine.candidates.dtype)
     objective = cwsd_objective(teacher, engine.model, tau)
@@ -124,7 +124,7 @@ def _cwsd_sum(
 
 
 def preservation(job: DiagnosticJob) -> dict[str, Any]:
-    """No preservation, L2, Fisher and CWSD, with the absolute and the relative λ."""
+    """Compare no preservation, L2, Fisher and CWSD, each with the absolute and the relative λ."""
     own = _Setting(job, job.options.pool)
     config, rows = job.ctx.config, []
     val_norm = own.terms.val_grad.norm()
@@ -135,7 +135,7 @@ def preservation(job: DiagnosticJob) -> dict[str, Any]:
             score = replace(config.score, preservation=kind)
             other = replace(job.ctx, config=replace(config, score=score))
             anchors, settings = job.roles["anchor"], pass_settings(job.ctx)
-            prior, _ = prior_gradient(other, own.at.engine, anchors, settings)
+            prior, _ = prior_of(other, own.at.engine, anchors, settings)
             if kind == "none" or not job.ctx.warmed_up:
                 dots = np.zeros(len(own.base_dots))
             else:
@@ -166,7 +166,7 @@ def preservation(job: DiagnosticJob) -> dict[str, Any]:
 
 
 def anchor_size(job: DiagnosticJob) -> dict[str, Any]:
-    """CWSD from nested sets of anchors against all of them: direction and both selections."""
+    """Compare CWSD on nested subsets of the anchors with CWSD on all anchors."""
     if not job.ctx.warmed_up:
         return {"note": "without a warmup θ̄ = θ_old, and v_prior is zero for any anchors"}
     anchors = list(job.roles["anchor"])
@@ -211,7 +211,10 @@ def anchor_size(job: DiagnosticJob) -> dict[str, Any]:
 
 
 def anchor_sizes(wanted: list[int], there: int) -> list[int]:
-    """The sizes that a run has, all its anchors last; halves of them where fewer than two fit."""
+    """The wanted sizes below the number of anchors, then all anchors.
+
+    If fewer than two sizes fit: 1/16, 1/8, 1/4 and 1/2 of the anchors, then all.
+    """
     fitting = [n for n in wanted if 0 < n < there]
     if len(fitting) < 2:
         fitting = sorted({there // part for part in (16, 8, 4, 2) if there // part > 0})
@@ -219,7 +222,7 @@ def anchor_sizes(wanted: list[int], there: int) -> list[int]:
 
 
 def components(job: DiagnosticJob) -> dict[str, Any]:
-    """u without the warmup, without preservation, without the second-order term."""
+    """Compare u without preservation, without the second-order term and without the warmup."""
     own = _Setting(job, job.options.pool)
     scores = own.at.scores(own.projection, own.grad_sum)
     rows: list[dict[str, Any]] = []
@@ -257,7 +260,7 @@ def components(job: DiagnosticJob) -> dict[str, Any]:
 
 
 def sensitivity(job: DiagnosticJob) -> dict[str, Any]:
-    """What other budgets, λ and τ would select."""
+    """Selections under other budgets, λ and τ."""
     options, where = job.options, "diagnose.sensitivity"
     shares = [
         _shares(getattr(options, name), f"{where}.{name}")
@@ -289,7 +292,7 @@ def sensitivity(job: DiagnosticJob) -> dict[str, Any]:
 
 
 def _data_budgets(job: DiagnosticJob, own: _Setting, shares: list[float]) -> list[dict[str, Any]]:
-    """Nested top sets of the pool: what each budget still gains, and of what kind it is."""
+    """For each budget: cut-off, share of the total positive score, mean loss and length."""
     known, _ = known_scores(job)
     values = own.at.pool_scores() * own.at.eta_sc if known is None else known
     pool, full = job.scoring.pool, job.scoring.num_full
@@ -339,7 +342,7 @@ def _param_budgets(own: _Setting, shares: list[float]) -> list[dict[str, Any]]:
 
 
 def _temperatures(job: DiagnosticJob, own: _Setting, taus: list[float]) -> list[dict[str, Any]]:
-    """CWSD at other temperatures, against the run's own setting."""
+    """Compare CWSD at other temperatures with the run's own setting."""
     teacher, score, anchors = job.ctx.theta_old(), job.ctx.config.score, job.roles["anchor"]
     rows = []
     for tau in taus:
@@ -361,7 +364,10 @@ def _temperatures(job: DiagnosticJob, own: _Setting, taus: list[float]) -> list[
 
 
 def _part(share: float, total: int) -> int:
-    """A share rounded down, at least 1, as the selection rounds it."""
+    """A share of the total, rounded down but at least 1, as in the selection.
+
+    Via `Fraction`: in floating point 0.29 * 100 would round down to 28.
+    """
     return max(1, int(Fraction(str(share)) * total))
 
 

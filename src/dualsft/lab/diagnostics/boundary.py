@@ -1,15 +1,20 @@
-"""Is the selection provably the same under the exact curvature? The boundary-gap certificate.
+"""The boundary-gap certificate: is the selection provably the same under the exact curvature?
 
-The paper's Proposition `direct_score_gap` and its two corollaries, with H = ∇²L_val(θ̄), L_val =
-L_new + λ L_prior, on some validation rows and anchors, and D̂ = Diag(ĉ) as the run uses it.
-Three answers of rising sharpness: the corollaries' bounds, η² ‖H − D̂‖ ‖G‖² and η² B_g ‖H − D̂‖ ‖G‖;
-twice the largest measured error, from (H − D̂) G itself; and the selection that the scores with the
-full Hessian make. B_g bounds every ‖g_n‖ by the sums of the one-pass certificate (ALGORITHM.md §4).
-The operator norm comes from a power iteration, which approaches it from below: a bound that the gap
-does not pass refutes the certificate for sure, one that it passes proves it up to that estimate.
+Evaluates the paper's Proposition `direct_score_gap` and its two corollaries, with H = ∇²L_val(θ̄),
+L_val = L_new + λ L_prior, on samples of validation rows and anchors, and D̂ = Diag(ĉ) as in the run.
+Reports three tests, from loose to exact:
+
+* the corollaries' bounds, η² ‖H − D̂‖ ‖G‖² and η² B_g ‖H − D̂‖ ‖G‖,
+* twice the largest measured error, from (H − D̂) G itself,
+* the selection by the scores with the full Hessian.
+
+B_g bounds every ‖g_n‖ by the sums of the one-pass certificate (docs/algorithm.md, "One pass instead
+of two"). The operator norm comes from a power iteration, which approaches it from below. If the gap
+does not exceed a bound, the certificate certainly fails; if it does, the certificate holds up to
+the accuracy of that estimate.
 
 Hessian-vector products are exact (double backward, eager attention, fp32 or fp64 weights). For
-`score.step: adam` both directions are divided by ĉ; the corollaries do not speak of it.
+`score.step: adam` both directions are divided by ĉ; the corollaries do not cover this case.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ Loss = Callable[[Batch], Tensor]
 
 
 def boundary(job: DiagnosticJob) -> dict[str, Any]:
-    """Gaps, errors and bounds of both sides, and what the full Hessian would select."""
+    """Gaps, errors and bounds of both sides, and the overlap with the full-Hessian selection."""
     at = warm_surrogate(job)
     terms, grad_sum, eta = at.scored.terms, at.scored.grad_sum, at.eta_sc
     curved = _Curvature(job, at)
@@ -79,6 +84,7 @@ def _params(at: Surrogate, error: Vector, k: int, bound: float | None) -> dict[s
     ours = at.mask(at.projection, grad_sum, k)
     full = at.mask(at.projection.plus(error, -1.0), grad_sum, k)
     gap = None if ours.next_score is None else ours.threshold - ours.next_score
+    # an entry is movable if its error is at least its distance from the middle of the gap
     middle = ours.threshold if ours.next_score is None else (ours.threshold + ours.next_score) / 2
     scores, errors = (
         param_scores(at.eta_sc, vector, grad_sum) for vector in (at.projection, error)
@@ -115,6 +121,7 @@ def _examples(
                 direction=error,
                 bounds=True,
             )
+        # upper bound of ‖g_n‖ from the per-parameter bounds of the one-pass certificate
         sizes = np.sqrt((found.inner_sums.astype(np.float64) ** 2).sum(1))
         return np.stack([found.dots, sizes])
 
@@ -138,6 +145,7 @@ def _examples(
 
 
 def _rounding(job: DiagnosticJob) -> float:
+    """The rounding slack of the example scores, as stored by the run."""
     summary = job.ctx.folder("scores") / "summary.json"
     return float(summary.read_json()["rounding_slack"])
 
@@ -145,7 +153,8 @@ def _rounding(job: DiagnosticJob) -> float:
 def _verdict(
     gap: float | None, largest: float, bound: float | None, overlap: float
 ) -> dict[str, Any]:
-    """The three answers; without a boundary (everything is selected) nothing can change."""
+    """Results of the three tests. A gap of None means that everything is selected, so the selection
+    cannot change."""
     return {
         "gap": gap,
         "largest_error": largest,
@@ -159,7 +168,7 @@ def _verdict(
 
 
 class _Curvature:
-    """(H − D̂) as something that multiplies vectors over the candidates."""
+    """The operator H − D̂ on vectors over the candidates."""
 
     def __init__(self, job: DiagnosticJob, at: Surrogate) -> None:
         ctx, self.job = job.ctx, job
@@ -209,6 +218,7 @@ class _Curvature:
         return result.held()
 
     def _objectives(self) -> list[tuple[list[Example], Loss, float]]:
+        """(rows, loss, weight) of each part of L_val that needs double backward."""
         found: list[tuple[list[Example], Loss, float]] = [
             (self.val, lambda batch: plain_example_loss(self.model, batch), 1.0)
         ]
@@ -222,11 +232,11 @@ class _Curvature:
 
     @property
     def _is_flat(self) -> bool:
-        """Whether the preservation's Hessian is a diagonal that is known."""
+        """Whether the Hessian of the preservation loss is a known diagonal."""
         return bool(self.lam) and self.config.preservation in ("l2", "fisher")
 
     def _flat(self, vector: Vector) -> Vector:
-        """The Hessian of ½‖θ − θ_old‖² or of ½ Σ F (θ − θ_old)², times a vector."""
+        """Product of the Hessian of ½‖θ − θ_old‖² or of ½ Σ F (θ − θ_old)² with a vector."""
         if self.config.preservation == "l2":
             return vector
         assert self.teacher is not None
@@ -235,7 +245,7 @@ class _Curvature:
         moved = new.plus(ParamVector({name: old[name].detach() for name in new}), -1.0)
 
         def fisher(prior: Tensor, step: Tensor, v: Tensor) -> Tensor:
-            """F = v_prior / (θ̄ − θ_old); an entry that did not move is left out."""
+            """F ⊙ v with F = v_prior / (θ̄ − θ_old); zero for entries that did not move."""
             return torch.where(step == 0, 0.0, prior / torch.where(step == 0, 1.0, step)) * v
 
         return self.prior.combine(fisher, moved, vector)
@@ -248,7 +258,7 @@ def add_hessian_product(
     total: ParamVector,
     weight: float,
 ) -> None:
-    """total += weight · (∇² loss) vector, by differentiating ⟨∇ loss, vector⟩."""
+    """total += weight · (∇² loss) vector, as the gradient of ⟨∇ loss, vector⟩."""
     parameters = list(candidates.values())
     gradients = torch.autograd.grad(loss, parameters, create_graph=True)
     along = [(g * vector[name]).sum() for g, name in zip(gradients, candidates, strict=True)]
@@ -260,7 +270,7 @@ def add_hessian_product(
 def _power(
     job: DiagnosticJob, curved: _Curvature, grad_sum: Vector
 ) -> tuple[ParamVector, list[float]]:
-    """((H − D̂) G, the estimates of ‖H − D̂‖ by a power iteration that starts at G)."""
+    """((H − D̂) G, estimates of ‖H − D̂‖ by a power iteration that starts at G)."""
     pieces = job.ctx.pieces
     piece = pieces.load("power")
     size = grad_sum.norm()
@@ -278,6 +288,7 @@ def _power(
             label = f"Hessian products, {len(norms) + 1} of {job.options.iterations}"
             product = curved.times(current, label)
             norms.append(product.norm())
+            # the iteration starts at G / ‖G‖, so its first product also gives (H − D̂) G
             first = product.scaled(size).held() if first is None else first
             if norms[-1] == 0:
                 break
@@ -293,7 +304,7 @@ def _power(
 
 
 def _wide(ctx: RunContext, old: bool = False) -> PreTrainedModel:
-    """θ̄ or θ_old with fp32 weights where the run's are half, differentiable over the candidates."""
+    """θ̄ (or θ_old), in fp32 if the run uses half precision; candidates of θ̄ require gradients."""
     folder = ctx.model_folder if old else ctx.folder("warmup") / "theta_bar"
     dtype = torch.float32 if ctx.dtype in HALF_DTYPES else ctx.dtype
     model = load_model(ctx.local(folder), dtype, ctx.device, "eager", ctx.trusted).eval()
@@ -306,6 +317,7 @@ def _wide(ctx: RunContext, old: bool = False) -> PreTrainedModel:
 
 
 def _some(job: DiagnosticJob, role: str, count: int) -> list[Example]:
+    """A seeded sample of `count` examples of a role."""
     rows = job.roles[role]
     chosen = np.sort(job.rng(f"hessian {role}").permutation(len(rows))[:count])
     return [rows[i] for i in chosen]

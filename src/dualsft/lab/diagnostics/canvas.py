@@ -1,8 +1,8 @@
-"""The paper under a diagnostic's figure: size, grid, palette, and the two files it is saved as.
+"""Shared drawing functions of the diagnostics' figures: panels, bars, lines, legend, saving.
 
-Figures are drawn with the Agg canvas (no display, no pyplot), as SVG and PNG, in the palette of
-`lab/compare/plots.py`, which colour-blind readers can tell apart; series differ in marker or hatch
-as well.
+Figures use the Agg canvas (no display, no pyplot) and are saved as SVG and PNG. They use the
+color-blind-safe palette of `lab/compare/plots.py`; series also differ in marker or hatch. Not part
+of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "++")
 def panels(
     rows: int = 1, columns: int = 1, width: float = 4.6, height: float = 3.4
 ) -> tuple[Any, list[Any]]:
-    """(the figure, its axes row by row), with a light grid."""
+    """(figure, axes row by row), with a light grid."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -35,7 +35,7 @@ def panels(
 
 
 def save(figure: Any, path: RunPath) -> list[RunPath]:
-    """SVG and PNG beside each other; the same bytes for the same numbers."""
+    """Save as SVG and PNG without timestamps, so that the same numbers give the same bytes."""
     files = [path.with_name(f"{path.name}.svg"), path.with_name(f"{path.name}.png")]
     for file in files:
         silent = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -52,7 +52,7 @@ def bars(
     series: Mapping[str, Sequence[float | None]],
     form: str = "{:.2f}",
 ) -> None:
-    """Grouped bars with their values on top; a missing value is an empty place."""
+    """Grouped bars with their values on top; a missing value leaves a gap."""
     count = len(series)
     for number, (name, values) in enumerate(series.items()):
         at = [i + (number - (count - 1) / 2) * 0.8 / count for i in range(len(labels))]
@@ -75,7 +75,7 @@ def bars(
 
 
 def lines(axes: Any, across: Sequence[float], series: Mapping[str, Sequence[float | None]]) -> None:
-    """Curves with markers over the same places; missing values break a curve."""
+    """Curves with markers over shared x values; missing values interrupt a curve."""
     for number, (name, values) in enumerate(series.items()):
         known = [float("nan") if v is None else v for v in values]
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
@@ -85,7 +85,7 @@ def lines(axes: Any, across: Sequence[float], series: Mapping[str, Sequence[floa
 
 
 def legend_above(axes: Any, columns: int = 3) -> None:
-    """The legend over the drawing, where it hides nothing, in as many columns as it has room."""
+    """A legend above the axes, so that it hides no data, with as many columns as fit."""
     longest = max((len(label) for label in axes.get_legend_handles_labels()[1]), default=0)
     inches = axes.figure.get_figwidth() * axes.get_position().width
     columns = max(1, min(columns, int(inches / (0.5 + 0.065 * longest))))
@@ -94,7 +94,7 @@ def legend_above(axes: Any, columns: int = 3) -> None:
 
 
 def short_names(modules: Sequence[str]) -> dict[str, str]:
-    """The last part of each name; two parts of those that have it in common (attn.c_proj)."""
+    """The last component of each name; the last two if it is ambiguous (attn.c_proj)."""
     last = [m.rsplit(".", 1)[-1] for m in modules]
     return {
         m: end if last.count(end) == 1 else ".".join(m.split(".")[-2:])
@@ -103,10 +103,10 @@ def short_names(modules: Sequence[str]) -> dict[str, str]:
 
 
 def signed_axis(axes: Any, which: str, values: Sequence[float], scale: float) -> None:
-    """An axis that is linear around zero and logarithmic far from it, with five ticks."""
+    """An axis that is linear near zero and logarithmic far from it, with at most five ticks."""
     low, high = math.asinh(min(values) / scale), math.asinh(max(values) / scale)
     places = {scale * math.sinh(part * end) for end in (low, high) for part in (0.6, 1.0)}
-    rounded = {float(f"{place:.0e}") for place in places}  # where the label says, not beside it
+    rounded = {float(f"{place:.0e}") for place in places}  # put ticks at the value of their label
     ticks = sorted({0.0, *rounded} if low < 0 < high else rounded)
     labels = ["0" if t == 0 else f"{t:.0e}".replace("e-0", "e-") for t in ticks]
     getattr(axes, f"set_{which}scale")("asinh", linear_width=scale)

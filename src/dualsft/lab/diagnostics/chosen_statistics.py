@@ -1,12 +1,15 @@
-"""What was chosen: statistics of the selected examples and entries, heat map, score histograms.
+"""Statistics of the selected examples and entries, heat map, score histograms.
 
-The paper's appendix `selection_statistics`. Examples (Table `selected_data_main`): alignment is the
-mean cosine between g_n and v_val at θ̄, by plain autograd one example at a time and so of at most
-`limit` examples a group; the loss is that of the pool pass at θ̄; diversity is 1 minus the mean
-cosine of all pairs of mean-pooled last hidden states of θ_old, exact for every group since Σ_{i<j}
-cos = (‖Σ φ̂‖² − n) / 2. Entries (Table `selected_param_stats_app`): shares within the candidates,
-enrichment, the five layers with the largest shares, early layers, down_proj within the FFN. The
-heat map is H_{l,m}, the mean |s_θ| of a block.
+Reproduces the paper's appendix `selection_statistics`, from the stages of Algorithm 1 lines 3 to
+11.
+
+* Examples (Table `selected_data_main`): alignment is the mean cosine between g_n and v_val at θ̄,
+  over at most `limit` examples per group; the loss is that of the pool pass at θ̄; diversity is 1
+  minus the mean cosine over all pairs of mean-pooled last hidden states of θ_old, exact for every
+  group since Σ_{i<j} cos = (‖Σ φ̂‖² − n) / 2.
+* Entries (Table `selected_param_stats_app`): shares within the candidates, enrichment, the five
+  layers with the largest shares, early layers, down_proj within the FFN.
+* The heat map is H_{l,m}, the mean |s_θ| of a block.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualsft.algorithm.projection import at_hand
 from dualsft.algorithm.self_checks import dot_alone
 from dualsft.data.examples import Example, collate
 from dualsft.engine.ghost import GhostEngine, widened
@@ -29,7 +33,7 @@ from dualsft.lab.diagnostics.ranking import sampled
 from dualsft.lab.diagnostics.surrogate import budgets, known_scores, warm_surrogate
 from dualsft.model.load import locate
 from dualsft.runs.context import pass_settings
-from dualsft.runs.stages.chosen import at_hand, read_mask
+from dualsft.runs.stages.chosen import read_mask
 from dualsft.runs.stages.gradients import read_pool
 from dualsft.storage.vectors import Vector, reduction_dtype
 
@@ -37,14 +41,15 @@ TOP_LAYERS = 5
 EARLY = 10 / 28
 """The paper's early layers, L0 to L9 of 28, as a share of the depth."""
 DOWN = frozenset({"down_proj", "c_proj", "fc2", "w2", "wo", "dense_4h_to_h"})
-"""Names of the FFN's last matrix in the architectures we know."""
+"""Names of the last FFN matrix in the known architectures."""
 BINS = 80
-"""Most bins of a histogram."""
+"""Most bins in a histogram."""
 SCALE_SAMPLE = 1 << 20
+"""Entries in the sample that sets the scale of the histogram of entries."""
 
 
 def data_statistics(job: DiagnosticJob) -> dict[str, Any]:
-    """Alignment, loss, diversity and length of the selected, random, top-loss and all examples."""
+    """Alignment, loss, diversity and length of selected, random, top-loss and all examples."""
     if not (job.final / "ids.json").is_file():
         return {"note": "the run selects no examples (select.variant=param)"}
     pool = job.scoring.pool
@@ -81,7 +86,7 @@ def data_statistics(job: DiagnosticJob) -> dict[str, Any]:
 
 
 def _alignments(job: DiagnosticJob, rows: np.ndarray) -> dict[int, float]:
-    """cos(g_n, v_val) of these pool positions; zero for a zero gradient."""
+    """cos(g_n, v_val) of these pool positions; 0 for a zero gradient."""
     scoring, label = job.scoring, "alignment with the validation gradient"
     v_val, engine = at_hand(scoring.scored.terms.v_val), scoring.engine
     examples = [scoring.pool[i] for i in rows]
@@ -97,7 +102,7 @@ def _alignments(job: DiagnosticJob, rows: np.ndarray) -> dict[int, float]:
 def _walked(
     job: DiagnosticJob, engine: GhostEngine, examples: list[Example], v_val: Vector, label: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(⟨g_n, v_val⟩, ‖g_n‖) of every example, in batches."""
+    """(⟨g_n, v_val⟩, ‖g_n‖) of every example, in batches; needs a separable engine."""
     found = walk(
         engine,
         examples,
@@ -115,7 +120,7 @@ def _walked(
 def _one_by_one(
     job: DiagnosticJob, engine: GhostEngine, examples: list[Example], v_val: Vector, label: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The same by plain autograd, where a weight is used twice."""
+    """The same by plain autograd, one example at a time, for models that use a weight twice."""
     settings, pieces = pass_settings(job.ctx), job.ctx.pieces
     piece = pieces.load("alignment")
     found = piece.tensors["found"] if piece else torch.zeros(2, len(examples), dtype=torch.float64)
@@ -133,7 +138,7 @@ def _one_by_one(
 
 @torch.no_grad()
 def _embedding_sums(job: DiagnosticJob, groups: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Σ of the unit embeddings of each group: mean-pooled last hidden states of θ_old."""
+    """Sum of the unit embeddings of each group (mean-pooled last hidden states of θ_old)."""
     ctx, pool = job.ctx, job.scoring.pool
     model = ctx.theta_old()
     member = {name: np.isin(np.arange(len(pool)), rows) for name, rows in groups.items()}
@@ -165,14 +170,14 @@ def _embedding_sums(job: DiagnosticJob, groups: Mapping[str, np.ndarray]) -> dic
 
 
 def _diversity(total: Tensor, count: int) -> float | None:
-    """1 − mean cosine over all pairs, from the sum of the unit vectors."""
+    """1 − mean cosine over all pairs, computed from the sum of the unit vectors."""
     if count < 2:
         return None
     return 1.0 - (float(total @ total) - count) / (count * (count - 1))
 
 
 def param_statistics(job: DiagnosticJob) -> dict[str, Any]:
-    """Shares and enrichment of layers, modules and the paper's groups."""
+    """Shares and enrichment of the layers, the modules and the paper's groups."""
     if not (job.final / "mask.safetensors").is_file():
         return {"note": "the run selects no entries (select.variant=data)"}
     mask = read_mask(job.final)
@@ -215,7 +220,7 @@ def param_statistics(job: DiagnosticJob) -> dict[str, Any]:
 
 
 def family(module: str) -> str:
-    """attention, ffn or other, by the module's own name."""
+    """attention, ffn or other, from the module's name."""
     if "attn" in module or "attention" in module:
         return "attention"
     words = ("mlp", "ffn", "feed_forward", "expert")
@@ -228,7 +233,7 @@ def _share(
     sizes: Mapping[str, int],
     within: list[str] | None = None,
 ) -> dict[str, float | None]:
-    """The group's share of the selection and of the candidates, and their ratio."""
+    """Share of the group in the selection and in the candidates, and their ratio."""
     frame = list(sizes) if within is None else within
     chosen, total = sum(taken[n] for n in frame), sum(sizes[n] for n in frame)
     if not names or not total:
@@ -243,7 +248,7 @@ def _share(
 
 
 def heatmap(job: DiagnosticJob) -> dict[str, Any]:
-    """H_{l,m} and, where the run has a mask, the share of each block that is selected."""
+    """H_{l,m} and, if the run has a mask, the selected share of each block."""
     at = warm_surrogate(job)
     scores = at.scores(at.projection, at.scored.grad_sum)
     masked = (job.final / "mask.safetensors").is_file()
@@ -276,7 +281,7 @@ def heatmap(job: DiagnosticJob) -> dict[str, Any]:
 
 
 def histograms(job: DiagnosticJob) -> dict[str, Any]:
-    """Counts of both scores in bins that are even in asinh(score / median |score|)."""
+    """Counts of both scores in bins that are equally spaced in asinh(score / median |score|)."""
     k, b = budgets(job)
     at = warm_surrogate(job)
     scores = at.scores(at.projection, at.scored.grad_sum)
@@ -334,15 +339,15 @@ def _pieces(vector: Vector) -> Iterator[Tensor]:
 def _edges(
     values: np.ndarray, total: int, low: float | None = None, high: float | None = None
 ) -> tuple[np.ndarray, float]:
-    """(edges from the least to the largest value, even in asinh(value / scale); that scale)."""
+    """(edges from smallest to largest value, equally spaced in asinh(value / scale); the scale)."""
     low = float(values.min()) if low is None else low
     high = float(values.max()) if high is None else high
     sizes = np.abs(values[values != 0])
     scale = float(np.median(sizes)) if len(sizes) else 1.0
-    if not low < high:
+    if not low < high:  # all values are equal
         low, high = low - scale, high + scale
     bins = int(np.clip(2 * total**0.5, 8, BINS))
     even = np.linspace(np.arcsinh(low / scale), np.arcsinh(high / scale), bins + 1)
     edges = np.sinh(even) * scale
-    edges[0], edges[-1] = low, high
+    edges[0], edges[-1] = low, high  # exact ends: rounding would drop the extreme values
     return edges, scale

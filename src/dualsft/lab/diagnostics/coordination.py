@@ -1,16 +1,16 @@
-"""Do the two sides know of each other? Local regret, the coordination gap, fixed-side re-selection.
+"""Coordination of the two selections: local regret, coordination gap, fixed-side re-selection.
 
 Local regret: the paper's Table `local_regret` and its appendix. At each checkpoint the one-shot
-selections of that checkpoint's own u are fixed, and each side's unaware scores (⟨u, g_n⟩, u ⊙ G)
-are held against the aware ones (⟨u ⊙ m, g_n⟩, u ⊙ G_S).
+selections by that checkpoint's u are fixed, and the scores of each side that ignore the other side
+(unaware: ⟨u, g_n⟩, u ⊙ G) are compared with those that include it (aware: ⟨u ⊙ m, g_n⟩, u ⊙ G_S).
 
-Coordination gap: Proposition `coord_gap`, first order: s_iso − s̄ on either side. The parameter
-side's raw gap is large by construction (G_S sums fewer examples than G), so the cosine is given as
-well: what is left of the gap when a common factor is allowed.
+Coordination gap: Proposition `coord_gap`, first order: s_iso − s̄ on either side. The raw gap of the
+parameter side is large by construction (G_S sums fewer examples than G), so the cosine, which
+ignores a common factor, is reported as well.
 
 Re-selection: Table `conditional_reselection_main`, Figure `fixed_side_reselection`, Table
-`cost_breakdown`; u stays that of the one-shot run (ALGORITHM.md §2). Nothing is trained here: the
-utility is the surrogate's own, Σ_{n∈S} ⟨u ⊙ m, g_n⟩, and the paper's Overall is not measured.
+`cost_breakdown`; u stays that of the one-shot run. Nothing is trained here: the utility is that of
+the surrogate, Σ_{n∈S} ⟨u ⊙ m, g_n⟩, and the paper's Overall is not measured.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dualsft.runs.summaries import read_manifests
 from dualsft.storage.vectors import Products
 
 PAIRS = 1000
-"""Points of the scatter plots, as in the paper."""
+"""Points in the scatter plots, as in the paper."""
 
 
 def local_regret(job: DiagnosticJob) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def local_regret(job: DiagnosticJob) -> dict[str, Any]:
 
 
 def _regret(side: str, at: Surrogate, overlap: float, got: float, most: float) -> dict[str, Any]:
-    """One row of the table; no ratio where the best aware utility is not positive."""
+    """One row of the table; the ratio is None if the best aware utility is not positive."""
     ratio = got / most if most > 0 else None
     return {
         "side": side,
@@ -80,7 +80,7 @@ def _regret(side: str, at: Surrogate, overlap: float, got: float, most: float) -
 
 
 def coordination_gap(job: DiagnosticJob) -> dict[str, Any]:
-    """How far isolated first-order scores are from those that know the other side."""
+    """Distance between isolated first-order scores and those aware of the other side."""
     k, b = budgets(job)
     at = warm_surrogate(job)
     chosen = at.best(at.pool_scores(), b)
@@ -139,7 +139,7 @@ def _largest(vector: Any) -> float:
 
 @dataclass
 class _Pair:
-    """The selection of both sides after a round."""
+    """The selections of both sides after a round."""
 
     mask: TopK
     positions: np.ndarray
@@ -148,7 +148,7 @@ class _Pair:
 
 
 def reselection(job: DiagnosticJob) -> dict[str, Any]:
-    """One pass and T rounds in both orders, with cost; the scatter of the re-scored side."""
+    """One-shot selection versus T rounds in both orders, with cost and scatter plots."""
     rounds = counts(job.options.rounds, "diagnose.reselection.rounds")
     k, b = budgets(job)
     at = warm_surrogate(job)
@@ -177,7 +177,7 @@ def reselection(job: DiagnosticJob) -> dict[str, Any]:
 
 
 def _start(job: DiagnosticJob, at: Surrogate, mask: TopK, positions: np.ndarray) -> _Pair:
-    """The one-shot pair and its utility."""
+    """The one-shot selections and their utility."""
     subset = [job.scoring.pool[i] for i in positions]
     total = at.subset_sum(subset, "G of the one-shot examples")
     return _Pair(mask, positions, sum_at(at.scores(at.projection, total), mask.indices))
@@ -186,13 +186,14 @@ def _start(job: DiagnosticJob, at: Surrogate, mask: TopK, positions: np.ndarray)
 def _rounds(
     job: DiagnosticJob, at: Surrogate, start: _Pair, order: str, last: int, unaware: np.ndarray
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What each round did, from round 0 on; the scatter of the first."""
+    """(state after each round, starting with round 0; scatter data of the first round)."""
     pair, spent = start, 0.0
     history: list[dict[str, Any]] = [
         {"moved": None, "jaccard_before": 1.0, "pair": start, "seconds": 0.0}
     ]
     scatter: dict[str, Any] = {}
     for number in range(1, last + 1):
+        # the sides alternate; data_to_param updates the mask first, given the data
         moves_mask = (order == "data_to_param") == (number % 2 == 1)
         label = f"{order} round {number}"
         before = pair
@@ -230,7 +231,7 @@ def _rounds(
 def _row(
     history: list[dict[str, Any]], rounds: int, shared: float, finetune: float | None
 ) -> dict[str, Any]:
-    """T rounds beside none: what changed, and the cost relative to the one-shot run's."""
+    """T rounds compared with none: overlap, utility, and cost relative to the one-shot run."""
     first, now = history[0]["pair"], history[rounds]
     pair, spent = now["pair"], now["seconds"]
     whole = None if finetune is None else shared + finetune

@@ -1,15 +1,15 @@
 """Score drift along fine-tuning, with the paper's bound (Eq. score_drift_bound).
 
 The first-order data score at θ is s_n(θ) = η ⟨∇L_val(θ), ∇ℓ_n(θ)⟩. Along a restricted fine-tuning
-it moves away from its value at θ̄, by at most η (B_v L_g + B_g L_v) ‖θ_t − θ̄‖, with bounds B on the
-norms of the two gradients and Lipschitz constants L. The constants are not known: they are taken as
-the largest that were seen, B over all points, L as the largest ‖∇(θ_t) − ∇(θ̄)‖ / ‖θ_t − θ̄‖. With
-these the bound holds at every measured point, and says how loose it is. Distances are over all
-parameters (the warmup moves more than the candidates), gradients over the candidates.
+it differs from its value at θ̄ by at most η (B_v L_g + B_g L_v) ‖θ_t − θ̄‖, with bounds B on the
+norms of the two gradients and Lipschitz constants L. The true constants are unknown, so the largest
+observed values are used: B over all points, and L the largest ‖∇(θ_t) − ∇(θ̄)‖ / ‖θ_t − θ̄‖. With
+these the bound holds at every measured point, and the result shows how loose it is. Distances are
+over all parameters (the warmup moves more than the candidates), gradients over the candidates.
 
-The trajectory is the run's own: its mask, its examples, its schedule, from θ_old as Algorithm 1
-line 12 has it, or from θ̄, as the paper's fidelity protocol has it. For parameters the same with
-s_d = η v_d Γ_d, Γ the sum of the gradients of the probed examples.
+The trajectory uses the mask, examples and schedule of the run, and starts from θ_old as in
+Algorithm 1 line 12, or from θ̄ as in the paper's fidelity protocol. For parameters the score is
+s_d = η v_d Γ_d, where Γ is the sum of the gradients of the probed examples.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from dualsft.model.load import text_parameters
 from dualsft.runs.context import RunContext, pass_settings
 from dualsft.runs.stages.chosen import read_mask
 from dualsft.runs.stages.finetune import finetune_plan, training_examples
-from dualsft.runs.stages.preservation import prior_gradient
+from dualsft.runs.stages.gradients import prior_of
 from dualsft.storage.vectors import ParamVector, Products, Vector
 
 COORDINATES = 1 << 14
-"""Entries whose scores are ranked."""
+"""Most entries whose scores are ranked."""
 PAIRED = 2048
-"""Most of them that are compared in pairs."""
+"""Most scores that are compared in pairs, which costs quadratic time."""
 
 
 def run(job: DiagnosticJob) -> dict[str, Any]:
-    """Train the run's fine-tuning again and stop at some points of it to score the probes."""
+    """Repeat the run's fine-tuning and score the probes at some points of it."""
     ctx, options = job.ctx, job.options
     plain_training(ctx)
     final = job.final
@@ -59,7 +59,8 @@ def run(job: DiagnosticJob) -> dict[str, Any]:
     probes = _probes(job, options.probes)
     reference = _Place.of(job, job.scoring.engine, probes)
     load = ctx.theta_old if options.start == "old" else ctx.theta_bar
-    start, copy = load(), load()  # an optimizer holds the one; the other is differentiated
+    # `start` is trained by the optimizer; gradients are computed in `copy`, which gets its weights
+    start, copy = load(), load()
     engine = job.engine(copy)
     told: list[dict[str, Any]] = []
     label = f"score drift (from θ_{'old' if options.start == 'old' else 'bar'})"
@@ -75,7 +76,7 @@ def run(job: DiagnosticJob) -> dict[str, Any]:
 
         def resume(points_done: dict[str, Any]) -> None:
             told[:] = points_done["points"]
-            progress.advance(len(told) - 1)
+            progress.advance(len(told) - 1)  # the start was already counted
 
         look(0)
         trials = Trials(quiet(ctx), start, ctx.pieces)
@@ -98,7 +99,7 @@ def run(job: DiagnosticJob) -> dict[str, Any]:
 
 @dataclass
 class _Place:
-    """∇L_val and the model that the probes are differentiated in, at one θ."""
+    """∇L_val at one θ, and the engine that computes the probes' gradients there."""
 
     ctx: RunContext
     engine: GhostEngine
@@ -114,12 +115,12 @@ class _Place:
         direction: Vector = _sum(ctx, engine, val).scaled(1.0 / len(val))
         lam = job.scoring.scored.terms.lam_effective
         if lam:
-            prior, _ = prior_gradient(ctx, engine, anchors, pass_settings(ctx))
+            prior, _ = prior_of(ctx, engine, anchors, pass_settings(ctx))
             direction = direction.plus(prior, lam)
         return cls(ctx, engine, val, probes, direction.held())
 
     def gradient(self, example: Example) -> ParamVector:
-        """g_n over the candidates, by plain autograd."""
+        """g_n over the candidates, from plain autograd."""
         batch = collate_for([example], pass_settings(self.ctx), self.engine.device)
         candidates, found = self.engine.candidates, {}
 
@@ -139,7 +140,7 @@ def _sum(ctx: RunContext, engine: GhostEngine, rows: list[Example]) -> ParamVect
 
 
 def _probes(job: DiagnosticJob, count: int) -> list[Example]:
-    """Half of them selected, half not, as far as there are; in the pool's order."""
+    """`count` pool examples in source order, half of them selected if there are enough."""
     pool = job.roles["pool"]
     inside: list[Example] = []
     if (job.final / "ids.json").is_file():
@@ -152,7 +153,7 @@ def _probes(job: DiagnosticJob, count: int) -> list[Example]:
 
 
 def _compare(job: DiagnosticJob, old: _Place, new: _Place) -> dict[str, Any]:
-    """Everything that the bound and the ranks need, without η, of one point against θ̄."""
+    """Compare one point with θ̄: all values that the bound and the ranks need, without η."""
     total_old, total_new = (ParamVector.zeros(old.engine.candidates) for _ in range(2))
     scores, norms, moved = [], [], []
     models = old.engine.model, new.engine.model
@@ -188,7 +189,7 @@ def _compare(job: DiagnosticJob, old: _Place, new: _Place) -> dict[str, Any]:
 def _coordinates(
     job: DiagnosticJob, old: _Place, new: _Place, total_old: Vector, total_new: Vector
 ) -> list[list[float]]:
-    """v_d Γ_d at θ̄ and at θ_t for the same sample of entries."""
+    """v_d Γ_d at θ̄ and at θ_t, for the same sample of entries."""
     vectors = [
         old.direction.combine(torch.mul, total_old),
         new.direction.combine(torch.mul, total_new),
@@ -206,7 +207,7 @@ def _distance(one: PreTrainedModel, other: PreTrainedModel) -> float:
 
 
 def _constants(told: Sequence[dict[str, Any]], side: str) -> dict[str, float]:
-    """B_v, L_v, B_g, L_g: the largest that were seen."""
+    """The largest observed values of B_v, L_v, B_g, L_g."""
     apart = [p for p in told if p["distance"] > 0]
 
     def steepest(values: Sequence[tuple[float, float]]) -> float:
@@ -223,7 +224,7 @@ def _constants(told: Sequence[dict[str, Any]], side: str) -> dict[str, float]:
 def _row(
     point: dict[str, Any], constants: dict[str, dict[str, float]], eta: float
 ) -> dict[str, Any]:
-    """One point of the trajectory as it is told."""
+    """One point of the trajectory in the result."""
     pairs = np.array(point["scores"])
     values = {"data": (pairs[:, 0], pairs[:, 1]), "param": np.array(point["coordinates"])}
     row: dict[str, Any] = {"step": point["step"], "distance": point["distance"]}
@@ -242,7 +243,7 @@ def _row(
 
 
 def _spread(eta: float, told: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a drift is to be compared with: how far scores at θ̄ lie apart."""
+    """Spread of the scores at θ̄, as a reference for the size of the drift."""
     at = np.array(told[0]["scores"])[:, 0] * eta
     gaps = np.abs(at[:, None] - at[None, :])[np.triu_indices(len(at), 1)]
     return {

@@ -1,16 +1,16 @@
-"""Score fidelity: do sets that the scores prefer lower the validation loss more when trained on?
+"""Score fidelity: does training on sets with higher scores lower the validation loss more?
 
-The paper's Tables score_consistency_main, score_fidelity_long_horizon and score_fidelity_domain
-(appendix score_fidelity). From a checkpoint (init: θ_old; warmup: θ̄) K restricted AdamW steps are
-run on each of many random subsets of the pool (all candidates train), and inside each of many
-random masks of k entries, block-stratified by parameter (the pool is the data). The predicted
-utility is Û(S) = Σ s over the set, the realised one Δ_K(S) = L_val(start) − L_val(θ_K(S)).
+Reproduces the paper's Tables score_consistency_main, score_fidelity_long_horizon and
+score_fidelity_domain (appendix score_fidelity). From a checkpoint (init: θ_old; warmup: θ̄), K
+restricted AdamW steps are run on each of many random subsets of the pool (training all candidates),
+and with each of many random masks of k entries, stratified by parameter (training on the pool).
+Predicted utility: Û(S) = Σ s over the set. Realized utility: Δ_K(S) = L_val(start) − L_val(θ_K(S)).
 
-By linearity Û is ⟨u, Σ_{n∈S} g_n⟩ of a subset and ⟨u, m ⊙ G⟩ of a mask, so one gradient a set
-serves every form of u: order (first; diagonal; diagonal with ĉ scaled to a given share of u) ×
-λ (none, absolute, relative) × step (sgd, adam). At init v_prior = 0 and ĉ is the warmup's
-(ALGORITHM.md §2, Warmup). The same trainings give a linear datamodeling score: per validation row
-z, the rank correlation over subsets of ⟨∇ℓ_z, Σ g_n⟩ with the drop of z's own loss, averaged.
+By linearity Û is ⟨u, Σ_{n∈S} g_n⟩ for a subset and ⟨u, m ⊙ G⟩ for a mask, so one gradient per set
+is enough for every form of u: order (first; diagonal; diagonal with ĉ scaled to a given share of u)
+× λ (none, absolute, relative) × step (sgd, adam). At init v_prior = 0 and ĉ is that of the warmup.
+The same trainings give a linear datamodeling score: for each validation row z, the rank correlation
+over subsets of ⟨∇ℓ_z, Σ g_n⟩ with the decrease of z's loss, averaged over z.
 
 The learning rate is constant, so θ_10, θ_50 … lie on one trajectory and each set is trained once.
 """
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dualsft.algorithm.projection import ProjectionTerms, effective_lambda
+from dualsft.algorithm.projection import ProjectionTerms, at_hand, effective_lambda
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import loss_objective, walk
@@ -46,7 +46,6 @@ from dualsft.lab.diagnostics.trials import (
 )
 from dualsft.memory.placement import blank
 from dualsft.runs.context import RunContext, pass_settings
-from dualsft.runs.stages.chosen import at_hand
 from dualsft.runs.stages.selection import param_budget
 from dualsft.storage.vectors import Products, Vector
 
@@ -65,10 +64,10 @@ PIECE = "fidelity"
 
 @dataclass(frozen=True)
 class ScoreForm:
-    """One way to write u."""
+    """A variant of u."""
 
     order: str
-    """first, diagonal, or diagonal with a second-order term of this share of the first."""
+    """first, diagonal, or diagonal with the second-order term scaled to a share of the first."""
     lam: str
     """none, absolute or relative."""
     step: str
@@ -81,7 +80,7 @@ class ScoreForm:
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is done, all of it decided."""
+    """The settings of the experiment, with all defaults resolved."""
 
     subsets: int
     masks: int
@@ -123,7 +122,7 @@ class Protocol:
 
 
 def run(job: DiagnosticJob) -> dict[str, Any]:
-    """Predict, train, measure; the records of finished sets survive a kill."""
+    """Predict, train and measure all sets; finished sets are saved and reused after a kill."""
     protocol = Protocol.of(job)
     wanted = job.options.checkpoints.split(",")
     piece = job.ctx.pieces.load(PIECE)
@@ -135,21 +134,21 @@ def run(job: DiagnosticJob) -> dict[str, Any]:
             continue
         surrogate = init_surrogate(job) if name == "init" else warm_surrogate(job)
         if surrogate is None:
-            job.reporter.say("no warmup, so θ̄ = θ_old: the init checkpoint is the warmup one")
+            job.reporter.say("no warmup, so θ̄ = θ_old: init and warmup are the same checkpoint")
             continue
         found = _Checkpoint(job, surrogate, protocol, records).run()
         for key, value in found.items():
             result[key] = result[key] | value if isinstance(value, dict) else result[key] + value
     if not result["rows"]:
         raise ConfigError(
-            f"diagnose.fidelity.checkpoints: {job.options.checkpoints!r} leaves nothing to do in a "
+            f"diagnose.fidelity.checkpoints: {job.options.checkpoints!r} leaves no checkpoint in a "
             "run without a warmup; add warmup"
         )
     return result
 
 
 class _Checkpoint:
-    """Everything that is measured from one start."""
+    """All trials and measurements from one checkpoint."""
 
     def __init__(
         self,
@@ -206,7 +205,7 @@ class _Checkpoint:
         return f"{self.name}/{side}/{number_}"
 
     def _one(self, trials: Trials, side: str, number_: int, base: Measured) -> dict[str, Any]:
-        """The prediction for one set, and what its training did."""
+        """Predict the utility of one set, train on it and measure the gains."""
         record: dict[str, Any] = {}
         rng = self.job.rng(f"fidelity {side} {number_}")
         if side == "data":
@@ -253,7 +252,7 @@ class _Checkpoint:
         return sums
 
     def _queries(self, gradient: Vector) -> dict[str, list[float]]:
-        """⟨∇ℓ_z, step of the subset⟩ for each validation row z, by step."""
+        """⟨∇ℓ_z, step of the subset⟩ of each validation row z, for the sgd and adam steps."""
         steps: dict[str, Vector] = {"sgd": gradient}
         if self.curvature is not None:
             steps["adam"] = gradient.combine(torch.div, self.curvature)
@@ -262,7 +261,7 @@ class _Checkpoint:
             for step, vector in steps.items()
         }
 
-    # --- what is told --------------------------------------------------------------------------
+    # --- summary -------------------------------------------------------------------------------
 
     def _summary(self, base: Measured) -> dict[str, Any]:
         rows: list[dict[str, Any]] = []
@@ -287,7 +286,7 @@ class _Checkpoint:
         return {"rows": rows, "lds": self._lds(), "sets": sets | {f"{self.name}/start": losses}}
 
     def _warn_of_large_steps(self, side: str, gain: float) -> None:
-        """Scores are about small steps; those that do harm from the start are not."""
+        """Warn if the first horizon raises the loss: scores predict the effect of small steps."""
         if gain < 0:
             sets, first = {"data": "subsets", "param": "masks"}[side], self.protocol.horizons[0]
             self.job.reporter.warn(
@@ -297,6 +296,7 @@ class _Checkpoint:
             )
 
     def _facts(self, form: ScoreForm, side: str, objective: str, lam: float) -> dict[str, Any]:
+        # only these forms correspond to a row of the paper's table
         plain = form.lam == self._own_lam and form.step == "sgd"
         paper = PAPER_ROWS.get((self.name, form.order)) if plain else None
         return {
@@ -310,7 +310,7 @@ class _Checkpoint:
 
     @property
     def _own_lam(self) -> str:
-        """The λ of the run's own scores."""
+        """The form of λ in the run's own scores."""
         relative = self.job.ctx.config.score.lam_relative and "relative" in self.lams
         wanted = "relative" if relative else "absolute"
         return wanted if wanted in self.lams else "none"
@@ -324,7 +324,7 @@ class _Checkpoint:
         }
 
     def _lds(self) -> list[dict[str, Any]]:
-        """Mean over the validation rows of their own rank correlations; bootstrap of subsets."""
+        """Mean over validation rows of their rank correlations, with a bootstrap over subsets."""
         records = [self.records[self._key("data", i)] for i in range(self.protocol.subsets)]
         draws = Bootstrap.of(len(records), self.protocol.bootstrap, self.job.rng("bootstrap lds"))
         told = []
@@ -350,7 +350,7 @@ class _Checkpoint:
 
 @dataclass(frozen=True)
 class Measured:
-    """Losses of the validation rows, and CWSD of the anchors."""
+    """Losses of the validation rows, and CWSD losses of the anchors."""
 
     new: np.ndarray
     prior: np.ndarray
@@ -363,7 +363,7 @@ def _agreement(
     horizons: list[int],
     draws: Bootstrap,
 ) -> list[dict[str, Any]]:
-    """ρ and pairwise agreement at each horizon, then their means over the horizons."""
+    """Rows with ρ and pairwise agreement at each horizon, and one with the means over horizons."""
     told: list[dict[str, Any]] = []
     rhos, pairs = [], []
     for at, horizon in enumerate(horizons):
@@ -390,10 +390,10 @@ def forms_of_u(
     shares: Sequence[float],
     own_lam: float,
 ) -> tuple[dict[ScoreForm, Vector], dict[str, float]]:
-    """u / eta_sc in every form, and the factor of each λ; a zero v_prior is None.
+    """(u / eta_sc in every form, effective value of each λ). `prior_grad` None means zero.
 
-    Where v_prior is zero, at θ_old, a relative λ has no factor of its own: it is the run's
-    (`own_lam`), so that both checkpoints are judged by one objective.
+    At θ_old v_prior is zero and the effective value of a relative λ is undefined. The run's value
+    (`own_lam`) is used, so that both checkpoints have the same objective.
     """
     score = ctx.config.score
     lams = {"none": 0.0, "absolute": score.lam}
@@ -421,6 +421,7 @@ def forms_of_u(
                 scales[f"diagonal times {score.curvature_scale:g}"] = score.curvature_scale
             second = plain.second_order(grad_sum).norm()
             first = v_val.norm()
+            # scale of ĉ at which the second-order term has norm s · ‖v_val‖
             scales |= {f"diagonal {s:g}": s * first / second for s in shares if second > 0}
         for order, scale in scales.items():
             for step in ("sgd", "adam") if curvature is not None else ("sgd",):
@@ -435,14 +436,14 @@ def forms_of_u(
 
 
 def predicted(forms: Mapping[ScoreForm, Vector], gradient: Vector) -> dict[str, float | None]:
-    """Û / eta_sc = ⟨u / eta_sc, the set's gradient⟩ in every form; one reading."""
+    """Û / eta_sc = ⟨u / eta_sc, gradient of the set⟩ for every form, in one read of the vectors."""
     vectors = {form.key: u for form, u in forms.items()} | {"set": gradient}
     products = Products(vectors, [(form.key, "set") for form in forms])
     return {form.key: number(products.dot(form.key, "set")) for form in forms}
 
 
 def _walk(ctx: RunContext, engine: GhostEngine, rows: Sequence[Example], **what: Any) -> np.ndarray:
-    """A short walk with nothing said or saved; returns the dots."""
+    """A short walk without log lines or saved progress; returns the dot products."""
     objective, settings = loss_objective(engine.model), pass_settings(ctx)
     with ctx.precise("directions", "score fidelity", engine.model):
         return walk(engine, rows, objective, settings, ctx.reporter, "set", **what).dots

@@ -1,9 +1,8 @@
-"""Figures of the diagnostics that train or perturb, each drawn from its JSON alone.
+"""Figures of the diagnostics that train or perturb, each drawn from its JSON.
 
-Score fidelity against the horizon (the paper's Table score_fidelity_long_horizon as curves),
-diagonal against full Hessian by region (Table diag_full_multilayer), score drift with its bound
-(Eq. score_drift_bound), reverse selection (Fig. reverse_selection). SVG and PNG, colours that
-colour-blind readers can tell apart, and a marker or hatch of its own beside each colour.
+Score fidelity over the horizon (the paper's Table score_fidelity_long_horizon as curves), diagonal
+versus full Hessian by region (Table diag_full_multilayer), score drift with its bound (Eq.
+score_drift_bound), reverse selection (Fig. reverse_selection). Saved as SVG and PNG.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Result = Mapping[str, Any]
 
 
 def fidelity(result: Result, path: RunPath) -> list[RunPath]:
-    """ρ and pairwise agreement against K with 95 % intervals; a scatter; every form of u."""
+    """ρ and pairwise agreement over K with 95 % intervals; every form of u; the LDS over K."""
     objective = _objective(result)
     rows = [r for r in result["rows"] if r["objective"] == objective]
     figure, places = panels(2, 2, 4.8, 3.4)
@@ -48,14 +47,14 @@ def _objective(result: Result) -> str:
 
 
 def _horizons(axes: Any, rows: Sequence[Mapping[str, Any]], key: str) -> None:
-    """One curve a row of the paper's table."""
+    """One curve per row of the paper's table."""
     names = list(dict.fromkeys(r["paper_row"] for r in rows))
     for number, name in enumerate(names):
         mine = [r for r in rows if r["paper_row"] == name and r["K"] != "mean"]
         mine = [r for r in mine if r[key] is not None]
         if not mine:
             continue
-        shift = 1.0 + 0.04 * (number - (len(names) - 1) / 2)
+        shift = 1.0 + 0.04 * (number - (len(names) - 1) / 2)  # keeps error bars from overlapping
         x, y = [r["K"] * shift for r in mine], [r[key] for r in mine]
         ends = [r[f"{key}_interval"] for r in mine]
         low = [
@@ -83,7 +82,7 @@ def _horizons(axes: Any, rows: Sequence[Mapping[str, Any]], key: str) -> None:
 
 
 def _forms(rows: Sequence[Mapping[str, Any]], path: RunPath) -> list[RunPath]:
-    """ρ, averaged over K, of every form of u: what curvature, λ and step are worth."""
+    """ρ averaged over K for every form of u: the effect of curvature, λ and step."""
     means = [r for r in rows if r["K"] == "mean" and r["rho"] is not None]
     if not means:
         return []
@@ -113,7 +112,7 @@ def _form(row: Mapping[str, Any]) -> str:
 
 
 def _lds(rows: Sequence[Mapping[str, Any]], path: RunPath) -> list[RunPath]:
-    """The linear datamodeling score against K."""
+    """The linear datamodeling score over K."""
     known = [r for r in rows if r["lds"] is not None]
     if not known:
         return []
@@ -142,7 +141,7 @@ def _lds(rows: Sequence[Mapping[str, Any]], path: RunPath) -> list[RunPath]:
 
 
 def hessian(result: Result, path: RunPath) -> list[RunPath]:
-    """Agreement of the scores, and of the second-order terms themselves, by region and module."""
+    """Agreement of the scores and of the second-order terms, by region and module."""
     means = [m for m in result["means"] if m["region"] != "all" and m["reference"] == "slice"]
     short = short_names(list(dict.fromkeys(m["module"] for m in means)))
     places = list(dict.fromkeys((m["region"], short[m["module"]]) for m in means))
@@ -182,7 +181,7 @@ def hessian(result: Result, path: RunPath) -> list[RunPath]:
 
 
 def drift(result: Result, path: RunPath) -> list[RunPath]:
-    """Measured drift and its bound along the trajectory; what becomes of the ranks."""
+    """Measured drift and its bound along the trajectory; rank correlation with scores at θ̄."""
     figure, (left, right) = panels(1, 2, 4.6, 3.9)
     points = result["points"]
     steps = [p["step"] for p in points]
@@ -214,7 +213,7 @@ def drift(result: Result, path: RunPath) -> list[RunPath]:
 
 
 def reverse(result: Result, path: RunPath) -> list[RunPath]:
-    """Loss after training of every combination, one panel a file, and KL to θ_old."""
+    """Loss of every combination after training, one panel per file, and KL to θ_old."""
     arms = result["arms"]
     files = list(arms[0]["files"])
     figure, columns = panels(1, len(files) + 1, 3.4, 1.2 + 0.42 * len(arms))

@@ -1,7 +1,7 @@
-"""Diagonal against full Hessian on coordinate slices: is ĉ ⊙ G a fair stand-in for H G?
+"""Diagonal versus full Hessian on slices of entries: how well does ĉ ⊙ G approximate H G?
 
-The paper's Tables diag_full_main and diag_full_multilayer (appendix diag_full_rank). For layers
-over the depth and modules o_proj and down_proj, a slice B of entries is drawn by score: a third
+Reproduces the paper's Tables diag_full_main and diag_full_multilayer (appendix diag_full_rank). For
+the modules o_proj and down_proj in several layers, a slice B of entries is drawn by score: a third
 each from the low, middle and high thirds of the block's scores, fixed before the comparison. At
 θ_old and at θ̄, with H the Hessian of L_val = L_new + λ L_prior,
 
@@ -9,12 +9,12 @@ each from the low, middle and high thirds of the block's scores, fixed before th
 
 give scores ⟨u, g_n,B⟩ of examples and u ⊙ G_B of entries, whose ranks are compared. H_B G_B is an
 exact Hessian-vector product by double backward, with eager attention (the fused kernels have no
-second derivative). `reference: model` has (H G)_B with all candidates' G instead: the full-Hessian
-score of Prop. direct_score_gap, of which the paper's slice is a part.
+second derivative). Rows with `reference: model` use (H G)_B instead, with G over all candidates:
+the full-Hessian score of Prop. direct_score_gap, of which the paper's slice is a part.
 
-At the paper's scale the second-order term is a millionth of u (ALGORITHM.md §5), so that any two
-of them give the same ranks. `second` therefore compares the terms H G and ĉ ⊙ G themselves, which
-is where a good diagonal shows. v, H and G are taken over samples of D_val, anchors and pool.
+At the paper's scale the second-order term is about a millionth of u (docs/algorithm.md), so u_full
+and u_diag give the same ranks whatever ĉ is. `second` therefore compares the terms H G and ĉ ⊙ G
+directly. v, H and G are computed over samples of D_val, anchors and pool.
 """
 
 from __future__ import annotations
@@ -50,25 +50,26 @@ PAPER_LAYERS, PAPER_DEPTH = (3, 8, 10, 14, 16, 21, 24, 27), 28
 EARLY, LATE = 9.5 / 27, 22.5 / 27
 """Borders of the regions as shares of the depth: the paper's layers 3, 8 | 10 … 21 | 24, 27."""
 TOP = 0.05
+"""Share of the ranking whose overlap is reported."""
 BATCH_TOKENS = 2048
-"""Tokens of a batch that is differentiated twice."""
+"""Most tokens per batch in double backward, which keeps the graph of the first backward."""
 PIECE = "hessian"
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Entries of one block."""
+    """A set of entries of one parameter."""
 
     parameter: str
     layer: int
     region: str
     module: str
     coordinates: Tensor
-    """Flat, ascending."""
+    """Flat indices, ascending."""
 
 
 def run(job: DiagnosticJob) -> dict[str, Any]:
-    """Both checkpoints; a finished one survives a kill."""
+    """Compare at both checkpoints; a finished checkpoint is saved and reused after a kill."""
     ctx = job.ctx
     slices = choose_slices(job)
     piece = ctx.pieces.load(PIECE)
@@ -78,7 +79,7 @@ def run(job: DiagnosticJob) -> dict[str, Any]:
         "warmup": ctx.folder("warmup") / "theta_bar",
     }
     if not ctx.warmed_up:
-        job.reporter.say("no warmup, so θ̄ = θ_old and there is no ĉ: u is compared without one")
+        job.reporter.say("no warmup, so θ̄ = θ_old and ĉ is undefined: u_diag is first-order")
         del folders["init"]
     for name, folder in folders.items():
         if any(row["checkpoint"] == name for row in rows):
@@ -101,7 +102,7 @@ def run(job: DiagnosticJob) -> dict[str, Any]:
 
 
 def choose_slices(job: DiagnosticJob) -> list[Slice]:
-    """The entries to look at, by the run's own scores."""
+    """Draw the slices by the scores of the run."""
     options, scored = job.options, job.scoring.scored
     names = job.scoring.engine.candidates.names
     placed = {name: locate(name) for name in names}
@@ -121,14 +122,14 @@ def choose_slices(job: DiagnosticJob) -> list[Slice]:
     if not slices:
         known = sorted({module for _, module in placed.values()})
         raise ConfigError(
-            f"diagnose.hessian.modules: {options.modules!r} in layers {layers} names no candidate; "
-            f"there are {depth} layers with {', '.join(known)}"
+            f"diagnose.hessian.modules: {options.modules!r} in layers {layers} matches no "
+            f"candidate; available: {depth} layers with {', '.join(known)}"
         )
     return slices
 
 
 def _last_matrices(job: DiagnosticJob) -> str:
-    """What leads out of attention and out of the MLP: their last matrices in a block."""
+    """Names of the last matrix of attention and of the MLP in a block: their output projections."""
     last: dict[str, str] = {}
     for name, shape in job.ctx.candidate_shapes.items():
         layer, module = locate(name)
@@ -138,13 +139,13 @@ def _last_matrices(job: DiagnosticJob) -> str:
 
 
 def region(layer: int, depth: int) -> str:
-    """early, middle or late."""
+    """Region of a layer: early, middle or late."""
     share = layer / max(1, depth - 1)
     return "early" if share < EARLY else "middle" if share < LATE else "late"
 
 
 def stratified_slice(rng: np.random.Generator, scores: Tensor, size: int) -> Tensor:
-    """About `size` places, a third from each third of the scores."""
+    """Flat indices of about `size` entries, a third from each third of the scores."""
     order = torch.argsort(scores, stable=True).cpu().numpy()
     found = []
     for stratum in np.array_split(order, 3):
@@ -153,7 +154,7 @@ def stratified_slice(rng: np.random.Generator, scores: Tensor, size: int) -> Ten
 
 
 class _Checkpoint:
-    """Gradients and Hessian-vector products of every slice at one θ."""
+    """Gradients and Hessian-vector products of all slices at one θ."""
 
     def __init__(
         self, job: DiagnosticJob, name: str, model: PreTrainedModel, slices: Sequence[Slice]
@@ -201,14 +202,14 @@ class _Checkpoint:
         return told
 
     def _examples(self) -> dict[str, np.ndarray]:
-        """g_n at every slice of the sampled pool: [N, |B|] for each."""
+        """g_n of the sampled pool at every slice: [N, |B|] per slice."""
         label = f"gradients of examples at the slices ({self.name})"
         return self._at_slices(self.model, self.pool, label)
 
     def _at_slices(
         self, model: PreTrainedModel, rows: list[Example], label: str
     ) -> dict[str, np.ndarray]:
-        """The gradient of every row's loss at every slice, one row at a time."""
+        """Gradient of each row's loss at every slice, computed one row at a time."""
         found: dict[str, list[np.ndarray]] = {s.parameter: [] for s in self.slices}
         where = {s.parameter: s.coordinates for s in self.slices}
         every = self.ctx.candidates(model)
@@ -244,7 +245,8 @@ class _Checkpoint:
         return totals.gradient, totals.in_slice, totals.in_model
 
     def _quadratic(self, each: Mapping[str, np.ndarray], grad_sum: Vector, totals: _Totals) -> None:
-        """½ Σ F (θ − θ_old)²: its Hessian is F, one for l2, the Fisher diagonal for fisher."""
+        """Add the terms of ½ Σ F (θ − θ_old)², whose Hessian is Diag(F): F = 1 for l2, the Fisher
+        diagonal for fisher."""
         assert self.teacher is not None
         old, weights = dict(self.teacher.named_parameters()), self._fisher()
         for one in self.slices:
@@ -256,7 +258,7 @@ class _Checkpoint:
             totals.in_model[name] += factor * _at(grad_sum[name], index)
 
     def _fisher(self) -> dict[str, np.ndarray]:
-        """Mean over the sampled anchors of the squared gradient at θ_old; ones for l2."""
+        """F at the slices: mean squared gradient of the sampled anchors at θ_old; ones for l2."""
         assert self.teacher is not None
         if self.preservation == "l2":
             return {s.parameter: np.ones(len(s.coordinates)) for s in self.slices}
@@ -272,6 +274,7 @@ class _Checkpoint:
         what: str,
         totals: _Totals,
     ) -> None:
+        """Add the gradients and Hessian-vector products of a loss over rows, in batches."""
         label = f"Hessian-vector products of {what} ({self.name})"
         budget = min(self.ctx.batch_tokens, BATCH_TOKENS)
         with self.job.reporter.track(label, len(rows), "examples") as progress:
@@ -285,11 +288,11 @@ class _Checkpoint:
                     if not is_out_of_memory(problem):
                         raise
                     smaller = Smaller.than(batch.input_ids.shape, problem, "score.batch_tokens")
-                    self.job.reporter.warn(f"{label}: {smaller}")
+                    self.job.reporter.warn(f"{label}: {smaller}", code="out_of_memory")
                     left = [i for part in (chosen, *waiting) for i in part]
                     rest = make_batches([rows[i] for i in left], smaller.batch_tokens)
                     waiting = [[left[i] for i in part] for part in rest]
-                    problem.__traceback__ = None  # it holds the graph
+                    problem.__traceback__ = None  # it keeps the autograd graph alive
                     give_back(self.engine.device)
                     continue
                 totals.add(found)
@@ -309,11 +312,12 @@ class _Totals:
         )
 
     def of(self, loss: Tensor) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """∇loss, its Hessian times G_B, and its Hessian times G, of every slice."""
+        """(∇loss, its Hessian times G_B, its Hessian times G) of every slice."""
         names = list(self.parameters)
         firsts = torch.autograd.grad(loss, list(self.parameters.values()), create_graph=True)
         first = dict(zip(names, firsts, strict=True))
         blocks = [self.parameters[s.parameter] for s in self.slices]
+        # ∇⟨∇loss, G⟩ = H G with the G of all candidates, for all slices at once
         along = torch.stack(
             [(first[n] * self.grad_sum[n].to(self.device)).sum() for n in names]
         ).sum()
@@ -321,6 +325,7 @@ class _Totals:
         found = {}
         for one, whole, block in zip(self.slices, second, blocks, strict=True):
             name, index = one.parameter, one.coordinates
+            # H_B G_B: the same with G restricted to the slice, which needs one backward per slice
             flat = first[name].reshape(-1)[index.to(self.device)]
             along = (flat * self.own[name].to(self.device, self.dtype)).sum()
             (part,) = torch.autograd.grad(along, block, retain_graph=True)
@@ -328,7 +333,7 @@ class _Totals:
         return found
 
     def add(self, found: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> None:
-        """Add a batch's."""
+        """Add the result of a batch."""
         for name, values in found.items():
             totals = (self.gradient, self.in_slice, self.in_model)
             for total, value in zip(totals, values, strict=True):
@@ -342,9 +347,9 @@ def compared(
     each: np.ndarray,
     eta_sc: float,
 ) -> dict[str, Any]:
-    """Ranks of both kinds of scores, and of the second-order terms themselves.
+    """Rank agreement of example and entry scores, and of the second-order terms.
 
-    `gradient` is v, `full` is H G, `diagonal` is ĉ, `each` the examples' gradients: [N, |B|].
+    `gradient` is v, `full` is H G, `diagonal` is ĉ, `each` are the example gradients [N, |B|].
     """
     total = each.sum(0)
     second = {"full": full, "diag": diagonal * total}
@@ -374,7 +379,7 @@ def _ranks(full: np.ndarray, diag: np.ndarray) -> dict[str, float | None]:
 
 
 def _means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Over the slices of a checkpoint, and of each region and module in it."""
+    """Means over all slices of a checkpoint, and over each region and module in it."""
     keys: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
         head = (row["checkpoint"], row["reference"])
@@ -393,7 +398,7 @@ def _means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def plain_cwsd(
     teacher: PreTrainedModel, student: PreTrainedModel, batch: Batch, tau: float
 ) -> Tensor:
-    """Σ_n ω_n τ² mean KL(teacher ‖ student), through autograd alone: it has a second derivative."""
+    """Σ_n ω_n τ² mean KL(teacher ‖ student) in plain autograd, which has a second derivative."""
     positions = Positions.of(batch)
 
     def logits(model: PreTrainedModel) -> Tensor:
@@ -412,7 +417,7 @@ def plain_cwsd(
 
 
 def _at(block: Tensor, index: Tensor) -> np.ndarray:
-    """These flat entries in fp64."""
+    """The entries at these flat indices, in fp64."""
     flat = block.detach().reshape(-1)
     return flat[index.to(flat.device)].double().cpu().numpy()
 

@@ -1,10 +1,10 @@
-"""What a diagnostic is given, and how its results are kept.
+"""Runs diagnostics on a run folder and stores their results.
 
-A diagnostic reads a run folder and never changes a stage of it. Its numbers go to
-RUN/diagnostics/NAME.json with a fingerprint of what they were made from (the stages it reads, by
-their own fingerprints, and its options), so a second call with nothing changed computes nothing and
-draws again from the JSON. Progress inside a long one is kept as pieces (`storage/resume.py`), so a
-kill loses little. It belongs to no line of Algorithm 1.
+A diagnostic reads a run folder and never modifies its stages. Its numbers are written to
+RUN/diagnostics/NAME.json with a fingerprint of its inputs (the fingerprints of the stages it reads,
+and its options). If nothing has changed, a second call only redraws the figure from the JSON.
+Progress of long diagnostics is saved as pieces (`storage/resume.py`) and resumed after a kill. Not
+part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
+from dualsft.algorithm.projection import at_hand
 from dualsft.config import settings
 from dualsft.config.parts import load_target
 from dualsft.data.examples import Example, digest
@@ -30,7 +31,6 @@ from dualsft.lab.diagnostics import Diagnostic, Wanted
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir, atomic_write_text
 from dualsft.runs.method import Job
-from dualsft.runs.stages.chosen import at_hand
 from dualsft.runs.stages.selection import Scoring
 from dualsft.runs.summaries import outdated, read_manifests
 from dualsft.storage.resume import Pieces
@@ -44,7 +44,7 @@ FOLDER = "diagnostics"
 
 @dataclass
 class DiagnosticJob:
-    """One diagnostic on one run."""
+    """Input of a diagnostic: the run and the options. Properties are loaded on first use."""
 
     ctx: RunContext
     options: Any
@@ -55,22 +55,22 @@ class DiagnosticJob:
 
     @cached_property
     def roles(self) -> dict[str, list[Example]]:
-        """val, anchor, warm, pool."""
+        """The examples of val, anchor, warm and pool."""
         return self.ctx.roles()
 
     @cached_property
     def scoring(self) -> Scoring:
-        """u, G, the engine at θ̄ and the pool, as the selection read them."""
+        """u, G, the engine at θ̄ and the pool, as in the selection stage."""
         return Scoring.of(self.ctx, at_hand)
 
     @cached_property
     def selected_ids(self) -> set[str]:
-        """D_sel, as fine-tuning uses it."""
+        """Ids of D_sel as used by fine-tuning."""
         return set((self.final / "ids.json").read_json())
 
     @property
     def final(self) -> RunPath:
-        """The folder of the selection that fine-tuning uses (the last round, or 5_selection)."""
+        """Folder of the selection that fine-tuning uses (the last round, or 5_selection itself)."""
         selection = self.ctx.folder("selection")
         return selection / (selection / "summary.json").read_json()["final"]
 
@@ -78,19 +78,22 @@ class DiagnosticJob:
         return GhostEngine(model, self.ctx.candidates(model))
 
     def rng(self, purpose: str) -> np.random.Generator:
-        """Chance that depends on the seed and the purpose alone."""
+        """A random generator that depends only on the seed and the purpose."""
         words = np.frombuffer(digest(self.ctx.config.seed, purpose), np.uint32)
         return np.random.default_rng(words.tolist())
 
     def losses(self, model: PreTrainedModel, examples: Sequence[Example], label: str) -> np.ndarray:
-        """The example loss of each: one forward pass."""
+        """Loss of each example (one forward pass)."""
         return Job(self.ctx, "data", self.ctx.rundir.path).losses(model, examples, label)
 
 
 def diagnose(
     folder: Place, wanted: Wanted, reporter: Reporter, consent: Sequence[str] = ()
 ) -> list[RunPath]:
-    """Compute what is missing, draw everything; returns the files. Other results are kept."""
+    """Compute missing or outdated results and draw all figures; returns the files.
+
+    Results of diagnostics that are not in `wanted` are left unchanged.
+    """
     run = run_path(folder)
     config = settings.load(run / "config.yaml", consent)
     ctx = RunContext(config, RunDir(run), reporter)
@@ -106,8 +109,8 @@ def diagnose(
             absent = [s for s in one.needs if s not in manifests or s in stale]
             if absent:
                 raise RunError(
-                    f"{one.name}: the run has no finished, up-to-date stage {absent[0]}; make it "
-                    f"with `dualsft run {run}/config.yaml --out {run}`"
+                    f"{one.name}: the run has no finished, up-to-date stage {absent[0]}; run "
+                    f"`dualsft run {run}/config.yaml --out {run}` first"
                 )
             options = one.options(**wanted.options.get(one.name, {}))
             made_from = _fingerprint(one, options, manifests)
@@ -117,6 +120,7 @@ def diagnose(
 
 
 def _fingerprint(one: Diagnostic, options: Any, manifests: Mapping[str, Any]) -> dict[str, Any]:
+    """Options and stage fingerprints that the result depends on."""
     stages = {s: manifests[s]["fingerprint"]["hash"] for s in manifests if s != "evaluation"}
     read = _before(one, stages) | {*one.needs, *one.tells}
     read = {stage: value for stage, value in stages.items() if stage in read}
@@ -124,7 +128,7 @@ def _fingerprint(one: Diagnostic, options: Any, manifests: Mapping[str, Any]) ->
 
 
 def _before(one: Diagnostic, stages: Mapping[str, str]) -> set[str]:
-    """Stages that stand before the last one it needs."""
+    """Stages up to and including the last one it needs."""
     order = list(stages)
     last = max((order.index(s) for s in one.needs if s in order), default=-1)
     return set(order[: last + 1])
@@ -133,6 +137,7 @@ def _before(one: Diagnostic, stages: Mapping[str, str]) -> set[str]:
 def _ensure(
     ctx: RunContext, one: Diagnostic, options: Any, made_from: dict[str, Any], out: RunPath
 ) -> RunPath:
+    """The JSON of a diagnostic: reused if its fingerprint matches, otherwise computed."""
     path = out / f"{one.name}.json"
     if path.is_file():
         try:
@@ -140,7 +145,7 @@ def _ensure(
         except (ValueError, RecursionError):
             ctx.reporter.warn(f"{path}: cannot be read; it is computed again")
             stored = None
-        wanted = json.loads(json.dumps(made_from))
+        wanted = json.loads(json.dumps(made_from))  # compare as JSON: tuples become lists
         if isinstance(stored, dict) and stored.get("made_from") == wanted:
             ctx.reporter.say(f"[{one.name}] reused: nothing it depends on has changed")
             return path
@@ -173,7 +178,7 @@ def _ensure(
 
 
 def draw(one: Diagnostic, path: RunPath) -> list[RunPath]:
-    """The figures of a diagnostic, from its JSON alone."""
+    """Draw the figures of a diagnostic from its JSON; returns the files."""
     if one.figure is None:
         return []
     result = path.read_json()["result"]

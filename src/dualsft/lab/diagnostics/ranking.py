@@ -1,8 +1,9 @@
-"""How two rankings agree: Spearman, Jaccard, sums over a selection, and samples of long vectors.
+"""Agreement of rankings: Spearman, Jaccard, sums over a selection, and samples of long vectors.
 
-What the diagnostics of the paper's appendices `local_regret` and `conditional_reselection` measure
-with. Ranks have ties averaged. A vector over billions of candidates is ranked whole up to a limit,
-and by a sample that is spread evenly over it beyond; the result says how many entries were ranked.
+Used by the diagnostics of the paper's appendices `local_regret` and `conditional_reselection`.
+Ranks have ties averaged. A vector over the candidates is ranked completely up to `RANKED` entries,
+and by an evenly spread sample of that size beyond; the result includes the number of ranked
+entries.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from dualsft.errors import ConfigError
 from dualsft.storage.vectors import Seen, Vector
 
 RANKED = 1 << 24
-"""Most entries that are ranked; a sample of this size has a standard error of 3e-4 at most."""
+"""Most entries that are ranked; a sample of this size has a standard error of at most 3e-4."""
 BLOCK = 1 << 20
-"""Entries among which a share of a sample is drawn."""
+"""Entries per block of the stratified sample."""
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks from 1, equal values sharing the mean of theirs."""
+    """Ranks from 1; equal values get the mean of their ranks."""
     order = np.argsort(values)
     ordered, found = values[order], np.empty(len(values))
     new = np.ones(len(values), bool)
@@ -35,14 +36,14 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 
 def pearson(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Correlation; None when either is constant."""
+    """Correlation; None if either is constant."""
     a, b = a - a.mean(), b - b.mean()
     size = float(np.sqrt((a @ a) * (b @ b)))
     return float(a @ b) / size if size > 0 else None
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Rank correlation; None when either is constant."""
+    """Rank correlation; None if either is constant."""
     return pearson(ranks(np.asarray(a, np.float64)), ranks(np.asarray(b, np.float64)))
 
 
@@ -58,7 +59,7 @@ def jaccard(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def mask_jaccard(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """The same of two masks: sorted flat indices by parameter."""
+    """Jaccard index of two masks (sorted flat indices by parameter)."""
     shared = sum(
         int(torch.isin(index, b[name], assume_unique=True).sum())
         for name, index in a.items()
@@ -69,7 +70,7 @@ def mask_jaccard(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 
 
 def sum_at(scores: Vector, mask: Mapping[str, Tensor]) -> float:
-    """Σ of the entries that a mask selects, in fp64."""
+    """Sum of the entries that a mask selects, in fp64."""
     total = 0.0
     for name, index in mask.items():
         if index.numel():
@@ -81,9 +82,9 @@ def sum_at(scores: Vector, mask: Mapping[str, Tensor]) -> float:
 def sampled(
     vectors: Sequence[Vector], count: int, rng: np.random.Generator
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """The same entries of every vector in fp64, and their places in the flat order.
+    """(the same entries of every vector in fp64, their positions in flat order).
 
-    All of them when there are no more than `count`, otherwise a sample of that size, none twice.
+    All entries if there are at most `count`, otherwise a sample of `count` without replacement.
     """
     forms = vectors[0].forms
     total = sum(form.num_entries for form in forms.values())
@@ -105,8 +106,11 @@ def sampled(
 
 
 def _places(total: int, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Every block of a million entries gives its share of the sample, so nothing is ever drawn
-    again, and the whole is never permuted."""
+    """Sorted positions of a sample without replacement.
+
+    Each block of a million entries contributes its share, which avoids a permutation of the whole
+    vector.
+    """
     if count >= total:
         return np.arange(total)
     found = []
@@ -121,13 +125,13 @@ def _places(total: int, count: int, rng: np.random.Generator) -> np.ndarray:
 def vector_spearman(
     a: Vector, b: Vector, rng: np.random.Generator, count: int = RANKED
 ) -> tuple[float | None, int]:
-    """(rank correlation of two vectors, how many entries it was taken over)."""
+    """(rank correlation of two vectors, number of entries ranked)."""
     (left, right), places = sampled([a, b], count, rng)
     return spearman(left, right), len(places)
 
 
 def numbers(text: str, field: str) -> list[float]:
-    """A comma-separated list of numbers of a diagnostic's option."""
+    """Parse a comma-separated list of numbers in an option of a diagnostic."""
     found = []
     for word in text.split(","):
         try:
@@ -140,8 +144,8 @@ def numbers(text: str, field: str) -> list[float]:
 
 
 def counts(text: str, field: str) -> list[int]:
-    """A comma-separated list of whole numbers, increasing, without repeats."""
+    """Parse a comma-separated list of whole numbers; sorted, without duplicates."""
     found = numbers(text, field)
     if any(n != int(n) or n < 0 for n in found):
-        raise ConfigError(f"{field}: {text!r} must be whole numbers, none negative")
+        raise ConfigError(f"{field}: {text!r} must be whole numbers of at least 0")
     return sorted({int(n) for n in found})

@@ -1,12 +1,13 @@
-"""Reverse selection: are the lowest-scored examples and entries really worse than chance?
+"""Reverse selection: are the examples and entries with the lowest scores worse than random ones?
 
-The paper's reverse-selection ablation (Fig. reverse_selection). Under the run's own budgets each
-side is what DualSFT selected, a random draw of the same size, or the bottom of the scores:
-dual + dual, random on either side or both, reverse on either side or both. Every combination is
-fine-tuned from θ_old (Algorithm 1 line 12) for the same few steps of the run's own schedule, and
-measured as the evaluation measures: loss on the validation split and on the evaluation files, KL
-to θ_old. Random sides are drawn several times; intervals are over the validation rows, paired
-with the matched random control. Where the scores chose one side only, that side alone varies.
+The paper's reverse-selection ablation (Fig. reverse_selection). With the run's budgets, each side
+is the DualSFT selection (dual), a random draw of the same size (random), or the lowest-scored
+examples or entries (reverse): dual + dual, random on either side or both, reverse on either side or
+both. Every combination is fine-tuned from θ_old (Algorithm 1 line 12) for the same small number of
+steps with the run's schedule, and measured as in the evaluation stage: loss on the validation split
+and on the evaluation files, and KL to θ_old. Random sides are drawn several times. Intervals are
+over the validation rows, paired with the matched random control. If the run's scores selected only
+one side, only that side is varied.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ ARMS = (
     ("dual", "reverse"),
     ("reverse", "reverse"),
 )
-"""(examples, entries), the paper's."""
+"""The paper's combinations (examples, entries)."""
 AS_RUN = "as run"
-"""A side that DualSFT's scores did not choose: what the run trains, in every combination."""
+"""A side that was not selected by DualSFT's scores: the same as in the run in all combinations."""
 PIECE = "reverse"
 RESAMPLES = 2000
 
 
 def run(job: DiagnosticJob) -> dict[str, Any]:
-    """Train every combination and measure it; finished ones survive a kill."""
+    """Train and measure every combination; finished ones are saved and reused after a kill."""
     ctx, options = job.ctx, job.options
     plain_training(ctx)
     sides = _Sides(job)
@@ -85,7 +86,7 @@ def run(job: DiagnosticJob) -> dict[str, Any]:
 
 
 class _Sides:
-    """The examples and the entries of each kind."""
+    """The examples and entries of each kind (dual, random, reverse)."""
 
     def __init__(self, job: DiagnosticJob) -> None:
         self.job, self.ctx = job, job.ctx
@@ -101,8 +102,8 @@ class _Sides:
             self.k = sum(index.numel() for index in self.mask.values())
         if not data and not params:
             raise RunError(
-                "reverse: the run takes neither the highest-scored examples nor entries; use it on "
-                "a run of dualsft"
+                "reverse: the run selects neither the highest-scored examples nor entries; use it "
+                "on a run of dualsft"
             )
         self.combinations = list(
             dict.fromkeys((d if data else AS_RUN, p if params else AS_RUN) for d, p in ARMS)
@@ -110,7 +111,7 @@ class _Sides:
         self._reversed: dict[str, Any] = {}
 
     def arms(self, draws: int) -> list[tuple[str, str, int]]:
-        """Every training: combinations with a random side as often as it is drawn."""
+        """All trainings (examples, entries, draw): one per combination, or one per random draw."""
         return [
             (data, params, draw)
             for data, params in self.combinations
@@ -167,7 +168,7 @@ def _measured(
 def _arm(
     records: Mapping[str, Any], data: str, params: str, todo: Sequence[tuple[str, str, int]]
 ) -> dict[str, Any]:
-    """One combination: each measure, averaged over its draws, and the draws themselves."""
+    """One combination: each measure averaged over its draws, and the loss of each draw."""
     mine = [records[f"{d}/{p}/{n}"] for d, p, n in todo if (d, p) == (data, params)]
     files = {}
     for name in mine[0]:
@@ -187,10 +188,11 @@ def _contrasts(
     combinations: Sequence[tuple[str, str]],
     todo: Sequence[tuple[str, str, int]],
 ) -> list[dict[str, Any]]:
-    """Each reverse or dual combination against its matched control, paired by validation row.
+    """Compare each reverse or dual combination with its matched control, paired by validation row.
 
-    The control has random in the place of what differs. A positive difference: a higher loss than
-    chance. The interval resamples the validation rows, not the trainings.
+    The control has a random draw in place of the side under test. A positive difference means a
+    higher loss than the random control. The interval resamples the validation rows, not the
+    trainings.
     """
     rng, told = job.rng("reverse bootstrap"), []
 
@@ -217,7 +219,8 @@ def _contrasts(
 def _matched(
     combinations: Sequence[tuple[str, str]],
 ) -> list[tuple[tuple[str, str], tuple[str, str]]]:
-    """(combination, its random control): a reversed side becomes random; dual has each side so."""
+    """Pairs (combination, random control). In the control a reversed side is random; dual has one
+    control per random side, and one with both random."""
     found: list[tuple[tuple[str, str], tuple[str, str]]] = []
     for data, params in combinations:
         if "reverse" in (data, params):

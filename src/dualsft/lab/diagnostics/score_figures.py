@@ -1,8 +1,8 @@
-"""Figures of the diagnostics of the scores, each from its JSON alone.
+"""Figures of the score diagnostics, each drawn from its JSON.
 
-Beside the paper's Tables `local_regret`, `selected_data_main`, `selected_param_stats_app` and
-Figures `layerwise_param_heatmap` and `fixed_side_reselection`. Scores have no unit: they are
-predicted decreases of the validation loss (nats a response token).
+They correspond to the paper's Tables `local_regret`, `selected_data_main` and
+`selected_param_stats_app` and Figures `layerwise_param_heatmap` and `fixed_side_reselection`.
+Scores are predicted decreases of the validation loss, in nats per response token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def data_statistics(result: dict[str, Any], path: RunPath) -> list[RunPath]:
     names = [name.replace("_", "-") for name in groups]
     kinds = (
         ("alignment", "alignment with validation (cosine)", "{:.3f}"),
-        ("loss", "loss (nats a response token)", "{:.2f}"),
+        ("loss", "loss (nats per response token)", "{:.2f}"),
         ("diversity", "diversity (1 − mean cosine)", "{:.3f}"),
     )
     for one, (key, label, form) in zip(axes, kinds, strict=True):
@@ -46,7 +46,7 @@ def data_statistics(result: dict[str, Any], path: RunPath) -> list[RunPath]:
 
 
 def param_statistics(result: dict[str, Any], path: RunPath) -> list[RunPath]:
-    """Selected and candidate shares of the paper's groups; enrichment by layer."""
+    """Shares of the paper's groups in selection and candidates; enrichment by layer."""
     if "note" in result:
         return []
     figure, axes = panels(1, 2, width=5.4, height=3.6)
@@ -61,7 +61,7 @@ def param_statistics(result: dict[str, Any], path: RunPath) -> list[RunPath]:
     axes[0].tick_params(axis="x", labelsize=7)
     layers = sorted((int(n), v) for n, v in result["layers"].items() if n != "other")
     axes[1].bar([n for n, _ in layers], [v["enrichment"] or 0 for _, v in layers], color=COLOURS[0])
-    axes[1].axhline(1.0, color=COLOURS[-1], linestyle="--", linewidth=1, label="as the candidates")
+    axes[1].axhline(1.0, color=COLOURS[-1], linestyle="--", linewidth=1, label="candidates")
     axes[1].locator_params(axis="x", integer=True)
     axes[1].set_xlabel("layer")
     axes[1].set_ylabel("enrichment (× share of candidates)")
@@ -70,7 +70,7 @@ def param_statistics(result: dict[str, Any], path: RunPath) -> list[RunPath]:
 
 
 def heatmap(result: dict[str, Any], path: RunPath) -> list[RunPath]:
-    """Layer × module: mean |score| over its maximum, and the selected share where there is one."""
+    """Layer × module: mean |score| relative to its maximum, and the selected share if known."""
     tables = [("mean |score| over the largest", np.array(result["mean_abs_score"], float), True)]
     if result["selected_share"] is not None:
         share = 100 * np.array(result["selected_share"], float)
@@ -93,7 +93,7 @@ def heatmap(result: dict[str, Any], path: RunPath) -> list[RunPath]:
 
 
 def histograms(result: dict[str, Any], path: RunPath) -> list[RunPath]:
-    """Both sides' scores, logarithmic both ways, with the cut-off."""
+    """Histograms of both scores on log-like axes, with the cut-off."""
     figure, axes = panels(1, 2)
     for one, (side, title) in zip(axes, SIDES.items(), strict=True):
         facts = result[side]
@@ -109,13 +109,13 @@ def histograms(result: dict[str, Any], path: RunPath) -> list[RunPath]:
         one.set_yscale("symlog", linthresh=1)
         one.set_ylim(0, 2 * counts.max())
         one.set_xlabel(SCORE)
-        one.set_ylabel(f"{title} a bin")
+        one.set_ylabel(f"{title} per bin")
         legend_above(one)
     return save(figure, path)
 
 
 def local_regret(result: dict[str, Any], path: RunPath) -> list[RunPath]:
-    """Jaccard and utility ratio by side and checkpoint; the regret is printed on top."""
+    """Jaccard and regret by side and checkpoint."""
     figure, axes = panels(1, 2)
     rows = {(r["side"], r["checkpoint"]): r for r in result["rows"]}
     at = list(dict.fromkeys(r["checkpoint"] for r in result["rows"]))
@@ -132,7 +132,7 @@ def local_regret(result: dict[str, Any], path: RunPath) -> list[RunPath]:
 
 
 def coordination_gap(result: dict[str, Any], path: RunPath) -> list[RunPath]:
-    """The measures that lie between 0 and 1, both sides."""
+    """The measures without units, for both sides."""
     figure, axes = panels(1, 1, width=6.4)
     keys = {
         "relative_gap": "‖gap‖ / ‖isolated‖",
@@ -143,12 +143,12 @@ def coordination_gap(result: dict[str, Any], path: RunPath) -> list[RunPath]:
     }
     series = {title: [result[side][key] for key in keys] for side, title in SIDES.items()}
     bars(axes[0], list(keys.values()), series)
-    axes[0].set_ylabel("isolated against aware scores")
+    axes[0].set_ylabel("isolated versus aware scores")
     return save(figure, path)
 
 
 def reselection(result: dict[str, Any], path: RunPath) -> list[RunPath]:
-    """Overlap, utility and cost over the rounds; in a second figure the scatter plots."""
+    """Overlap, utility and cost over the rounds, and a second figure with the scatter plots."""
     orders = {"data_to_param": "data → param first", "param_to_data": "param → data first"}
     figure, axes = panels(1, 3, width=3.9)
     for order, title in orders.items():
@@ -196,7 +196,7 @@ def _scatter(scatter: dict[str, Any], path: RunPath) -> list[RunPath]:
         one.ticklabel_format(style="sci", scilimits=(0, 0))
         for values, which in ((x, "x"), (y, "y")):
             sizes = np.abs(values[values != 0])
-            if side == "params" and len(sizes):  # heavy tails: a linear axis shows one dot
+            if side == "params" and len(sizes):  # heavy tails would collapse on a linear axis
                 signed_axis(one, which, values.tolist(), float(np.median(sizes)))
         rank = "—" if facts["spearman"] is None else f"{facts['spearman']:.3f}"
         one.set_title(f"{SIDES[side]}: Spearman {rank}, Jaccard {facts['jaccard']:.3f}", fontsize=9)

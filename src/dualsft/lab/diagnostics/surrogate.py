@@ -1,9 +1,9 @@
-"""The local surrogate at a checkpoint, as the diagnostics of the scores use it.
+"""The local surrogate u, G (Algorithm 1 lines 3 to 8) at a checkpoint, for the score diagnostics.
 
-Eq. (u) at θ̄ comes from the run folder; at "Init" (ALGORITHM.md §2, Warmup) gradients are taken at
-θ_old, v_prior is zero and ĉ is that of the warmup's optimizer. Scores of examples are products by a
-walk of their own (`passes.walk`) and are kept as pieces when they are there, so that a kill loses
-no finished walk. Everything is in the units of u / eta_sc until a result is reported.
+At θ̄ ("warmup") u and G are read from the run folder. At θ_old ("init") the gradients are computed,
+v_prior is zero and ĉ is that of the warmup's optimizer. Example scores come from a separate walk
+over the examples (`engine/walk.py`) and are saved as pieces, so a kill does not lose finished
+walks. Values are in units of u / eta_sc until a result is reported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualsft.algorithm.projection import ProjectionTerms, param_scores, projection_terms
+from dualsft.algorithm.projection import ProjectionTerms, Scored, param_scores, projection_terms
+from dualsft.algorithm.scores import exact_dots
+from dualsft.algorithm.selection import product_source
 from dualsft.algorithm.topk import TopK, top_b, topk_signed
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
@@ -25,15 +27,13 @@ from dualsft.engine.walk import loss_objective, walk
 from dualsft.lab.diagnostics.job import DiagnosticJob
 from dualsft.memory.placement import blank
 from dualsft.runs.context import pass_settings
-from dualsft.runs.stages.chosen import product_source
-from dualsft.runs.stages.scores import Scored, exact_dots
 from dualsft.runs.stages.selection import data_budget, param_budget
 from dualsft.storage.vectors import ParamVector, Vector
 
 
 @dataclass(frozen=True)
 class Surrogate:
-    """u and G at one checkpoint, and the engine that differentiates there."""
+    """u and G at one checkpoint, and the engine that computes gradients there."""
 
     job: DiagnosticJob
     name: str
@@ -49,54 +49,57 @@ class Surrogate:
         return self.scored.projection
 
     def scores(self, projection: Vector, grad_sum: Vector) -> Vector:
-        """s_θ = u ⊙ G, lazily, for any u and G."""
+        """s_θ = u ⊙ G for any u and G, evaluated lazily."""
         return param_scores(self.eta_sc, projection, grad_sum)
 
     def mask(self, projection: Vector, grad_sum: Vector, k: int) -> TopK:
-        """Top k of u ⊙ G."""
+        """The top k entries of u ⊙ G."""
         return topk_signed(product_source(projection, grad_sum, self.eta_sc), k)
 
     def dots(
         self, direction: Vector, label: str, examples: Sequence[Example] | None = None
     ) -> np.ndarray:
-        """⟨direction, g_n⟩ of the pool (or of `examples`), a walk of its own, kept."""
+        """⟨direction, g_n⟩ of the pool (or `examples`), from a separate walk; saved as a piece."""
         return self.timed_dots(direction, label, examples)[0]
 
     def timed_dots(
         self, direction: Vector, label: str, examples: Sequence[Example] | None = None
     ) -> tuple[np.ndarray, float]:
-        """(the products, the seconds that they took)."""
+        """(products, seconds of the walk)."""
         rows = list(self.job.scoring.pool if examples is None else examples)
-        label = f"{label} ({self.name})"
+        label, ctx = f"{label} ({self.name})", self.job.ctx
+        passes = pass_settings(ctx)
         return kept(
-            self.job, label, lambda: exact_dots(self.job.ctx, self.engine, rows, direction, label)
+            self.job,
+            label,
+            lambda: exact_dots(self.engine, rows, direction, passes, ctx.reporter, label),
         )
 
     def pool_scores(self) -> np.ndarray:
-        """⟨u, g_n⟩ of the whole pool, exactly, without eta_sc: stored ones where they are exact."""
+        """Exact ⟨u, g_n⟩ of the whole pool, without eta_sc; read from the run if stored exactly."""
         stored = exact_stored_scores(self.job) if self.name == "warmup" else None
         if stored is not None:
             return stored / self.eta_sc
         return self.dots(self.projection, "one-shot scores")
 
     def subset_sum(self, examples: Sequence[Example], label: str) -> Vector:
-        """G_S: the sum of the gradients of these examples."""
+        """G_S, the sum of the gradients of these examples."""
         return gradient_sum(self.job, self.engine, examples, f"{label} ({self.name})")
 
     def best(self, scores: np.ndarray, b: int) -> np.ndarray:
-        """Positions of the top b of the pool, ascending."""
+        """Positions of the top b examples of the pool, ascending."""
         return best(scores, self.job.scoring.pool, b)
 
 
 def best(scores: np.ndarray, examples: Sequence[Example], b: int) -> np.ndarray:
-    """Positions of the top b, ascending; ties by source row, as the selection breaks them."""
+    """Positions of the top b, ascending; ties by source row, as in the selection."""
     return np.sort(top_b(scores, np.array([e.index for e in examples]), b))
 
 
 def gradient_sum(
     job: DiagnosticJob, engine: GhostEngine, examples: Sequence[Example], label: str
 ) -> ParamVector:
-    """Σ of the example gradients; a walk that goes on after a kill."""
+    """Sum of the example gradients, from a walk that resumes after a kill."""
     sums, ctx = blank(engine.candidates, engine.candidates.dtype), job.ctx
     settings, objective = pass_settings(ctx), loss_objective(engine.model)
     with ctx.precise("pool", label, engine.model):
@@ -107,7 +110,7 @@ def gradient_sum(
 def kept(
     job: DiagnosticJob, label: str, make: Callable[[], np.ndarray]
 ) -> tuple[np.ndarray, float]:
-    """(an array, the seconds it took): made once, read from its piece after a kill."""
+    """(array, seconds to compute it); saved as a piece and read from it after a kill."""
     pieces = job.ctx.pieces
     name = "kept-" + "".join(c if c.isalnum() else "-" for c in label.lower())
     piece = pieces.load(name)
@@ -123,12 +126,12 @@ def kept(
 
 
 def warm_surrogate(job: DiagnosticJob) -> Surrogate:
-    """The run's own, at θ̄."""
+    """The surrogate of the run, at θ̄."""
     return Surrogate(job, "warmup", job.scoring.engine, job.scoring.scored)
 
 
 def init_surrogate(job: DiagnosticJob) -> Surrogate | None:
-    """Eq. (u) at θ_old with v_prior = 0 and the warmup's ĉ; None without a warmup (it is θ̄)."""
+    """u at θ_old with v_prior = 0 and the warmup's ĉ; None without a warmup, where θ_old = θ̄."""
     ctx = job.ctx
     if not ctx.warmed_up:
         return None
@@ -141,29 +144,30 @@ def init_surrogate(job: DiagnosticJob) -> Surrogate | None:
     grad_sum = gradient_sum(job, engine, roles["pool"], "pool (G, init)")
     nothing = val_grad.combine(torch.zeros_like)
     curvature = ctx.curvature(engine.candidates)
-    terms = projection_terms(ctx.config, len(roles["pool"]), val_grad, nothing, curvature)
+    score, lr = ctx.config.score, ctx.config.finetune.lr
+    terms = projection_terms(score, lr, len(roles["pool"]), val_grad, nothing, curvature)
     return Surrogate(
         job, "init", engine, Scored(terms, grad_sum, nothing, terms.projection(grad_sum))
     )
 
 
 def checkpoints(job: DiagnosticJob) -> list[Surrogate]:
-    """Init and warmup; the second alone when there was no warmup, which is said."""
+    """The surrogates at init and warmup; only the latter, with a log line, without a warmup."""
     first = init_surrogate(job)
     if first is None:
-        job.reporter.say("no warmup, so θ̄ = θ_old: the init checkpoint is the warmup one")
+        job.reporter.say("no warmup, so θ̄ = θ_old: init and warmup are the same checkpoint")
     return [s for s in (first, warm_surrogate(job)) if s is not None]
 
 
 def budgets(job: DiagnosticJob) -> tuple[int, int]:
-    """(k, b) of the run's settings, whichever side it restricts."""
+    """(k, b) from the run's settings, also for a side that the run does not restrict."""
     ctx, scoring = job.ctx, job.scoring
     b = data_budget(ctx, scoring.num_full, len(scoring.pool))
     return param_budget(ctx, ctx.candidate_shapes), b
 
 
 def known_scores(job: DiagnosticJob) -> tuple[np.ndarray | None, np.ndarray]:
-    """(best known s_D of the pool, how far each may be from the exact one); None: not scored."""
+    """(best known s_D of the pool, error bound of each); None if examples were not scored."""
     table = (job.ctx.folder("scores") / "examples.parquet").read_table()
     if table["score"].null_count:
         return None, np.zeros(len(table))
@@ -178,14 +182,14 @@ def known_scores(job: DiagnosticJob) -> tuple[np.ndarray | None, np.ndarray]:
 
 
 def exact_stored_scores(job: DiagnosticJob) -> np.ndarray | None:
-    """s_D as the run stored them when every one is exact, otherwise None."""
+    """s_D as stored by the run if all of them are exact, otherwise None."""
     score, bound = known_scores(job)
     return None if score is None or bound.any() else score
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The pool examples whose scores an ablation compares, and the budget that goes with them."""
+    """The pool examples whose scores an ablation compares, and their share of the budget."""
 
     positions: np.ndarray
     examples: list[Example]
@@ -193,7 +197,7 @@ class Compared:
 
     @classmethod
     def of(cls, job: DiagnosticJob, limit: int) -> Compared:
-        """All of the pool, or a seeded sample of `limit`; the budget keeps its share."""
+        """A seeded sample of `limit` pool examples, with b scaled in proportion; 0 takes all."""
         pool = job.scoring.pool
         _, b = budgets(job)
         chosen = np.arange(len(pool))
@@ -209,6 +213,6 @@ class Compared:
 def varied(
     terms: ProjectionTerms, grad_sum: Vector, v_val: Vector, second_order: bool = True
 ) -> Vector:
-    """u / eta_sc with another v_val, with or without its second-order term."""
+    """u / eta_sc with another v_val, with or without the second-order term."""
     curvature = terms.curvature if second_order else None
     return replace(terms, v_val=v_val, curvature=curvature).projection(grad_sum)

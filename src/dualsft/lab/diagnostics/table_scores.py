@@ -1,7 +1,7 @@
-"""Diagnostics of the scores and of what was selected, as `dualsft diagnose --list` shows them.
+"""Registry entries and options of the diagnostics of scores and selections.
 
-Each is the keyword arguments of a `Diagnostic`; options are dataclasses defined here. Nothing heavy
-is imported.
+Each entry holds the keyword arguments of a `Diagnostic`. `dualsft diagnose --list` prints these
+texts. The module does not import torch or the implementations.
 """
 
 from __future__ import annotations
@@ -19,60 +19,62 @@ _NEEDS = ("scores", "selection")
 
 @dataclass(frozen=True, slots=True)
 class ReselectionOptions:
-    """Settings of fixed-side re-selection."""
+    """Options of reselection."""
 
     rounds: Annotated[str, Names()] = "0,1,2,3,5"
-    """Numbers of rounds T to report, for either order; the largest is run."""
+    """Numbers of rounds T to report for each order; rounds run up to the largest."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataStatisticsOptions:
-    """Settings of the statistics of the selected examples."""
+    """Options of data_statistics."""
 
     limit: Annotated[int, Bounds(least=1)] = 256
-    """Most examples of a group whose gradient is taken alone for the alignment."""
+    """Most examples per group whose gradients are computed for the alignment."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """Settings of an ablation that scores the pool again."""
+    """Options of the ablations that score the pool again."""
 
     pool: Annotated[int, Bounds(least=0)] = 4096
-    """Pool examples whose scores are compared, a seeded sample; 0 takes all."""
+    """Pool examples whose scores are compared (a seeded sample); 0 takes all."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnchorSizeOptions:
-    """Settings of the anchor-size sensitivity."""
+    """Options of anchor_size."""
 
     sizes: Annotated[str, Names()] = "256,512,1024,2048,4096"
-    """Numbers of anchors; those that the run does not have are left out, all it has are added."""
+    """Numbers of anchors to compare; sizes beyond the run's anchors are skipped, and the full
+    number of anchors is added."""
     pool: Annotated[int, Bounds(least=0)] = 4096
-    """Pool examples whose scores are compared, a seeded sample; 0 takes all."""
+    """Pool examples whose scores are compared (a seeded sample); 0 takes all."""
 
 
 @dataclass(frozen=True, slots=True)
 class SensitivityOptions:
-    """Settings of the sensitivity to b, k, λ, τ."""
+    """Options of sensitivity."""
 
     data_budgets: Annotated[str, Names()] = "0.02,0.05,0.1,0.2,0.5"
-    """Shares of all rows."""
+    """Data budgets to compare, as shares of all rows."""
     param_budgets: Annotated[str, Names()] = "0.01,0.02,0.05,0.1,0.2"
-    """Shares of the candidates."""
+    """Parameter budgets to compare, as shares of the candidates."""
     lambdas: Annotated[str, Names()] = "0,0.2,0.5,0.8,1.0,1.3,2.0"
-    """Values of λ."""
+    """Values of λ to compare."""
     taus: Annotated[str, Names()] = "0.5,1.0,2.0,4.0"
-    """Temperatures of CWSD; each costs a walk over the anchors and one over the compared pool."""
+    """Temperatures of CWSD to compare; each costs one walk over the anchors and one over the
+    compared pool."""
     pool: Annotated[int, Bounds(least=0)] = 4096
-    """Pool examples whose scores are compared, a seeded sample; 0 takes all."""
+    """Pool examples whose scores are compared (a seeded sample); 0 takes all."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundaryOptions:
-    """Settings of the boundary-gap certificate."""
+    """Options of boundary."""
 
     rows: Annotated[int, Bounds(least=1)] = 32
-    """Validation rows, and as many anchors, whose Hessian is taken."""
+    """Number of validation rows, and of anchors, in the Hessian."""
     iterations: Annotated[int, Bounds(least=1)] = 6
     """Steps of the power iteration for the operator norm."""
 
@@ -82,9 +84,9 @@ SCORES: tuple[dict[str, Any], ...] = (
         "name": "data_statistics",
         "target": f"{_HERE}.chosen_statistics:data_statistics",
         "figure": f"{_FIGURES}:data_statistics",
-        "summary": "alignment, loss, diversity of the selected, random, top-loss, all examples",
+        "summary": "alignment, loss, diversity of selected, random, top-loss and all examples",
         "paper": "Table selected_data_main; appendix selection_statistics",
-        "cost": "a forward pass over the pool, a backward pass alone for some hundred examples",
+        "cost": "a forward pass over the pool, gradients of a few hundred examples",
         "needs": _NEEDS,
         "options": DataStatisticsOptions,
     },
@@ -92,7 +94,7 @@ SCORES: tuple[dict[str, Any], ...] = (
         "name": "param_statistics",
         "target": f"{_HERE}.chosen_statistics:param_statistics",
         "figure": f"{_FIGURES}:param_statistics",
-        "summary": "which layers and modules the selected entries lie in, against the candidates",
+        "summary": "distribution of selected entries over layers and modules, vs. the candidates",
         "paper": "Table selected_param_stats_app; appendix selection_statistics",
         "cost": "reads the mask",
         "needs": _NEEDS,
@@ -103,23 +105,23 @@ SCORES: tuple[dict[str, Any], ...] = (
         "figure": f"{_FIGURES}:heatmap",
         "summary": "mean |score| of every layer and module",
         "paper": "Figures layerwise_param_heatmap, appendix_layerwise_param_heatmaps",
-        "cost": "one reading of u and G",
+        "cost": "one read of u and G",
         "needs": _NEEDS,
     },
     {
         "name": "histograms",
         "target": f"{_HERE}.chosen_statistics:histograms",
         "figure": f"{_FIGURES}:histograms",
-        "summary": "how the scores of both sides are distributed, and where the budget cuts",
+        "summary": "distribution of both scores, and the cut-off of the budget",
         "paper": "none (ours)",
-        "cost": "a few readings of u and G",
+        "cost": "a few reads of u and G",
         "needs": _NEEDS,
     },
     {
         "name": "local_regret",
         "target": f"{_HERE}.coordination:local_regret",
         "figure": f"{_FIGURES}:local_regret",
-        "summary": "what one-shot scores lose once the other side's restriction is imposed",
+        "summary": "utility that one-shot scores lose by ignoring the other side's selection",
         "paper": "Table local_regret",
         "cost": "up to two pool passes at θ̄ and three at θ_old",
         "needs": _NEEDS,
@@ -128,7 +130,7 @@ SCORES: tuple[dict[str, Any], ...] = (
         "name": "coordination_gap",
         "target": f"{_HERE}.coordination:coordination_gap",
         "figure": f"{_FIGURES}:coordination_gap",
-        "summary": "isolated first-order scores against those that know the other side",
+        "summary": "isolated first-order scores vs. scores aware of the other side",
         "paper": "Proposition coord_gap",
         "cost": "up to three pool passes",
         "needs": _NEEDS,
@@ -137,7 +139,7 @@ SCORES: tuple[dict[str, Any], ...] = (
         "name": "reselection",
         "target": f"{_HERE}.coordination:reselection",
         "figure": f"{_FIGURES}:reselection",
-        "summary": "one pass and T rounds of fixed-side re-selection, with cost and scatter",
+        "summary": "one-shot selection vs. T rounds of fixed-side re-selection, with cost",
         "paper": "Table conditional_reselection_main; Figure fixed_side_reselection",
         "cost": "a pool pass for every round that moves the examples",
         "needs": _NEEDS,
@@ -148,7 +150,7 @@ SCORES: tuple[dict[str, Any], ...] = (
         "name": "preservation",
         "target": f"{_HERE}.ablations:preservation",
         "figure": f"{_CURVES}:preservation",
-        "summary": "what no preservation, L2, Fisher and CWSD select, λ absolute and relative",
+        "summary": "selections with no preservation, L2, Fisher, CWSD; λ absolute and relative",
         "paper": "Table cwsd_ablation (its accuracies need `dualsft compare`)",
         "cost": "two walks over the anchors, four over the compared pool",
         "needs": _NEEDS,
@@ -160,7 +162,7 @@ SCORES: tuple[dict[str, Any], ...] = (
         "figure": f"{_CURVES}:anchor_size",
         "summary": "CWSD's direction and both selections with fewer anchors",
         "paper": "Table anchor_size_sensitivity",
-        "cost": "one walk over the anchors, one over the compared pool for each size",
+        "cost": "one walk over the anchors, and one over the compared pool per size",
         "needs": _NEEDS,
         "options": AnchorSizeOptions,
     },
@@ -168,7 +170,7 @@ SCORES: tuple[dict[str, Any], ...] = (
         "name": "components",
         "target": f"{_HERE}.ablations:components",
         "figure": f"{_CURVES}:components",
-        "summary": "what is left of the selection without warmup, preservation, second order",
+        "summary": "selections without warmup, preservation, or the second-order term",
         "paper": "Figure ablation_components",
         "cost": "a pool pass at θ_old, four walks over the compared pool",
         "needs": _NEEDS,
@@ -178,9 +180,9 @@ SCORES: tuple[dict[str, Any], ...] = (
         "name": "sensitivity",
         "target": f"{_HERE}.ablations:sensitivity",
         "figure": f"{_CURVES}:sensitivity",
-        "summary": "what other budgets, λ and τ would select",
+        "summary": "selections under other budgets, λ and τ",
         "paper": "Figure hyperparameter_sensitivity",
-        "cost": "two walks over the compared pool, and for each τ one and one over the anchors",
+        "cost": "two walks over the compared pool; per τ one more, and one over the anchors",
         "needs": _NEEDS,
         "options": SensitivityOptions,
     },
@@ -190,7 +192,7 @@ SCORES: tuple[dict[str, Any], ...] = (
         "figure": f"{_CURVES}:boundary",
         "summary": "is the selection provably the same under the exact Hessian?",
         "paper": "Proposition direct_score_gap, Corollaries topk_param and topb_data_stability",
-        "cost": "some hundred double backward passes, one or two pool passes",
+        "cost": "a few hundred double backward passes, one or two pool passes",
         "needs": _NEEDS,
         "options": BoundaryOptions,
     },

@@ -1,8 +1,8 @@
-"""Short restricted trainings from one start: what fidelity, drift and reverse selection share.
+"""Repeated short trainings from the same weights, shared by fidelity, drift and reverse selection.
 
-MaskedFT (Algorithm 1 line 12) as the run itself does it (`train/loop.py`, SparseAdamW), on given
-examples and entries, for a given number of steps, and back to the start afterwards: the weights
-that were trained are copied back, bit for bit, so one loaded model serves all trials.
+Each trial is MaskedFT (Algorithm 1 line 12) as in the run itself (`train/loop.py`, SparseAdamW), on
+given examples and entries, for a given number of steps. Afterwards the trained weights are restored
+bit for bit, so all trials use one loaded model.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ from dualsft.runs.context import RunContext
 from dualsft.runs.method import Job
 from dualsft.runs.stages.finetune import finetune_plan
 from dualsft.storage.resume import Pieces
-from dualsft.system.progress import Reporter
+from dualsft.system.progress import NOTE, Reporter
 from dualsft.train.loop import Hooks, TrainingPlan, train
 from dualsft.train.optimizer import SparseAdamW
 
 Indices = Mapping[str, Tensor | None]
 Memory = tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], None]]
+"""(get state, set state) of an `after_step` hook, saved with the progress of a trial."""
 
 
 class Quiet(Reporter):
-    """Says nothing of the many small pieces of work, but passes warnings on."""
+    """Suppresses log lines and progress, and forwards warnings."""
 
     def __init__(self, outer: Reporter) -> None:
         super().__init__(lambda _: None)
         self.outer = outer
 
-    def warn(self, message: str) -> None:
-        self.outer.warn(message)
+    def warn(self, message: str, code: str = NOTE) -> None:
+        self.outer.warn(message, code)
 
 
 def quiet(ctx: RunContext) -> RunContext:
-    """The same run for small pieces of work: silent, and without saved progress of its own."""
+    """A context for many small tasks: without log lines and without saved progress."""
     return replace(ctx, reporter=Quiet(ctx.reporter), pieces=Pieces(), plans={})
 
 
 def steps_plan(ctx: RunContext, steps: int, lr: float | None, batch: int | None) -> TrainingPlan:
-    """The run's own fine-tuning, but for exactly this many steps."""
+    """The fine-tuning plan of the run, with exactly this many steps."""
     plan = finetune_plan(ctx)
     return replace(
         plan,
@@ -62,12 +63,12 @@ def steps_plan(ctx: RunContext, steps: int, lr: float | None, batch: int | None)
 
 
 class Trials:
-    """Trainings of one model, each from the weights that it has now."""
+    """Trainings of one model that all start from its current weights."""
 
     def __init__(
         self, ctx: RunContext, model: PreTrainedModel, pieces: Pieces | None = None
     ) -> None:
-        """`pieces` keeps the progress inside a trial; without, an unfinished one is lost."""
+        """`pieces` saves progress inside a trial; without it, an interrupted trial starts over."""
         self.ctx, self.model, self.pieces = ctx, model, pieces
         self._start: dict[str, Tensor] = {}
 
@@ -81,11 +82,11 @@ class Trials:
         constant: bool = False,
         memory: Memory | None = None,
     ) -> None:
-        """Train; the weights stay trained until `reset`.
+        """Train the model; call `reset` to restore the weights.
 
-        `after_step` finds the model in eval mode. `constant` keeps the learning rate at its peak,
-        so that the first K steps are the same whatever the number of steps. `memory` gives what
-        `after_step` has found, to be saved with the weights, and takes it back after a kill.
+        `after_step` is called with the model in eval mode. `constant` keeps the learning rate at
+        its peak, so that the first K steps do not depend on the total number of steps. `memory`
+        saves and restores the results of `after_step` together with the weights.
         """
         ctx = self.ctx
 
@@ -128,6 +129,7 @@ class Trials:
             )
 
     def _keep(self, names: Sequence[str]) -> None:
+        """Copy the initial weights of these parameters to the CPU, once."""
         own = dict(text_parameters(self.model))
         for name in names:
             if name not in self._start:
@@ -135,14 +137,14 @@ class Trials:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Back to the start, bit for bit."""
+        """Restore the initial weights, bit for bit."""
         own = dict(text_parameters(self.model))
         for name, weight in self._start.items():
             own[name].copy_(weight)
 
 
 def new_losses(ctx: RunContext, model: PreTrainedModel, rows: Sequence[Example]) -> np.ndarray:
-    """ℓ of each row: L_new is their mean."""
+    """ℓ of each row; L_new is their mean."""
     return Job(ctx, "data", ctx.rundir.path).losses(model, rows, "validation")
 
 
@@ -150,7 +152,7 @@ def new_losses(ctx: RunContext, model: PreTrainedModel, rows: Sequence[Example])
 def prior_losses(
     ctx: RunContext, teacher: PreTrainedModel, model: PreTrainedModel, rows: Sequence[Example]
 ) -> np.ndarray:
-    """ω τ² KL(θ_old ‖ model) of each anchor: L_prior (CWSD) is their mean."""
+    """ω τ² KL(θ_old ‖ model) of each anchor; L_prior (CWSD) is their mean."""
     found = np.empty(len(rows))
     for chosen in make_batches(rows, ctx.batch_tokens):
         batch = [rows[i] for i in chosen]
@@ -161,7 +163,7 @@ def prior_losses(
 
 
 def sample(rng: np.random.Generator, rows: Sequence[Example], count: int | None) -> list[Example]:
-    """`count` of the rows at random in their own order; all of them when there are no more."""
+    """A random sample of `count` rows in their original order; all rows if there are fewer."""
     if count is None or count >= len(rows):
         return list(rows)
     return [rows[i] for i in np.sort(rng.choice(len(rows), count, replace=False))]
@@ -170,15 +172,15 @@ def sample(rng: np.random.Generator, rows: Sequence[Example], count: int | None)
 def stratified_mask(
     rng: np.random.Generator, sizes: Mapping[str, int], k: int, varied: bool
 ) -> dict[str, Tensor]:
-    """k entries, so many of each parameter (layer and module) as its size says; uniform inside.
+    """k random entries, with a count per parameter in proportion to its size.
 
-    `varied` draws the parameters' densities too (exponential), so that masks differ in where they
-    are and not only in which entries; the number of entries stays k.
+    `varied` also draws a random density per parameter (exponential), so that masks differ in their
+    distribution over layers as well. The total stays k.
     """
     room = np.array(list(sizes.values()), dtype=np.int64)
     weights = room * (rng.exponential(size=len(room)) if varied else 1.0)
     quota = np.zeros(len(room), dtype=np.int64)
-    while (left := k - int(quota.sum())) > 0:  # again for what did not fit into a full one
+    while (left := k - int(quota.sum())) > 0:  # redistribute what exceeded a parameter's size
         open_ = np.where(quota < room, weights, 0.0)
         exact = left * open_ / open_.sum()
         more = np.floor(exact).astype(np.int64)
@@ -192,12 +194,12 @@ def stratified_mask(
 
 
 def plain_training(ctx: RunContext) -> None:
-    """Refuse a run whose fine-tuning is more than a mask and examples."""
+    """Refuse a run whose fine-tuning is more than a fixed mask on fixed examples."""
     params = ctx.methods.load("params")
     moving = params.refresh_every(Job(ctx, "params", ctx.rundir.path)) is not None
     if params.adapter or moving or ctx.methods["weights"] or ctx.methods["after"]:
         names = [e.name for e in ctx.methods.entries.values() if e is not None]
         raise RunError(
             f"the run's fine-tuning ({', '.join(names)}) is more than a fixed mask on fixed "
-            "examples, and this diagnostic would train something else; use it on a run of dualsft"
+            "examples, which is all that this diagnostic can train; use it on a run of dualsft"
         )

@@ -1,1 +1,1 @@
-"""`dualsft estimate`: memory, time and disk of every stage before anything runs."""
+"""`dualsft estimate`: estimate the memory, time and disk space of every stage before a run."""

@@ -1,10 +1,10 @@
-"""`dualsft estimate`: memory, time and disk of every stage of Algorithm 1, before anything runs.
+"""`dualsft estimate`: memory, time and disk space of every stage of Algorithm 1, before a run.
 
-Sizes of weights, vectors and optimizer states follow from the model's shapes; what a batch takes is
-measured on copies of one and two layers (`lab/estimate/probe.py`); rows are counted and a sample
-of them is tokenised (`lab/estimate/workload.py`); the plan of the walks is the one that the run
-would choose (`memory/plans.py`). Where a stage does not fit, the settings that make it fit are
-tried and said. Nothing is written.
+The sizes of weights, vectors and optimizer states follow from the model's shapes. Memory and time
+per batch are measured on copies of the model with one and two layers (`lab/estimate/probe.py`).
+Rows are counted and a sample of them is tokenised (`lab/estimate/workload.py`). The plan of a walk
+is the one that the run would choose (`memory/plans.py`). If a stage does not fit, settings that
+reduce memory are tried, and the first that fit are suggested. Writes nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from dualsft.algorithm.scores import NUM_ALONE, NUM_ALONE_HALF
 from dualsft.config import settings
 from dualsft.config.settings import Config
 from dualsft.engine.fused import HALF_DTYPES
@@ -34,7 +35,7 @@ from dualsft.runs.method import Job
 from dualsft.runs.preflight import FOLDERS, STAGE_NAMES, check_paths, check_stage
 from dualsft.runs.stages.finetune import finetune_plan
 from dualsft.runs.stages.gradients import one_pass_wanted
-from dualsft.runs.stages.scores import NUM_ALONE, NUM_ALONE_HALF, kept_vectors
+from dualsft.runs.stages.scores import kept_vectors
 from dualsft.runs.stages.selection import data_budget, param_budget
 from dualsft.runs.stages.warmup import warmup_plan
 from dualsft.storage.vectors import accumulation_dtype
@@ -43,39 +44,39 @@ from dualsft.system.progress import Reporter, peak_memory_gib
 from dualsft.system.usage import free_memory
 
 OPEN_SHARE = 0.1
-"""Of the pool, in half precision: examples so near the boundary that they are scored again (a tenth
-of GSM8K with SmolLM2-135M)."""
+"""Share of the pool that is scored again in half precision, because it is near the boundary (a
+tenth of GSM8K with SmolLM2-135M)."""
 IO_BYTES = 1e9
-"""Bytes a second that files are read and written with: a guess, and a small part of the time."""
+"""File throughput in bytes per second: a guess. I/O is a small part of the time."""
 FORWARDS = 4
-"""Of the evaluation: both models, and their logits compared."""
+"""Cost of the evaluation in forward passes: both models, and the comparison of their logits."""
 TOPK_SECONDS = {"cuda": 1e-9, "cpu": 15e-9, "mps": 15e-9}
-"""An entry in the selection: two readings of u ⊙ G (`algorithm/topk.py`)."""
+"""Seconds per entry of the selection, which reads u ⊙ G twice (`algorithm/topk.py`)."""
 
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """One line of the table; bytes and seconds."""
+    """Estimate of one stage, in bytes and seconds."""
 
     name: str
     device_bytes: int
-    """0 where the device is the CPU: then everything is in `host_bytes`."""
+    """0 on a CPU, where everything counts in `host_bytes`."""
     host_bytes: int
     seconds: float
     disk_bytes: int
     note: str
     fits: bool = True
     cure: str = ""
-    """Settings that make it fit, or what is needed when none does."""
+    """Settings that make it fit, or the memory needed if none do."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Every stage, and what this machine has."""
+    """Estimates of all stages, and the resources of this machine."""
 
     device: str
     device_memory: int
-    """Bytes that the run may use; of the host where the device is the CPU."""
+    """Bytes that the run may use: of the GPU, or of the host on a CPU."""
     host_memory: int
     disk_free: int
     num_parameters: int
@@ -98,7 +99,7 @@ class Estimate:
         return self.disk_bytes <= self.disk_free
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """As a dictionary for JSON."""
         return asdict(self) | {"fits": self.fits, "disk_bytes": self.disk_bytes}
 
 
@@ -108,17 +109,17 @@ def estimate(
     until: str | None = None,
     reporter: Reporter | None = None,
 ) -> Estimate:
-    """What `dualsft run` would take with these settings; measures for some seconds."""
+    """Estimate what `dualsft run` would need with these settings. Measures for some seconds."""
     settings.validate(config)
     check_paths(config)
     last = check_stage(until)
     ctx = RunContext(config, RunDir(Path(out)), reporter or Reporter())
-    ctx.reporter.say("reading the data, and measuring copies of one and two layers …")
+    ctx.reporter.say("reading the data and measuring copies with one and two layers …")
     return _Estimator(ctx).table(STAGE_NAMES.index(last))
 
 
 class _Estimator:
-    """One run's sizes, measurements and machine."""
+    """Sizes, measurements and machine of one run."""
 
     def __init__(self, ctx: RunContext) -> None:
         self.ctx, self.config = ctx, ctx.config
@@ -135,7 +136,7 @@ class _Estimator:
         self.work: Workload = survey(ctx)
         self.room = self.before = machine(ctx, self.model_bytes, self.work)
         self.probe: Probe = self._probe()
-        if not self.room.on_cpu:  # the libraries that CUDA loads are in this process now
+        if not self.room.on_cpu:  # measure again: CUDA has loaded its libraries into this process
             self.room = machine(ctx, self.model_bytes, self.work)
 
     def _probe(self) -> Probe:
@@ -160,7 +161,7 @@ class _Estimator:
         return probe(build, depth, trial, ctx.device)
 
     def table(self, last: int) -> Estimate:
-        """The stages up to number `last`."""
+        """Estimate the stages up to index `last`."""
         stages = (
             self._split,
             self._warmup,
@@ -223,7 +224,7 @@ class _Estimator:
         return self._training("finetune", self._finetune_needs, steps, disk)
 
     def _num_selected(self) -> int:
-        """Entries in the mask; none where every parameter is trained, or an adapter."""
+        """Entries in the mask. 0 if every parameter is trained, or an adapter."""
         params = self.ctx.methods.load("params")
         if not params.entry.uses_budget:
             return 0
@@ -232,7 +233,7 @@ class _Estimator:
         )
 
     def _num_trained(self) -> int:
-        """Examples that fine-tuning sees in an epoch."""
+        """Examples per epoch of fine-tuning."""
         counts, data = self.work.counts, self.ctx.methods.load("data")
         num_pool = sum(counts[role] for role in data.pool_roles)
         if not data.entry.uses_budget:
@@ -259,7 +260,7 @@ class _Estimator:
         cures: Iterator[tuple[str, Config]],
         disk: int,
     ) -> StageEstimate:
-        """A training stage as it is set; when that does not fit, the first cure that does."""
+        """Estimate a training stage. If it does not fit, suggest the first cure that does."""
         asked = needs(self.config)
         device, host, note = asked.peak(self.room)
         seconds = asked.seconds(self.probe) + self._io(self.model_bytes + disk)
@@ -280,7 +281,7 @@ class _Estimator:
             num_batches, tokens = self.work.of("anchor").batches(
                 counts["anchor"], self.ctx.batch_tokens
             )
-            line = self.probe.forward_seconds  # the teacher looks at the anchors as well
+            line = self.probe.forward_seconds  # the teacher's forward pass over the anchors
             seconds += num_batches * line.fixed + tokens * line.slope
         one_pass = one_pass_wanted(self.ctx)
         walks.append(self._walk("pool", wide=self._widens("full"), direction=one_pass))
@@ -297,7 +298,7 @@ class _Estimator:
         line, tokens = self.probe.step_seconds, self.work.lengths.mean()
         seconds += count * (line.fixed + tokens * line.slope)
         device, host = self._alone() + self._at_hand(self.vector_bytes), 0
-        if self._half:  # the probes once more by the engine
+        if self._half:  # the engine scores the self-check examples once more in fp32
             probes = self._walk("pool", count, wide=True, sums=False, direction=True)
             planned = probes.planned(self.ctx, self.room)
             device, seconds = max(device, planned.device), seconds + planned.seconds
@@ -334,8 +335,8 @@ class _Estimator:
         return self.ctx.dtype in HALF_DTYPES
 
     def _alone(self) -> int:
-        """One example by plain autograd: the model, in half precision widened to fp32, and what its
-        activations take then."""
+        """Memory to score one example by plain autograd: the model, widened to fp32 if it is in
+        half precision, and the activations of the longest example."""
         memory = self.probe.wide.loss
         activations = (None if self.room.on_cpu else memory.recomputed) or memory.kept
         batch = int(activations.at(self.work.of("pool").longest)) if activations else 0
@@ -351,20 +352,20 @@ class _Estimator:
         val, lengths = self.work.counts["val"], self.work.of("val")
         rows = num_sets * (min(val, asked.limit) if asked.limit else val)
         tokens, longest = asked.batch_tokens or self.ctx.batch_tokens, lengths.longest
-        if num_sets == 1:  # of other files the size is not known
+        if num_sets == 1:  # the sizes of evaluation.files are not known
             tokens = max(longest, min(tokens, int(rows * lengths.mean())))
 
         def peak(tokens: int) -> int:
             return 2 * self.model_bytes + 2 * int(self.probe.forward.at(tokens))
 
         while tokens > longest and not self.room.fits(peak(tokens)):
-            tokens = max(longest, tokens // 2)  # as the stage does by itself
+            tokens = max(longest, tokens // 2)  # the stage halves its batches the same way
         num_batches, padded = lengths.batches(rows, tokens)
         line = self.probe.forward_seconds
         seconds = FORWARDS * (num_batches * line.fixed + padded * line.slope)
         seconds += self._io(2 * self.model_bytes)
-        note = f"{tokens:,} tokens a batch"
-        note += ", files taken to be as long as the validation" if num_sets > 1 else ""
+        note = f"{tokens:,} tokens per batch"
+        note += ", files assumed to be as long as the validation split" if num_sets > 1 else ""
         return self._stage("evaluation", peak(tokens), 0, seconds, 0, note)
 
     # --- walks ----------------------------------------------------------------------------------
@@ -379,8 +380,10 @@ class _Estimator:
         sums: bool = True,
         direction: bool = False,
     ) -> Walk:
-        """A walk over a role, or `count` of it, with the weights as they are; in half precision,
-        where asked for, with fp32 ones."""
+        """A walk over the examples of a role, or over `count` of them.
+
+        With `wide`, a half-precision model is widened to fp32.
+        """
         wide = wide and self._half
         num_bytes = (2 if teacher else 1) * self.model_bytes * (2 if wide else 1)
         return Walk(
@@ -395,7 +398,8 @@ class _Estimator:
         )
 
     def _widens(self, *precisions: str, num_models: int = 1) -> bool:
-        """Whether a walk that has fp32 weights at these settings of score.precision gets them."""
+        """Whether a walk that wants fp32 weights under these values of score.precision gets them:
+        the setting must be one of them, and the memory must suffice."""
         asked = self.config.score.precision in precisions
         return asked and has_room_for_fp32(self.room, num_models)
 
@@ -406,14 +410,14 @@ class _Estimator:
         if not self.room.fits(device, host):
             score = self.config.score
             asked = score.plan != "auto" or score.checkpointing is False
-            free = "leave score.plan and score.checkpointing to the run, " if asked else ""
+            free = "leave score.plan and score.checkpointing at their defaults, " if asked else ""
             cure = f"{free}lower data.max_length, or {self.room.larger(device, host)}"
         return self._stage(name, device, host, seconds, disk, note, cure)
 
-    # --- room -----------------------------------------------------------------------------------
+    # --- memory ---------------------------------------------------------------------------------
 
     def _at_hand(self, num_bytes: int) -> int:
-        """A vector that is held on a GPU where there is room for it (`runs/stages/chosen.py`)."""
+        """GPU bytes of a vector, or 0 if it does not fit (`at_hand` in `runs/stages/chosen.py`)."""
         free = self.room.device_bytes - self.model_bytes
         return num_bytes if not self.room.on_cpu and num_bytes <= free // 2 else 0
 
@@ -432,7 +436,7 @@ class _Estimator:
     ) -> StageEstimate:
         assert name in FOLDERS
         fits, total = self.room.fits(device, host), self.room.hosted(device, host)
-        if name == "split":  # no model is loaded
+        if name == "split":  # loads no model
             total = self.before.base + host
             fits = total <= self.room.host_bytes
         return StageEstimate(
@@ -448,7 +452,7 @@ class _Estimator:
 
 
 def machine(ctx: RunContext, model_bytes: int, work: Workload) -> Room:
-    """What is free here; a run begins with what this process holds now."""
+    """Free memory of this machine. A run starts with the same base usage as this process."""
     resident = _resident_bytes()
     host = free_memory(torch.device("cpu")) + resident
     free = free_memory(ctx.device) if ctx.device.type == "cuda" else host
@@ -463,7 +467,7 @@ def machine(ctx: RunContext, model_bytes: int, work: Workload) -> Room:
 
 
 def _resident_bytes() -> int:
-    """What this process holds."""
+    """Resident memory of this process; its peak on systems without /proc."""
     status = Path("/proc/self/statm")
     if status.is_file():
         return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,12 +1,14 @@
-"""What a batch takes at a model's real depth, measured on copies of one and two layers.
+"""Memory and time per batch at a model's full depth, measured on copies with one and two layers.
 
-A decoder is the same block over and over, so the bytes and the seconds of a batch are linear in its
+A decoder repeats the same block, so the bytes and seconds of a batch are linear in the number of
 layers L and in the tokens of the batch: fixed + c · tokens + L · (a + b · tokens). Two depths and
-two batch sizes give all four numbers, without the weights and in the memory of two layers: a few
-seconds on the run's own device. `dualsft estimate` asks this before Algorithm 1 begins.
+two batch sizes determine all four coefficients. This needs neither the weights nor more memory than
+two layers, and takes a few seconds on the run's device. Used by `dualsft estimate`, before
+Algorithm 1.
 
-On CUDA the allocator counts, and batches are as large as the run's. Elsewhere nobody counts: there
-the tensors that autograd saves are added up, and what the loss and one gradient need besides.
+On CUDA, memory is read from the allocator, with batches as large as the run's. On other devices no
+allocator statistics exist, so the memory is the sum of the tensors that autograd saves, the logits
+of the loss, and the largest gradient.
 """
 
 from __future__ import annotations
@@ -37,14 +39,15 @@ from dualsft.train.optimizer import SparseAdamW
 
 DEPTHS = (1, 2)
 ROUNDS = 2
-"""Timed calls of a kind; the fastest counts."""
+"""Timed calls per measurement; the fastest counts."""
 CPU_TOKENS = 256
-"""Tokens of the smaller batch that is timed on a CPU."""
+"""Tokens of the smaller timed batch on a CPU."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a batch with activations kept, and with activations recomputed."""
+    """Bytes of a batch with activations kept and with activations recomputed. None: out of memory
+    or not measured."""
 
     kept: Activations | None
     recomputed: Activations | None
@@ -55,37 +58,36 @@ class Memory:
 
 @dataclass(frozen=True)
 class Walks:
-    """The ghost walk with weights of one dtype; seconds of a batch by its tokens."""
+    """The ghost walk with weights of one dtype. `seconds` is per batch, by tokens."""
 
     loss: Memory
-    """With G, direction and bounds, without the vectors themselves."""
+    """With G, direction and bounds, but without the memory of these vectors."""
     cwsd: Memory
     seconds: LinearFit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Everything measured, at the model's own depth; seconds of a batch by its tokens."""
+    """All measurements at the model's full depth. Bytes and seconds are per batch, by tokens."""
 
     warmup: Memory
-    """A training step on every parameter: without gradients and optimizer state."""
+    """Training step on every parameter, without gradients and optimizer state."""
     finetune: Memory
-    """The same where only the candidates have gradients."""
+    """The same if only the candidates have gradients."""
     walks: Walks
     wide: Walks
-    """With fp32 weights, as some walks of a half-precision run have them
-    (`engine/precision.py`)."""
+    """With fp32 weights, which some walks of a half-precision run use (`engine/precision.py`)."""
     forward: LinearFit
     """Bytes of a forward pass with the loss, without gradients."""
     step_seconds: LinearFit
     forward_seconds: LinearFit
     update_seconds: float
-    """An entry in the optimizer's update."""
+    """Seconds per entry of an optimizer update."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What the batches of a measurement are made of."""
+    """Examples and settings for the batches to measure."""
 
     longest: Example
     typical: Example
@@ -102,7 +104,7 @@ class Trial:
 def probe(
     build: Callable[[int], PreTrainedModel], depth: int, trial: Trial, device: torch.device
 ) -> Probe:
-    """Measure models of one and two layers, made by `build`, and go on to `depth`."""
+    """Measure models with one and two layers, made by `build`, and extrapolate to `depth`."""
     found = []
     for layers in DEPTHS:
         model = build(layers)
@@ -147,7 +149,7 @@ def probe(
 
 
 def deeper(one: LinearFit, two: LinearFit, depth: int) -> LinearFit:
-    """The line at `depth` layers, from those at one and at two; more layers never take less."""
+    """Extrapolate a line to `depth` layers from one and two. More layers never cost less."""
     fixed, slope = (max(0.0, b - a) for a, b in ((one.fixed, two.fixed), (one.slope, two.slope)))
     return LinearFit(one.fixed + (depth - 1) * fixed, one.slope + (depth - 1) * slope)
 
@@ -164,7 +166,7 @@ def _deeper_memory(one: Memory, two: Memory, depth: int) -> Memory:
 
 
 def _measured(model: PreTrainedModel, trial: Trial, device: torch.device) -> Probe:
-    """All numbers of one shallow model."""
+    """All measurements of one shallow model."""
     engine = _engine(model, trial.candidates)
     everything = [name for name, _ in text_parameters(model)]
     walks = wide = _walks(engine, trial)
@@ -194,7 +196,7 @@ def _measured(model: PreTrainedModel, trial: Trial, device: torch.device) -> Pro
 
 
 def _walks(engine: GhostEngine, trial: Trial) -> Walks:
-    """The walk's bytes and seconds with the weights as they are now."""
+    """Bytes and seconds of the walk in the current dtype of the weights."""
     if engine.device.type == "cuda":
         loss = _both(lambda again: _walk_peaks(engine, trial, again))
         cwsd = _both(lambda again: _walk_peaks(engine, trial, again, teacher=True))
@@ -205,7 +207,10 @@ def _walks(engine: GhostEngine, trial: Trial) -> Walks:
 
 
 def _engine(model: PreTrainedModel, candidates: str) -> GhostEngine:
-    """Patterns that name a deep layer match nothing here: the blocks then stand for them."""
+    """Engine for a shallow model.
+
+    Patterns that name a deep layer match nothing here; `block_linear` is measured instead.
+    """
     try:
         found = find_candidates(model, candidates)
     except ConfigError:
@@ -227,7 +232,8 @@ def _both(peaks: Callable[[bool], Activations | None]) -> Memory:
 def _walk_peaks(
     engine: GhostEngine, trial: Trial, checkpointing: bool, teacher: bool = False
 ) -> Activations | None:
-    """As a walk measures itself (`trial.measure`), with batches of half and of full size."""
+    """Memory of a walk, measured as a walk does it (`trial.measure`), at half and full batch
+    size."""
     model = engine.model
     objective = cwsd_objective(model, model, trial.tau) if teacher else loss_objective(model)
     batch = trial.batches(_labelled(trial.longest), engine.device)
@@ -249,7 +255,7 @@ def _walk_peaks(
 def _step_peaks(
     model: PreTrainedModel, names: Sequence[str], trial: Trial, checkpointing: bool
 ) -> Activations | None:
-    """A training step whose gradients are freed as they come."""
+    """Memory of a training step whose gradients are freed as they are computed."""
     device = next(model.parameters()).device
     batch = trial.batches(_labelled(trial.longest), device)
     for at_once in _sizes(trial):
@@ -270,7 +276,7 @@ def _step_peaks(
 
 
 def _sizes(trial: Trial) -> Iterator[int]:
-    """Examples in the smaller batch: half of what a batch may have, less when that is too many."""
+    """Sizes to try for the smaller batch: half of a full batch, then half of that, and so on."""
     count = max(1, trial.batch_tokens // (2 * trial.longest.num_tokens))
     while count:
         yield count
@@ -278,13 +284,14 @@ def _sizes(trial: Trial) -> Iterator[int]:
 
 
 def _labelled(example: Example) -> Example:
-    """Every token a label: the most that the loss may have to do."""
+    """The example with a label on every token: the worst case for the loss."""
     return replace(example, labels=list(example.input_ids))
 
 
 @contextmanager
 def _gradients_of(model: PreTrainedModel, names: Sequence[str]) -> Iterator[None]:
-    """Training mode, with gradients for these parameters alone, each freed when it is made."""
+    """Training mode with gradients for these parameters only, each freed as soon as it is
+    accumulated."""
     wanted, before = set(names), {p: p.requires_grad for p in model.parameters()}
     handles = []
     for name, parameter in model.named_parameters():
@@ -307,7 +314,7 @@ def _free(parameter: Tensor) -> None:
 
 
 def _peaks(model: PreTrainedModel, batch: Batch) -> tuple[int, int, int]:
-    """(tokens, bytes at the peak of the forward pass, of the backward) above what is held."""
+    """(tokens, peak bytes of the forward pass, of the backward pass), above the memory in use."""
     before = torch.cuda.memory_allocated()
     with PeakMemory() as ahead:
         objective, _ = example_objective(model, batch)
@@ -330,7 +337,7 @@ def _forward_peaks(model: PreTrainedModel, trial: Trial) -> LinearFit:
 
 
 def saved_bytes(model: PreTrainedModel, batch: Batch) -> int:
-    """Bytes that autograd keeps between forward and backward, weights apart."""
+    """Bytes that autograd saves between forward and backward, without the weights."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
 
@@ -347,7 +354,10 @@ def saved_bytes(model: PreTrainedModel, batch: Batch) -> int:
 
 
 def _counted(model: PreTrainedModel, trial: Trial) -> Memory:
-    """Where no allocator counts: saved tensors, a chunk of logits, the largest gradient."""
+    """Memory without allocator statistics: saved tensors, a chunk of logits, the largest gradient.
+
+    Recomputed activations are not measured.
+    """
     device, names = next(model.parameters()).device, [name for name, _ in text_parameters(model)]
     batch = trial.batches(_labelled(trial.longest), device)
     with _gradients_of(model, names):
@@ -365,7 +375,7 @@ def _counted(model: PreTrainedModel, trial: Trial) -> Memory:
 
 
 def _logits(model: PreTrainedModel, trial: Trial) -> float:
-    """A chunk of fp32 logits and its gradient."""
+    """Bytes of a chunk of fp32 logits and its gradient."""
     whole = 4 * trial.batch_tokens * int(model.config.get_text_config().vocab_size)
     return 2.0 * min(CHUNK_BYTES["cpu"], whole)
 
@@ -393,7 +403,7 @@ def _looking(model: PreTrainedModel) -> Callable[[Batch], None]:
 
 @contextmanager
 def _walking(engine: GhostEngine) -> Iterator[Callable[[Batch], None]]:
-    """A batch of the pool pass, with a scratch vector for G and the direction."""
+    """Function that runs one batch of the pool pass, with a scratch vector as G and direction."""
     scratch = Scratch(engine.candidates, engine.candidates.dtype, engine.device)
     objective = loss_objective(engine.model)
     with engine.tapped(sums=scratch, direction=scratch, bounds=True) as taps:
@@ -407,7 +417,7 @@ def _walking(engine: GhostEngine) -> Iterator[Callable[[Batch], None]]:
 
 
 def _seconds(call: Callable[[Batch], None], trial: Trial, device: torch.device) -> LinearFit:
-    """Seconds of a batch by its tokens, on examples of the usual length."""
+    """Seconds per batch as a function of its tokens, with examples of median length."""
     length = trial.typical.num_tokens
     tokens = trial.batch_tokens // 2 if device.type == "cuda" else CPU_TOKENS
     few = max(1, min(tokens, trial.batch_tokens // 2) // length)
@@ -415,7 +425,7 @@ def _seconds(call: Callable[[Batch], None], trial: Trial, device: torch.device) 
     points = []
     for count in (few, 2 * few):
         inputs = batch(count)
-        call(inputs)
+        call(inputs)  # warm up, untimed
         points.append((count * length, min(_timed(call, inputs, device) for _ in range(ROUNDS))))
     (less, quick), (more, slow) = points
     slope = max(0.0, (slow - quick) / (more - less))
@@ -436,11 +446,11 @@ def _wait(device: torch.device) -> None:
 
 
 def _update_seconds(model: PreTrainedModel, trial: Trial, device: torch.device) -> float:
-    """Seconds an entry of one update of every parameter."""
+    """Seconds per entry of one update of every parameter."""
     batch = trial.batches(trial.typical, device)(1)
     with SparseAdamW(text_parameters(model), None, lr=0.0, free_gradients=True) as optimizer:
         found = []
-        for _ in range(ROUNDS):  # the first makes the moments
+        for _ in range(ROUNDS):  # only the last counts: the first allocates the moments
             example_objective(model, batch)[0].backward()
             _wait(device)
             start = time.perf_counter()

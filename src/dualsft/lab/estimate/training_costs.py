@@ -1,11 +1,11 @@
-"""What a training stage takes, and whether it fits: the part of `dualsft estimate` for SparseAdamW.
+"""Memory and time of a training stage: the part of `dualsft estimate` for SparseAdamW.
 
-Algorithm 1, lines 1 (Warmup) and 12 (MaskedFT). Bytes an entry are exact (`train/optimizer.py`):
-an index of 2 where only some entries are trained, 2 of the master's low half for bf16, 8, 4 or 2
-of moments, and of gradient the weight's own size, 4 once a second micro-batch was added. What a
-micro-batch takes was measured (`lab/estimate/probe.py`). Where it does not fit, the loop
-recomputes activations and then halves micro-batches by itself (`train/loop.py`), and so does this
-estimate; settings that are tried after that are the user's to make.
+Covers Algorithm 1, lines 1 (Warmup) and 12 (MaskedFT). Bytes per entry are exact
+(`train/optimizer.py`): 2 for the index if only some entries are trained, 2 for the low half of the
+bf16 master weight, 8, 4 or 2 for the moments, and the weight's size for the gradient, or 4 once a
+second micro-batch is added. Micro-batches were measured (`lab/estimate/probe.py`). If a stage does
+not fit, the loop recomputes activations and then halves micro-batches (`train/loop.py`), and so
+does this estimate. Settings beyond that are only suggested; the user has to set them.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from dualsft.train.moments import BYTES, Moments
 from dualsft.train.offload import PART
 
 OFFLOAD_PARTS = 3
-"""Parts of an offloaded optimizer state on the device at a time."""
+"""Parts of an offloaded optimizer state that are on the device at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What the machine has, and what is held whatever runs."""
+    """Memory of the machine, and the memory that every stage uses."""
 
     on_cpu: bool
     device_bytes: int
-    """Bytes of the GPU that the run may use; unused on a CPU."""
+    """GPU bytes that the run may use; unused on a CPU."""
     host_bytes: int
     base: int
-    """In the host's memory: the process itself and the tokenised corpus."""
+    """Host memory of the process itself and the tokenised corpus."""
     model_bytes: int
     dtype: torch.dtype
 
     @property
     def usable(self) -> float:
-        """For weights, vectors and batches."""
+        """Bytes available for weights, vectors and batches."""
         if self.on_cpu:
             return self.host_bytes - self.base
         return self.device_bytes * (1 - HEADROOM)
 
     def hosted(self, device: int, host: int) -> int:
-        """The host's part: on a CPU everything, otherwise what loading a model passes through."""
+        """Host memory: everything on a CPU; with a GPU, models pass through it while loading."""
         return self.base + host + (device if self.on_cpu else self.model_bytes)
 
     def fits(self, device: int, host: int = 0) -> bool:
         return device <= self.usable and self.hosted(device, host) <= self.host_bytes
 
     def larger(self, device: int, host: int) -> str:
-        """What is needed when no setting helps."""
+        """The machine that is needed if no setting helps."""
         if self.on_cpu or device <= self.usable:
             where = "memory" if self.on_cpu else "host memory"
             return f"use a machine with {self.hosted(device, host) / GIB:.1f} GiB of {where}"
@@ -66,11 +66,11 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One training stage under given settings."""
+    """One training stage with given settings."""
 
     num_entries: int
     whole: bool
-    """Whole parameters are trained: there is no index."""
+    """Whether whole parameters are trained, which needs no index."""
     moments: Moments
     offload: bool
     memory: Memory
@@ -79,17 +79,17 @@ class Training:
     lengths: Lengths
 
     def peak(self, room: Room) -> tuple[int, int, str]:
-        """(bytes on the device, in the host's memory, how it trains)."""
+        """(bytes on the device, bytes on the host, note on how it trains)."""
         asked = self.plan.checkpointing
         device, host, tokens = self._peak(room, bool(asked), shrink=asked is not None)
         if asked is None and not room.fits(device, host):
             asked = True
             device, host, tokens = self._peak(room, True, shrink=True)
-        note = f"{tokens:,} tokens a micro-batch"
+        note = f"{tokens:,} tokens per micro-batch"
         return device, host, note + (", activations recomputed" if asked else "")
 
     def _peak(self, room: Room, checkpointing: bool, shrink: bool) -> tuple[int, int, int]:
-        """(bytes on the device, in the host's memory, tokens of a micro-batch)."""
+        """(bytes on the device, bytes on the host, tokens per micro-batch)."""
         itemsize = room.dtype.itemsize
         low = {torch.bfloat16: 2, torch.float16: 4}.get(room.dtype, 0)
         an_entry = low + (BYTES[self.moments] if itemsize < 8 else 16)
@@ -97,7 +97,7 @@ class Training:
         state = (OFFLOAD_PARTS * PART if away else self.num_entries) * an_entry
         state += 0 if self.whole else 2 * self.num_entries
         activations = self.memory.at(checkpointing) or self.memory.kept or self.memory.recomputed
-        assert activations is not None, "two layers of the model fit"
+        assert activations is not None, "the probe has measured two layers"
         num_micro, _ = self._micro()
         several = num_micro > 1
         grads = self.num_entries * (max(4, itemsize) if several else itemsize)
@@ -106,12 +106,14 @@ class Training:
         if shrink and activations.at(tokens) > room.usable - held:
             most = activations.most_tokens(max(0.0, room.usable - held))
             tokens = max(longest, min(tokens, most))
+        # With one micro-batch, gradients appear while activations are freed, so the peak is at the
+        # start or at the end of the backward pass. With several, gradients are held throughout.
         last = 0.0 if several else grads + activations.at(0)
         device = int(held + max(activations.at(tokens), last))
         return device, self.num_entries * an_entry if away else 0, tokens
 
     def _micro(self) -> tuple[int, int]:
-        """(micro-batches, padded tokens) of a usual optimizer step."""
+        """(micro-batches, padded tokens) of a typical optimizer step."""
         lengths, size = self._lengths(), self.plan.micro_batch_size
         if size is None:
             return cut(lengths, self.plan.batch_tokens)
@@ -127,7 +129,7 @@ class Training:
         size = self.plan.micro_batch_size
         if size is not None:
             return min(len(lengths), size) * longest
-        if self.num_examples <= self.plan.batch_size:  # every step has them all
+        if self.num_examples <= self.plan.batch_size:  # every step uses all examples
             num_micro, padded = cut(lengths, self.plan.batch_tokens)
             return max(longest, padded if num_micro == 1 else self.plan.batch_tokens)
         return max(longest, min(self.plan.batch_tokens, len(lengths) * longest))
@@ -141,7 +143,7 @@ class Training:
 
 
 def warmup_cures(config: Config) -> Iterator[tuple[str, Config]]:
-    """Settings to try, those that change no result first, each added to those before."""
+    """Settings to try for the warmup, cumulatively. Those that change no result come first."""
     yield from _cures(
         config,
         ("finetune", "checkpointing", True),
@@ -153,7 +155,7 @@ def warmup_cures(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def finetune_cures(config: Config) -> Iterator[tuple[str, Config]]:
-    """The same for fine-tuning."""
+    """Settings to try for fine-tuning, in the same way."""
     yield from _cures(
         config,
         ("finetune", "checkpointing", True),

@@ -1,10 +1,9 @@
-"""What a walk takes, and under which plan: the part of `dualsft estimate` for the ghost engine.
+"""Memory and time of a walk, and its plan: the part of `dualsft estimate` for the ghost engine.
 
-Algorithm 1, lines 3 to 8: v_new, v_prior, the pool, and what is scored again. The sizes of weights
-and vectors are exact, what a batch takes was measured (`lab/estimate/probe.py`), and the plan is
-the one that the run would choose (`memory/plans.py`). In half precision some walks have fp32
-weights (`engine/precision.py`): they are walks like the others, with twice the weights and with
-activations measured so.
+Covers Algorithm 1, lines 3 to 8: v_new, v_prior, the pool, and the examples scored again. The sizes
+of weights and vectors are exact, batches were measured (`lab/estimate/probe.py`), and the plan is
+the one that the run would choose (`memory/plans.py`). In half precision some walks use fp32 weights
+(`engine/precision.py`); these have twice the bytes of weights, and activations measured in fp32.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from dualsft.memory.plans import Demand, Plan, choose, unmeasured
 from dualsft.runs.context import RunContext, pass_settings
 
 RECOMPUTED = 4 / 3
-"""Of a walk's time, where activations are made again."""
+"""Time factor of a walk that recomputes activations."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A walk's plan, its bytes on the device and in the host's memory, and its seconds."""
+    """Plan of a walk, its bytes on the device and on the host, and its seconds."""
 
     plan: Plan
     device: int
@@ -36,23 +35,23 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """One walk over some examples, in sizes."""
+    """Sizes of one walk."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the candidates."""
+    """Shapes of the candidates."""
     measured: Walks
     objective: Literal["loss", "cwsd"] = "loss"
     weights: int
-    """Bytes of all models that it holds, as they are while it walks."""
+    """Bytes of all models in memory, in the dtype used during the walk."""
     sum_itemsize: int
-    """Bytes of an entry of G; 0 without G."""
+    """Bytes per entry of G; 0 without G."""
     direction_itemsize: int
-    """Bytes of an entry of the direction in its products; 0 without one."""
+    """Bytes per entry of the direction, in the dtype of its products; 0 without one."""
     num_examples: int
     lengths: Lengths
 
     def planned(self, ctx: RunContext, room: Room) -> Planned:
-        """The plan that the run would take on this machine."""
+        """Plan and costs of the walk on this machine, as the run would choose."""
         memory = self.measured.cwsd if self.objective == "cwsd" else self.measured.loss
         demand = Demand(
             shapes=self.shapes,
@@ -85,7 +84,7 @@ class Walk:
 
 
 def has_room_for_fp32(room: Room, num_models: int) -> bool:
-    """Whether `precision.precise` would widen so many half-precision models."""
+    """Whether `precision.precise` would widen this number of half-precision models."""
     half = num_models * room.model_bytes
     have = room.host_bytes - room.base if room.on_cpu else room.device_bytes
     return half <= MOST_OF_FREE * (have - half)

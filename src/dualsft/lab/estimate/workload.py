@@ -1,8 +1,8 @@
-"""The rows of a run in numbers: how many in each role, how long, in how many batches.
+"""Sizes of a corpus: the number of rows per role, their lengths and their batches.
 
-`dualsft estimate` counts all rows and tokenises a sample of them, the longest texts included, so
-that the longest example and the length of the others are known without the hours that tokenising a
-large corpus may take. It stands for the split, before Algorithm 1 begins; nothing is written.
+`dualsft estimate` counts all rows and tokenises a sample that includes the longest texts. This
+gives the longest example and the distribution of lengths without tokenising a large corpus, which
+may take hours. Replaces the split stage (inputs and line 2 of Algorithm 1). Writes nothing.
 """
 
 from __future__ import annotations
@@ -14,30 +14,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dualsft.algorithm.split import Split, divide
 from dualsft.data.examples import Example, read_rows, tokenize
 from dualsft.data.rows import Row
 from dualsft.runs.context import RunContext
-from dualsft.runs.stages.split import Split, divide
 
 SAMPLE = 1_000
-"""Rows that are tokenised, spread over the corpus; all when there are no more."""
+"""Number of rows to tokenise, evenly spaced. A smaller corpus is tokenised whole."""
 LONGEST = 50
-"""Rows of the most bytes, tokenised besides."""
+"""Number of longest rows, by bytes, to tokenise in addition."""
 BYTES_A_TOKEN = 80
-"""Host memory of a tokenised row: an id and a label, each an int object in a list."""
+"""Host memory per token of a tokenised row: an id and a label, each an int object in a list."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long the examples of some role are, as far as they were tokenised."""
+    """Lengths of the tokenised examples of a role, or of the corpus."""
 
     sample: np.ndarray
-    """Tokens, increasing."""
+    """Tokens per example, sorted ascending."""
     longest: int
-    """The most tokens that one of them may have."""
+    """Tokens of the longest example."""
 
     def spread(self, count: int) -> np.ndarray:
-        """Lengths of `count` of these examples, the longest first; exact when all are known."""
+        """Lengths of `count` examples, in descending order.
+
+        Exact if the sample has `count` examples, otherwise quantiles of the sample.
+        """
         if count == len(self.sample):
             return self.sample[::-1]
         at = (np.arange(count)[::-1] + 0.5) / max(count, 1)
@@ -47,29 +50,32 @@ class Lengths:
         return float(self.sample.mean())
 
     def batches(self, count: int, batch_tokens: int) -> tuple[int, int]:
-        """(batches, padded tokens) of `count` examples, cut as `data.make_batches` cuts them."""
+        """(batches, padded tokens) of `count` examples, batched as by `data.make_batches`."""
         return cut(self.spread(count), batch_tokens)
 
     def largest(self, count: int, batch_tokens: int) -> int:
-        """Padded tokens of the largest batch of `count` examples; the longest may be among many."""
+        """Padded tokens of the largest batch of `count` examples.
+
+        At least one longest example is assumed if `count` is no smaller than the sample.
+        """
         sizes = cut_sizes(self.spread(count), batch_tokens)
         return max([*sizes, self.longest if count >= len(self.sample) else 0])
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Counts of the roles and the lengths they have."""
+    """Number and lengths of the examples per role."""
 
     counts: dict[str, int]
     lengths: Lengths
-    """Of the whole corpus."""
+    """Lengths in the whole corpus."""
     roles: dict[str, Lengths]
-    """Of each role, where all rows were tokenised."""
+    """Lengths per role, if all rows were tokenised."""
     longest: Example
     typical: Example
     split_seconds: float
     num_bytes: int
-    """Of the rows as text."""
+    """Bytes of the rows as text."""
 
     @property
     def num_full(self) -> int:
@@ -81,22 +87,22 @@ class Workload:
 
     @property
     def host_bytes(self) -> int:
-        """The tokenised corpus in the memory of a stage."""
+        """Host memory of the tokenised corpus."""
         return self.num_tokens * BYTES_A_TOKEN
 
     def of(self, role: str) -> Lengths:
-        """The lengths of one role; those of the corpus where only a sample was tokenised."""
+        """Lengths of one role, or of the whole corpus if only a sample was tokenised."""
         return self.roles.get(role, self.lengths)
 
 
 def cut(lengths: np.ndarray, batch_tokens: int) -> tuple[int, int]:
-    """(batches, padded tokens) of examples of these lengths, the longest first."""
+    """(batches, padded tokens) of examples with these lengths, given in descending order."""
     sizes = cut_sizes(lengths, batch_tokens)
     return len(sizes), sum(sizes)
 
 
 def cut_sizes(lengths: np.ndarray, batch_tokens: int) -> list[int]:
-    """Padded tokens of every batch of examples of these lengths, the longest first."""
+    """Padded tokens per batch of examples with these lengths, given in descending order."""
     sizes, start = [], 0
     while start < len(lengths):
         rows = min(max(1, batch_tokens // int(lengths[start])), len(lengths) - start)
@@ -106,7 +112,7 @@ def cut_sizes(lengths: np.ndarray, batch_tokens: int) -> list[int]:
 
 
 def survey(ctx: RunContext) -> Workload:
-    """Count the rows, tokenise some, and divide them as the split would."""
+    """Count the rows, tokenise a sample, and assign roles as the split stage does."""
     data, started = ctx.config.data, time.perf_counter()
     rows, _ = read_rows(ctx.data_path(data.path), data)
     reading = time.perf_counter() - started
@@ -119,7 +125,7 @@ def survey(ctx: RunContext) -> Workload:
     trusted: list[Row] = []
     if data.val_path is not None:
         trusted, _ = read_rows(ctx.data_path(data.val_path), data, key="data.val_path")
-    whole = len(picked) == len(rows)  # then the split is the run's own, row by row
+    whole = len(picked) == len(rows)  # then the split is exactly that of the run
     corpus = examples if whole else _stubs(rows)
     divided, split = divide(corpus, _stubs(trusted), ctx.config.seed, ctx.config.split)
     spread = {row.id for row in _spread(rows)}
@@ -137,7 +143,7 @@ def survey(ctx: RunContext) -> Workload:
 
 
 def _by_role(examples: Sequence[Example], split: Split) -> dict[str, Lengths]:
-    """The lengths of every role all of whose examples are tokenised."""
+    """Lengths of every role whose examples are all tokenised."""
     found: dict[str, list[int]] = defaultdict(list)
     for example, role in zip(examples, split.roles, strict=True):
         found[role].append(example.num_tokens)
@@ -151,7 +157,7 @@ def _spread(rows: Sequence[Row]) -> list[Row]:
 
 
 def _picked(rows: Sequence[Row]) -> list[Row]:
-    """The sample and the rows of the most bytes, in the order of the source."""
+    """The sample and the longest rows by bytes, in source order."""
     longest = sorted(rows, key=lambda row: len(row.raw))[-LONGEST:]
     return sorted({row.index: row for row in [*_spread(rows), *longest]}.values(), key=_index)
 
@@ -161,5 +167,5 @@ def _index(row: Row) -> int:
 
 
 def _stubs(rows: Sequence[Row]) -> list[Example]:
-    """Examples without tokens, told apart by their content: enough to be divided."""
+    """Examples without tokens. The split only needs their ids and content keys."""
     return [Example(row.id, row.index, [], [], key=row.id.rpartition("-")[0]) for row in rows]

@@ -1,1 +1,1 @@
-"""The evaluation stage: losses, benchmarks, the sandbox for generated programs."""
+"""The evaluation stage: losses, benchmarks, and the sandbox for generated programs."""

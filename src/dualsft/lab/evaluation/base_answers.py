@@ -1,8 +1,9 @@
-"""The base model's answers to benchmarks, asked once for all cells of a comparison.
+"""Cache of the base model's benchmark answers, shared by all cells of a comparison.
 
-They are kept by what was asked of what: the very requests, the weights, the tokenizer, the number
-type, the batches and the harness. Of cells that run at the same time one asks; the others have
-their own models answer meanwhile, and then take its answers. It belongs to no line of Algorithm 1.
+The cache key is a hash of everything the answers depend on: the requests, the weights, the
+tokenizer, the dtype, the batch size, the attention implementation and the harness version. When
+several cells run at once, one evaluates the base model under a file lock; the others evaluate their
+fine-tuned models first and then read its answers. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from dualsft.system.paths import RunPath
 from dualsft.system.progress import clock
 
 LOOK_EVERY = 0.5
-"""Seconds between two looks at whether another process is done with the base model."""
+"""Seconds between two attempts to take the lock."""
 TELL_EVERY = 60.0
-"""Seconds between two words about waiting for it."""
+"""Seconds between two log lines while waiting for the lock."""
 
 
 class Kept:
-    """Where the answers to these requests are, or will be."""
+    """The cache file for the answers to one list of requests."""
 
     def __init__(
         self, folder: RunPath, ctx: RunContext, name: str, requests: list[Any], batch: Any
@@ -49,7 +50,7 @@ class Kept:
         self.reporter = ctx.reporter
 
     def read(self) -> dict[str, Any] | None:
-        """{"answers": …, "truncated": …}, if they are there; a damaged file is as good as none."""
+        """{"answers": …, "truncated": …}, or None if the file is missing or damaged."""
         try:
             stored = self.path.read_json()
             if stored["sha256"] == _seal(stored["facts"]):
@@ -72,9 +73,10 @@ def _seal(facts: dict[str, Any]) -> str:
 
 
 class Turn:
-    """The right to ask the base model; a process that ends, however it does, gives it back.
+    """File lock that lets one process at a time evaluate the base model.
 
-    `with turn:` waits for it. Where answers are not kept for others everybody has it.
+    `with turn:` waits for the lock. The operating system releases it when the process ends, even
+    after a crash. Without a shared cache no lock is needed, and it is always free.
     """
 
     def __init__(self, ctx: RunContext) -> None:
@@ -82,7 +84,7 @@ class Turn:
         self.file: int | None = None
 
     def free(self) -> bool:
-        """Take it, unless another process has it."""
+        """Try to take the lock. Returns False if another process holds it."""
         if self.ctx.answers is None or self.file is not None:
             return True
         self.ctx.answers.mkdir(parents=True, exist_ok=True)
@@ -102,7 +104,7 @@ class Turn:
     def __enter__(self) -> None:
         if self.free():
             return
-        told, begun, waiting = -TELL_EVERY, time.monotonic(), "another run is asking it; waiting"
+        told, begun, waiting = -TELL_EVERY, time.monotonic(), "another run evaluates it; waiting"
         while not self.free():
             if (spent := time.monotonic() - begun) - told >= TELL_EVERY:
                 self.ctx.reporter.say(f"the base model: {waiting} for its answers, {clock(spent)}")

@@ -1,10 +1,11 @@
-"""Benchmarks before and after: θ_old and θ* on the harness's tasks (METHODS.md 0.1).
+"""Benchmarks before and after fine-tuning: θ_old and θ* on tasks of lm-evaluation-harness.
 
-The harness makes the requests, filters the answers and scores them; the models are those that are
-already loaded. Every answer is kept while a task runs, so that a killed evaluation goes on. For
-each task: score, a 95 % Wilson interval, items, answers of the wrong form. From the scores come
-plasticity (the benchmark of the domain), stability (mean of the four others) and overall (mean of
-both); what is missing makes them null, never a mean over fewer. Writes samples.jsonl.
+The harness builds the requests, filters the answers and scores them, with the models that are
+already loaded. Answers are saved while a task runs, so an interrupted evaluation resumes. Per task:
+score, 95 % Wilson interval, number of items, format errors. From the scores: plasticity (the
+benchmark of the domain), stability (mean of the other four) and overall (mean of both). If a
+benchmark is missing, these are null, never a mean over fewer. Writes samples.jsonl
+(docs/evaluation.md). Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from dualsft.system.usage import give_back, is_out_of_memory
 
 DEFAULT_BATCH = 8
 GENERATED = 16
-"""Times as many requests in a GPU's batch where answers are generated: only the last token of each
-has logits there, and a token takes as long for many as for few."""
+"""Batch size factor for generation on a GPU. Generation computes logits for the last token only,
+and a decoding step takes about as long for many sequences as for few."""
 SIDES = ("before", "after")
 Answer = Any
-"""[log-likelihood, whether it is the greedy one], or a generated text."""
+"""[log-likelihood, whether it is greedy], or a generated text."""
 Models = Mapping[str, Callable[[], Any]]
-"""Side -> the harness's model object, made when it is needed."""
+"""Side -> function that creates the harness's model object when it is needed."""
 
 
 @dataclass
 class Item:
-    """One question of a benchmark and what a model made of it."""
+    """One item of a benchmark and the result of a model on it."""
 
     id: str
     score: float
@@ -58,21 +59,23 @@ class Item:
 
 @dataclass
 class Outcome:
-    """One model on one benchmark."""
+    """Result of one model on one benchmark."""
 
     items: list[Item]
     others: dict[str, float]
-    """The harness's further metrics, by metric and filter."""
+    """Other metrics of the harness, by metric and filter."""
     truncated: int
     verdicts: list[ProgramVerdict]
 
 
 def run_benchmarks(ctx: RunContext, models: Models, part: RunPath) -> dict[str, Any]:
-    """Both models on every task of `evaluation.tasks`: {"tasks": …, "summary": …}."""
+    """Evaluate both models on every task of `evaluation.tasks`: {"tasks": …, "summary": …}."""
     settings = ctx.config.evaluation
     names = wanted_tasks(settings.tasks)
     outcomes: dict[str, dict[str, Outcome]] = {name: {} for name in names}
     turn = Turn(ctx)
+    # If another cell is evaluating the base model, evaluate the tuned one first and reuse its
+    # answers afterwards.
     for side in SIDES if turn.free() else reversed(SIDES):
         lm: Any = None
         with turn if side == "before" else nullcontext():
@@ -93,7 +96,7 @@ def run_benchmarks(ctx: RunContext, models: Models, part: RunPath) -> dict[str, 
 
 @contextmanager
 def harness_model(ctx: RunContext, model: Any) -> Iterator[Any]:
-    """The harness's wrapper of a loaded model, which is left as it was."""
+    """Wrap a loaded model for the harness. The model's training mode is restored on exit."""
     training = model.training
     with quiet():
         from lm_eval.models.huggingface import HFLM
@@ -112,7 +115,7 @@ def harness_model(ctx: RunContext, model: Any) -> Iterator[Any]:
 
 
 def vllm_model(ctx: RunContext, folder: Path) -> Any:
-    """The harness's vLLM model of a folder, in the run's dtype."""
+    """The harness's vLLM model for a model folder, in the run's dtype."""
     from lm_eval.models.vllm_causallms import VLLM
 
     wrapper: Any = VLLM
@@ -125,7 +128,7 @@ def vllm_model(ctx: RunContext, folder: Path) -> Any:
 
 
 class Answers:
-    """The answers of one model to one benchmark, in the order of the requests; resumable."""
+    """Answers of one model to one benchmark, by index of the request. Resumable."""
 
     def __init__(self, ctx: RunContext, name: str, side: str) -> None:
         settings = ctx.config.evaluation
@@ -153,14 +156,14 @@ class Answers:
         if stored is not None:
             self.given = {int(i): answer for i, answer in stored["answers"].items()}
             self.truncated = stored["truncated"]
-            ctx.reporter.say(f"{self.label}: the base model's answers of another run")
+            ctx.reporter.say(f"{self.label}: reusing the base model's answers from another run")
 
     @property
     def complete(self) -> bool:
         return len(self.given) == len(self.requests)
 
     def outcome(self, lm: Any) -> Outcome:
-        """Ask what is not answered yet, then score."""
+        """Run the requests that have no answer yet, then score."""
         if not self.complete:
             self._ask(lm)
         for request, index in zip(self.requests, range(len(self.requests)), strict=True):
@@ -169,7 +172,10 @@ class Answers:
         return self._score()
 
     def _ask(self, lm: Any) -> None:
-        """All open requests, the longest first, a few batches at a time."""
+        """Run all open requests, the longest first, a few batches at a time.
+
+        Out of memory then shows up in the first batch. On it the batch size is halved.
+        """
         kind = self.requests[0].request_type
         if not self.given:
             self.truncated = self._count_truncated(lm)
@@ -215,7 +221,7 @@ class Answers:
 
     @contextmanager
     def _larger(self, lm: Any) -> Iterator[None]:
-        """The batches of this benchmark; what others have is left as it is."""
+        """Use larger batches for generation, and restore the batch size on exit."""
         own, factor = lm.batch_size, self._factor
         if factor == 1 or not isinstance(own, int):
             yield
@@ -230,18 +236,19 @@ class Answers:
         size = lm.batch_size
         if not isinstance(size, int) or size == 1:
             raise RunError(
-                f"{self.label}: out of memory with a batch of one ({problem}); use "
+                f"{self.label}: out of memory with a batch size of 1 ({problem}); use "
                 "model.dtype=bfloat16 on a GPU, or a machine with more memory"
             ) from None
         lm.batch_size_per_gpu = size // 2
         self.ctx.reporter.warn(
             f"{self.label}: out of memory with batches of {size}; going on with {size // 2} "
-            f"(set evaluation.task_batch_size={max(1, size // 2 // self._factor)} to start so)"
+            f"(set evaluation.task_batch_size={max(1, size // 2 // self._factor)} to start so)",
+            code="out_of_memory",
         )
         give_back(self.ctx.device)
 
     def _count_truncated(self, lm: Any) -> int:
-        """Items whose prompt does not fit: the harness cuts it from the left, and we say so."""
+        """Count the items whose prompt is too long. The harness truncates these from the left."""
         room = lm.max_length
         kwargs = self.requests[0].args[1] if self.benchmark.generates else {}
         if self.benchmark.generates:
@@ -252,7 +259,8 @@ class Answers:
         lengths: dict[str, int] = {}
         for request in self.requests:
             text = request.args[0] + ("" if self.benchmark.generates else request.args[1])
-            if len(text) < room:  # a token has at least one character, but for the begin token
+            # Every token has at least one character, except BOS, so short texts need no encoding.
+            if len(text) < room:
                 continue
             if text not in lengths:
                 lengths[text] = len(lm.tok_encode(text))
@@ -268,14 +276,14 @@ class Answers:
     def _pass_at_1(
         self, references: list[str], predictions: list[list[str]], k: list[int]
     ) -> dict[str, float]:
-        """The metric that the harness calls for each item; the verdicts are there already."""
+        """The metric that the harness calls per item. The programs have already been run."""
         (reference,), (candidates,) = references, predictions
         passed = [self.verdicts[candidate, reference].passed for candidate in candidates]
         assert k == [1] and passed
         return {"pass@1": sum(passed) / len(passed)}
 
     def _run_programs(self) -> None:
-        """Candidates and tests of all items through the sandbox."""
+        """Run the candidates and tests of all items in the sandbox."""
         pairs: list[tuple[str, str]] = []
         for task in self.tasks:
             for request in task.instances:
@@ -287,7 +295,7 @@ class Answers:
             self.verdicts = dict(zip(todo, run_candidates(todo, advance=bar.advance), strict=True))
 
     def _score(self) -> Outcome:
-        """The harness's filters and metrics over all items."""
+        """Apply the harness's filters and metrics to all items."""
         with quiet():
             for task in self.tasks:
                 task.apply_filters()
@@ -317,18 +325,21 @@ class Answers:
                     sums[key] = sums.get(key, 0.0) + float(value)
         if score is None:
             raise RunError(
-                f"{benchmark.name}: this lm_eval gives no {benchmark.metric} under the filter "
-                f"{benchmark.filter}; install the version in constraints.txt"
+                f"{benchmark.name}: this version of lm_eval has no metric {benchmark.metric} with "
+                f"filter {benchmark.filter}; install the version in constraints.txt"
             )
         own = doc.get("id", doc.get("task_id"))
-        if own is None or len(self.tasks) > 1:  # subjects may number their rows alike
+        if own is None or len(self.tasks) > 1:  # ids may repeat across subjects
             own = f"{task.task_name}/{doc_id}"
         place = str(own)
         text = str(group[0].resps[0]) if benchmark.generates else None
         return Item(place, score, self._format_error(task, group), text)
 
     def _format_error(self, task: Any, group: list[Any]) -> bool | None:
-        """GSM8K: no number where one must be; HumanEval: not a program."""
+        """Whether the answer has the wrong form: no number (GSM8K), does not compile (HumanEval).
+
+        None for multiple choice.
+        """
         if not self.benchmark.generates:
             return None
         found = group[0].filtered_resps[self.benchmark.filter]
@@ -339,7 +350,7 @@ class Answers:
 
 
 def _plain(answer: Any) -> Answer:
-    """An answer as JSON keeps it, to the bit."""
+    """An answer as JSON values, which store a float exactly."""
     if isinstance(answer, str):
         return answer
     value, greedy = answer
@@ -349,7 +360,7 @@ def _plain(answer: Any) -> Answer:
 def paired_rows(
     name: str, before: Sequence[Item], after: Sequence[Item]
 ) -> Iterator[dict[str, Any]]:
-    """The rows of samples.jsonl: both models on one item, for paired tests."""
+    """Rows of samples.jsonl: both models on one item, for paired tests."""
     for old, new in zip(before, after, strict=True):
         assert old.id == new.id
         row = {"task": name, "id": old.id, "score_before": old.score, "score_after": new.score}
@@ -364,7 +375,7 @@ def paired_rows(
 
 
 def task_facts(ctx: RunContext, name: str, sides: Mapping[str, Outcome]) -> dict[str, Any]:
-    """What results.json says of a benchmark."""
+    """The entry of a benchmark in results.json."""
     benchmark, settings = BENCHMARKS[name], ctx.config.evaluation
     facts: dict[str, Any] = {
         "metric": _metric_name(benchmark),
@@ -407,7 +418,7 @@ def _side_facts(outcome: Outcome) -> dict[str, Any]:
 
 
 def wilson(successes: float, total: int, z: float = 1.959963984540054) -> tuple[float, float]:
-    """The 95 % score interval of a share."""
+    """Wilson score interval of a proportion, 95 % by default."""
     share = successes / total
     middle = share + z * z / (2 * total)
     spread = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
@@ -416,7 +427,7 @@ def wilson(successes: float, total: int, z: float = 1.959963984540054) -> tuple[
 
 
 def summary(tasks: Mapping[str, dict[str, Any]], domain: str) -> dict[str, Any]:
-    """Stability, plasticity and overall of both models; null where a benchmark is missing."""
+    """Stability, plasticity and overall of both models; null if a benchmark is missing."""
     target, rest = DOMAINS[domain]
     missing = {
         "stability": [name for name in rest if name not in tasks],
@@ -431,7 +442,7 @@ def summary(tasks: Mapping[str, dict[str, Any]], domain: str) -> dict[str, Any]:
         notes.append("overall is null: it needs stability and plasticity")
     limits = {facts["limit"] for facts in tasks.values()} - {None}
     if limits:
-        notes.append(f"only the first {max(limits)} items of a task were asked")
+        notes.append(f"only the first {max(limits)} items of each task were used")
     found: dict[str, Any] = {"domain": domain}
     for side in SIDES:
         scores = {name: facts[side]["score"] for name, facts in tasks.items()}

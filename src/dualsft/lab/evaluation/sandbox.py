@@ -1,13 +1,12 @@
-"""Running generated programs: each in a process of its own that can do no harm (HumanEval).
+"""Run generated programs (HumanEval pass@1), each in its own sandboxed process.
 
-The verdict is that of the harness's `code_eval`: a candidate passes when candidate and test run to
-their end without an exception within three seconds. Every program gets a fresh interpreter
-(`lab/evaluation/sandbox_child.py`) in an empty folder, with an environment of a few harmless
-variables, limits on memory, time, file size and processes, no network, no input, and output that
-goes nowhere. When its time is over, its whole process group is killed. A program that was written
-to attack this very sandbox from inside its interpreter could still claim a pass for itself, as in
-the harness; it could not reach anything outside. No line of Algorithm 1; METHODS.md 0.1 asks for
-pass@1.
+A candidate passes under the same rule as in the harness's `code_eval`: candidate and test finish
+without an exception within three seconds. Every program gets a fresh interpreter
+(`lab/evaluation/sandbox_child.py`) in an empty folder, with a minimal environment, limits on
+memory, time, file size and processes, no network, no input, and its output discarded. After the
+time limit the whole process group is killed. A program written to attack this sandbox from inside
+its interpreter could still fake a pass, as in the harness, but cannot reach anything outside. Not
+part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from dualsft.errors import RunError
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _START_SECONDS = 60.0
-"""For the interpreter to start and shut itself in, on a machine that is busy."""
+"""Time for the interpreter to start and isolate itself, generous for a busy machine."""
 _MOST_ANSWER = 4096
-"""Bytes of an answer; a program that writes more into the pipe has not passed."""
+"""Maximum bytes of an answer. A program that writes more to the pipe fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """What one program may use."""
+    """Resource limits of one program, in seconds and bytes."""
 
     seconds: float = 3.0
     """Wall time, as in the harness."""
@@ -59,19 +58,19 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True)
 class ProgramVerdict:
-    """What became of one program."""
+    """Result of one program."""
 
     passed: bool
     reason: str
-    """passed, failed: ERROR, timed out, or ended early (without reaching the end of its tests)."""
+    """passed, failed: ERROR, timed out, or ended early (exited before the end of its tests)."""
     compiled: bool
-    """Whether the candidate is a program at all; unknown counts as yes."""
+    """Whether the candidate compiles; True if unknown."""
     protection: dict[str, bool] = field(default_factory=dict)
-    """Which protections of the kernel took hold."""
+    """Which kernel protections were active."""
 
 
 def run_candidate(candidate: str, test: str, limits: SandboxLimits | None = None) -> ProgramVerdict:
-    """Run candidate and test in the sandbox."""
+    """Run one candidate and its test in the sandbox."""
     limits = limits or SandboxLimits()
     folder = os.path.realpath(tempfile.mkdtemp(prefix="dualsft-sandbox-"))
     reading, writing = os.pipe()
@@ -102,7 +101,7 @@ def run_candidates(
     workers: int | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[ProgramVerdict]:
-    """Verdicts of (candidate, test) pairs, in their order, a few at a time."""
+    """Verdicts of (candidate, test) pairs, in order. Runs `workers` programs in parallel."""
     workers = workers or max(1, min(8, (os.cpu_count() or 1) // 2))
     verdicts: list[ProgramVerdict] = []
     pool = ThreadPoolExecutor(workers)
@@ -116,7 +115,7 @@ def run_candidates(
 
 
 def describe_protection(verdicts: Sequence[ProgramVerdict]) -> dict[str, str]:
-    """What held the programs in, in words; the weakest that any of them had."""
+    """Describe the isolation of the programs: the protections that every one of them had."""
     found = [v.protection for v in verdicts if v.protection]
 
     def all_have(name: str) -> bool:
@@ -157,7 +156,7 @@ def _start(folder: str, writing: int) -> subprocess.Popen[bytes]:
 def _judge(
     process: subprocess.Popen[bytes], reading: int, job: dict[str, Any], limits: SandboxLimits
 ) -> ProgramVerdict:
-    """Hand over the job; read the protections, then the answer, each within its time."""
+    """Send the job, then read the active protections and the answer, each with a timeout."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(json.dumps(job).encode())
@@ -166,8 +165,8 @@ def _judge(
     protection = _parse(first)
     if protection is None:
         raise RunError(
-            "the sandbox for generated code did not start (it needs Python's own interpreter as a "
-            "new process, and 2 GiB of address space); leave humaneval out of evaluation.tasks"
+            "the sandbox for generated code did not start (it needs to start a Python interpreter "
+            "with 2 GiB of address space); leave humaneval out of evaluation.tasks"
         )
     line, _ = _read_line(reading, rest, time.monotonic() + limits.seconds)
     if line is None:
@@ -182,7 +181,8 @@ def _judge(
 
 
 def _read_line(reading: int, rest: bytes, deadline: float) -> tuple[bytes | None, bytes]:
-    """(a line, what came behind it); None when the time is over, b"" when the pipe is closed."""
+    """(a line, the bytes after it). The line is None after the deadline and b"" if the pipe is
+    closed or the line is too long."""
     while b"\n" not in rest:
         left = deadline - time.monotonic()
         if left <= 0 or not select.select([reading], [], [], left)[0]:
@@ -198,13 +198,13 @@ def _read_line(reading: int, rest: bytes, deadline: float) -> tuple[bytes | None
 def _parse(line: bytes | None) -> dict[str, Any] | None:
     try:
         found = json.loads(line or b"")
-    except (ValueError, RecursionError):  # a program may write anything
+    except (ValueError, RecursionError):  # the program may write arbitrary bytes to the pipe
         return None
     return found if isinstance(found, dict) else None
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The whole process group; what it started is gone with it."""
+    """Kill the process group, including any processes that the program started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

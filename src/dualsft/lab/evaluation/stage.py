@@ -1,12 +1,12 @@
-"""Evaluation before and after: loss, perplexity and KL to the base on given files.
+"""The evaluation stage: loss, perplexity and KL to the base, before and after fine-tuning.
 
-For every file of `evaluation.files`, and for the run's own validation split, θ_old and θ* are
-compared on the same tokens: the mean example loss (as in ALGORITHM.md §2), the perplexity (exp of
-the mean over all response tokens), and for θ* the mean KL(θ_old ‖ θ*) per response token,
-averaged over examples. One prompt may be answered greedily by both. With `evaluation.tasks` both
-are asked the paper's benchmarks (`lab/evaluation/benchmarks.py`). Reads 1_split and 6_finetune;
-writes results.json, losses.parquet (every example's losses) and samples.jsonl (every benchmark
-item).
+For every file in `evaluation.files`, and for the run's validation split, θ_old and θ* are compared
+on the same tokens: the mean example loss (docs/algorithm.md), the perplexity (exp of the mean over
+all response tokens), and for θ* the mean KL(θ_old ‖ θ*) per response token, averaged over examples.
+Optionally both models answer one prompt greedily (`evaluation.prompt`) and run the paper's
+benchmarks (`evaluation.tasks`, `lab/evaluation/benchmarks.py`). Reads 1_split and 6_finetune.
+Writes results.json, losses.parquet (losses per example) and samples.jsonl (benchmark items). Not
+part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dualsft.system.usage import Smaller, give_back, is_out_of_memory
 
 
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
-    """Compare θ_old with θ* and write results.json into `part`."""
+    """Compare θ_old with θ* and write the results into `part`."""
     sets = evaluation_sets(ctx)
     before, after = ctx.theta_old(), ctx.load(ctx.folder("finetune") / "model")
     results: dict[str, Any] = {"files": {}}
@@ -68,13 +68,16 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
 def _benchmarks(
     ctx: RunContext, pair: tuple[PreTrainedModel, PreTrainedModel] | None, part: RunPath
 ) -> dict[str, Any]:
-    """Both models are asked by the first process, which needs them whole; by vLLM without them."""
+    """Run the benchmarks on the main process, which needs both models unsharded.
+
+    `pair` is None with the vLLM backend, which loads the models itself.
+    """
     if not world().main:
         return {}
     tuned = ctx.folder("finetune") / "model"
     with alone(), ExitStack() as left:
         if pair is None:
-            give_back(ctx.device)  # vLLM takes the memory that they had
+            give_back(ctx.device)  # vLLM needs the memory that the loaded models used
             makers = {
                 "before": lambda: vllm_model(ctx, ctx.model_folder),
                 "after": lambda: vllm_model(ctx, model_in(tuned)),
@@ -89,7 +92,7 @@ def _benchmarks(
 
 
 def evaluation_sets(ctx: RunContext) -> dict[str, list[Example]]:
-    """The given files, tokenised as the corpus is, and the validation split."""
+    """The files of `evaluation.files`, tokenised like the corpus, and the validation split."""
     limit = ctx.config.evaluation.limit
     sets: dict[str, list[Example]] = {}
     for name, path in ctx.config.evaluation.files.items():
@@ -109,9 +112,10 @@ def compare(
     examples: list[Example],
     name: str,
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """Both models on the same examples, and each example's losses and KL, one row an example.
+    """Run both models on the same examples.
 
-    Resumable, and in smaller batches when memory is short.
+    Returns the facts for results.json and a (examples, 3) tensor of loss before, loss after and KL.
+    Resumable. Continues with smaller batches after running out of memory.
     """
     budget = ctx.config.evaluation.batch_tokens or ctx.batch_tokens
     piece_name = f"evaluation-{digest(name).hex()[:12]}"
@@ -153,10 +157,11 @@ def _compare_batch(
     each: torch.Tensor,
     label: str,
 ) -> int | None:
-    """This process's batch of a turn into `each`; the smaller token budget when one has no room.
+    """Run this process's batch of a turn and store the result in `each`.
 
-    All must take part in a pass over sharded models: without a batch of its own a process repeats
-    another's and forgets the result.
+    Returns None, or a smaller token budget if any process ran out of memory. With sharded models
+    every process must take part in the forward pass, so one without a batch repeats the first batch
+    and discards the result.
     """
     own = world().mine(turn)
     rows = turn[0] if own is None and world().sharded else own
@@ -176,10 +181,10 @@ def _compare_batch(
         else:
             _refuse_nonfinite(label, chosen, both)
             measured = (both.loss_before, both.loss_after, both.divergence)
-    if any(world().any(smaller is not None)):  # the whole turn is dealt out again, and said
+    if any(world().any(smaller is not None)):  # all processes retry the turn with smaller batches
         told = smaller and (smaller.batch_tokens, str(smaller))
         budget, words = min(found for found in world().answers(told) if found is not None)
-        ctx.reporter.warn(f"{label}: {words}")
+        ctx.reporter.warn(f"{label}: {words}", code="out_of_memory")
         return budget
     if own is not None and measured is not None:
         each[own] = torch.stack([values.double().cpu() for values in measured], dim=1)
@@ -190,7 +195,7 @@ _LOWER = "lower evaluation.batch_tokens, or start more processes"
 
 
 def _facts(examples: list[Example], each: torch.Tensor) -> dict[str, Any]:
-    """Means over the examples, and perplexities over all response tokens."""
+    """Mean losses and KL over examples, and perplexities over all response tokens."""
     counts = torch.tensor([e.num_response_tokens for e in examples], dtype=torch.float64)
     tokens = int(counts.sum())
 
@@ -214,7 +219,7 @@ def _facts(examples: list[Example], each: torch.Tensor) -> dict[str, Any]:
 
 
 def loss_table(name: str, examples: list[Example], each: torch.Tensor) -> pa.Table:
-    """The rows of losses.parquet: both models on one example, for paired tests."""
+    """Rows of losses.parquet: both models on one example, for paired tests."""
     columns = dict(zip(("loss_before", "loss_after", "kl"), each.T.numpy(), strict=True))
     return pa.table({"set": [name] * len(examples), "id": [e.id for e in examples], **columns})
 
@@ -231,7 +236,7 @@ def _refuse_nonfinite(label: str, rows: list[Example], both: Comparison) -> None
 
 @torch.no_grad()
 def answer(ctx: RunContext, model: PreTrainedModel, prompt: str) -> str:
-    """A greedy answer to one prompt, rendered with the corpus's own template."""
+    """Greedy answer to one prompt, rendered with the corpus template."""
     data = ctx.config.data
     template = Template(
         data.template, ctx.tokenizer, data.add_bos, ctx.model_type, data.template_file
@@ -267,7 +272,8 @@ def evaluation_settings(ctx: RunContext) -> Settings:
 
 
 def _task_settings(ctx: RunContext) -> Settings:
-    """Benchmarks: the harness's version decides their prompts, local rows count by content."""
+    """Fingerprint of the benchmarks: the harness version, which defines the prompts, and the
+    hashes of local files."""
     evaluation = ctx.config.evaluation
     if evaluation.tasks is None:
         return {}
@@ -280,7 +286,7 @@ def _task_settings(ctx: RunContext) -> Settings:
 
 
 def _check(ctx: RunContext) -> None:
-    """The model must have room for the benchmarks' prompts: known before any stage runs."""
+    """Check before any stage that the benchmarks fit the model's context length."""
     check_room(ctx.config.evaluation.tasks, ctx.max_positions)
 
 

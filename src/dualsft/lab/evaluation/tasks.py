@@ -1,11 +1,11 @@
-"""The benchmarks of the paper's tables, as lm-evaluation-harness defines them (METHODS.md 0.1).
+"""The benchmarks of the paper's tables, as lm-evaluation-harness defines them.
 
 HumanEval 0-shot, PIQA and ARC-Challenge 0-shot, MMLU 5-shot, GSM8K 5-shot. Prompts, targets,
-few-shot examples, filters and metrics come from the harness's own task files; what is set here is
-the number of examples in the prompt, the 512 tokens of HumanEval, and its pass@1, which runs in our
-sandbox. The rows come from the hub, as the harness takes them, or from files in
-`evaluation.data_dir`, mapped to the hub's field names. The light half (names, files, what is
-missing) imports nothing heavy and is asked before any stage runs.
+few-shot examples, filters and metrics come from the harness's task files. Set here: the number of
+shots, 512 new tokens for HumanEval, and its pass@1, which runs in our sandbox. Rows come from the
+hub, or from files in `evaluation.data_dir`, mapped to the hub's field names (docs/evaluation.md).
+The checks that run before any stage (names, files, packages) import nothing heavy. Not part of
+Algorithm 1.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from dualsft.errors import ConfigError, DataError, RunError
 Row = dict[str, Any]
 
 SHOT_SEED = 1234
-"""The harness's own seed for few-shot examples that are drawn."""
+"""The harness's default seed for sampling few-shot examples."""
 HUMANEVAL_TOKENS = 512
 NO_NUMBER = "[invalid]"
-"""What the harness's regex filter gives when it finds nothing."""
+"""Result of the harness's regex filter if nothing matches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One benchmark: where the harness defines it, what it reads, what its score is."""
+    """One benchmark: its definition in the harness, the files it reads, its metric."""
 
     name: str
     title: str
     files: Mapping[str, str]
-    """Split of the hub's dataset -> stem of the local file."""
+    """Split of the hub dataset -> stem of the local file."""
     definition: str
-    """The harness's YAML file or files, below its folder of tasks."""
+    """Glob of the harness's YAML files, relative to its folder of tasks."""
     shots: int
     metric: str
     filter: str = "none"
     fields: tuple[str, ...] = ()
     generates: bool = False
     new_tokens: int = 0
-    """Longest answer that is generated: ours of HumanEval, the harness's default of GSM8K."""
+    """Maximum tokens to generate: ours for HumanEval, the harness's default for GSM8K."""
     runs_code: bool = False
 
 
@@ -115,16 +115,16 @@ DOMAINS: dict[str, tuple[str, tuple[str, ...]]] = {
     "code": ("humaneval", ("piqa", "arc_challenge", "mmlu", "gsm8k")),
     "math": ("gsm8k", ("piqa", "arc_challenge", "mmlu", "humaneval")),
 }
-"""Domain -> (the benchmark of plasticity, those of stability)."""
+"""Domain -> (benchmark for plasticity, benchmarks for stability)."""
 
 
 def wanted_tasks(tasks: str | None) -> list[str]:
-    """The names in `evaluation.tasks`, each once, in their order."""
+    """The names in `evaluation.tasks`, in order, without duplicates."""
     return list(dict.fromkeys(tasks.split(","))) if tasks else []
 
 
 def find_file(data_dir: str | Path, stem: str) -> Path | None:
-    """`stem.jsonl` or `stem.jsonl.gz` in the folder."""
+    """Path of `stem.jsonl` or `stem.jsonl.gz` in the folder, or None."""
     folder = Path(data_dir).expanduser()
     for path in (folder / f"{stem}.jsonl", folder / f"{stem}.jsonl.gz"):
         with contextlib.suppress(OSError):
@@ -134,7 +134,7 @@ def find_file(data_dir: str | Path, stem: str) -> Path | None:
 
 
 def task_files(tasks: Sequence[str], data_dir: str | None) -> dict[str, Path]:
-    """The local file of every stem that these tasks read, where there is one."""
+    """Local files of these tasks by stem. Missing files are left out."""
     if data_dir is None:
         return {}
     stems = [stem for name in tasks for stem in BENCHMARKS[name].files.values()]
@@ -143,7 +143,10 @@ def task_files(tasks: Sequence[str], data_dir: str | None) -> dict[str, Path]:
 
 
 def task_problems(values: Mapping[str, Any]) -> list[str]:
-    """What `evaluation.tasks` would lack, said before any stage runs; imports nothing heavy."""
+    """Missing packages and missing or invalid files of `evaluation.tasks`.
+
+    Runs before any stage, so it imports nothing heavy.
+    """
     tasks = wanted_tasks(values.get("evaluation.tasks"))
     if not tasks:
         return []
@@ -188,22 +191,22 @@ def _unreadable(path: Path, benchmark: Benchmark) -> list[str]:
 
 
 def check_room(tasks: str | None, max_positions: int | None) -> None:
-    """Refuse, before any stage, tasks whose answers leave a model no room for the question."""
+    """Refuse tasks whose answers would leave no positions for the prompt. Runs before any stage."""
     for name in wanted_tasks(tasks):
         refuse_no_room(name, BENCHMARKS[name].new_tokens, max_positions)
 
 
 def refuse_no_room(name: str, new_tokens: int, max_positions: int | None) -> None:
-    """The same for one task, once more when the harness knows both numbers."""
+    """The same for one task. Checked again with the harness's numbers before generation."""
     if max_positions is not None and new_tokens >= max_positions:
         raise ConfigError(
-            f"evaluation.tasks: {name} asks for {new_tokens} new tokens and the model has room for "
-            f"{max_positions}; leave it out"
+            f"evaluation.tasks: {name} generates {new_tokens} tokens and the model has only "
+            f"{max_positions} positions; leave it out"
         )
 
 
 def read_rows(path: Path, benchmark: Benchmark) -> list[Row]:
-    """The rows of a local file under the hub's field names; a wrong row is named by its line."""
+    """Rows of a local file, with the hub's field names. Errors name the line of the row."""
     rows: list[Row] = []
     opener = gzip.open if path.suffix == ".gz" else open
     try:
@@ -217,7 +220,7 @@ def read_rows(path: Path, benchmark: Benchmark) -> list[Row]:
     if len(rows) < least:
         raise DataError(
             f"{path}: has {len(rows)} rows and {benchmark.name} needs {least}; give the "
-            "benchmark's own rows, one object a line"
+            "benchmark's own rows, one object per line"
         )
     return rows
 
@@ -226,7 +229,7 @@ def _row(line: str, benchmark: Benchmark, where: str) -> Row:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as problem:
-        raise DataError(f"{where}: not valid JSON ({problem}); write one object a line") from None
+        raise DataError(f"{where}: not valid JSON ({problem}); write one object per line") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: not an object; write one with {', '.join(benchmark.fields)}")
     missing = [name for name in benchmark.fields if name not in row]
@@ -242,25 +245,25 @@ def _row(line: str, benchmark: Benchmark, where: str) -> Row:
 
 
 def _wrong(name: str, row: Row) -> str | None:
-    """What of a row the benchmark could not be scored with: it would count as a wrong answer."""
+    """Why a row cannot be scored, or None. Such a row would count as a wrong answer."""
     others = {"label", "answer", "choices"} if name in ("piqa", "mmlu", "arc_challenge") else set()
     for field in BENCHMARKS[name].fields:
         if field not in others and not isinstance(row[field], str):
-            return f"field {field!r} is {row[field]!r} and must be a text"
+            return f"field {field!r} is {row[field]!r} and must be a string"
     if name == "piqa" and not _is_number(row["label"], 2):
         return f"field 'label' is {row['label']!r} and must be 0 or 1"
     if name == "mmlu":
         if not _are_texts(row["choices"]) or len(row["choices"]) != 4:
-            return "field 'choices' must have four texts"
+            return "field 'choices' must have four strings"
         if not _is_number(row["answer"], 4):
             return f"field 'answer' is {row['answer']!r} and must be 0, 1, 2 or 3"
     if name == "arc_challenge":
         both: dict[str, Any] = row["choices"] if isinstance(row["choices"], dict) else {}
         texts, labels = both.get("text", []), both.get("label") or []
         if not _are_texts(texts) or not _are_texts(labels) or len(texts) != len(labels):
-            return "field 'choices' must have texts and a label (field 'labels') for each"
+            return "field 'choices' must have strings and a label (field 'labels') for each"
         if row["answerKey"] not in labels:
-            return f"answerKey {row['answerKey']!r} is none of its labels"
+            return f"answerKey {row['answerKey']!r} is not one of its labels"
     if name == "gsm8k" and "####" not in row["answer"]:
         return "field 'answer' has no number after ####"
     return None
@@ -276,7 +279,7 @@ def _are_texts(values: Any) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """The harness's own messages and bars are not shown; what matters we say ourselves."""
+    """Hide the log messages and progress bars of the harness; we log our own."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "evaluate")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -293,9 +296,10 @@ PassAt1 = Callable[..., dict[str, float]]
 
 
 def definitions(name: str) -> dict[str, dict[str, Any]]:
-    """The harness's own configuration of a benchmark: one, or one a subject, by its name.
+    """The harness's task configurations of a benchmark, by task name (MMLU: one per subject).
 
-    Functions that a YAML file names stay names: HumanEval's module would fetch and run code.
+    Functions named in the YAML files are not imported: HumanEval's module would download and run
+    code.
     """
     try:
         import lm_eval.tasks
@@ -313,7 +317,7 @@ def definitions(name: str) -> dict[str, dict[str, Any]]:
         found[config["task"]] = config
     if not found:
         raise ConfigError(
-            f"evaluation.tasks: this lm_eval has no {BENCHMARKS[name].definition}; "
+            f"evaluation.tasks: this version of lm_eval has no {BENCHMARKS[name].definition}; "
             "pip install -U 'dualsft[eval]'"
         )
     return found
@@ -322,7 +326,7 @@ def definitions(name: str) -> dict[str, dict[str, Any]]:
 def with_paper_settings(
     name: str, config: dict[str, Any], pass_at_1: PassAt1 | None
 ) -> dict[str, Any]:
-    """The paper's number of shots; for HumanEval also 512 tokens and pass@1 in our sandbox."""
+    """Set the paper's number of shots; for HumanEval also 512 tokens and pass@1 in our sandbox."""
     config = {**config, "num_fewshot": BENCHMARKS[name].shots}
     if not BENCHMARKS[name].runs_code:
         return config
@@ -332,8 +336,8 @@ def with_paper_settings(
     names = (Path(metric["metric"]).name, Path(step["filter_fn"]).name)
     if names != ("utils.pass_at_k", "utils.build_predictions") or metric["k"] != [1]:
         raise RunError(
-            f"humaneval: this lm_eval defines it with {names}, which is not known here; install "
-            "the version in constraints.txt"
+            f"humaneval: this version of lm_eval defines it with {names}, which is not supported; "
+            "install the version in constraints.txt"
         )
     return {
         **config,
@@ -344,12 +348,12 @@ def with_paper_settings(
 
 
 def build_predictions(resps: list[list[str]], docs: list[Row]) -> list[list[str]]:
-    """Prompt and completion together are the candidate program."""
+    """Candidate programs: prompt followed by completion."""
     return [[doc["prompt"] + text for text in many] for many, doc in zip(resps, docs, strict=True)]
 
 
 def build_tasks(name: str, data_dir: str | None, pass_at_1: PassAt1 | None = None) -> list[Any]:
-    """The harness's task objects of a benchmark (MMLU: one a subject), ready to build requests."""
+    """The harness's task objects of a benchmark (MMLU: one per subject)."""
     configs = definitions(name)
     splits = local_splits(name, data_dir, configs) if data_dir is not None else None
     tasks: list[Any] = []
@@ -366,10 +370,10 @@ def build_tasks(name: str, data_dir: str | None, pass_at_1: PassAt1 | None = Non
                 if splits is not None:
                     raise
                 raise RunError(
-                    f"{leaf}: its dataset {config.get('dataset_path')} cannot be had from the hub "
+                    f"{leaf}: cannot load its dataset {config.get('dataset_path')} from the hub "
                     f"({type(problem).__name__}: {' '.join(str(problem).split())[:200]}); set "
                     "evaluation.data_dir to a folder with the benchmarks' files "
-                    "(docs/evaluation.md), the finished stages are kept"
+                    "(docs/evaluation.md); finished stages are kept"
                 ) from None
             task.set_fewshot_seed(SHOT_SEED)
             tasks.append(task)
@@ -379,7 +383,7 @@ def build_tasks(name: str, data_dir: str | None, pass_at_1: PassAt1 | None = Non
 def local_splits(
     name: str, data_dir: str, configs: Mapping[str, dict[str, Any]]
 ) -> dict[str, dict[str, list[Row]]]:
-    """Task -> split -> rows, from the files of `data_dir`; MMLU's are divided by subject."""
+    """Task -> split -> rows, from the files in `data_dir`. MMLU rows are grouped by subject."""
     benchmark = BENCHMARKS[name]
     rows: dict[str, list[Row]] = {}
     for split, stem in benchmark.files.items():
@@ -400,8 +404,8 @@ def local_splits(
         if short:
             raise DataError(
                 f"{find_file(data_dir, benchmark.files[split])}: {len(short)} of {len(configs)} "
-                f"subjects have fewer than {least} rows ({', '.join(short[:5])}); MMLU is the mean "
-                "over all of them"
+                f"subjects have fewer than {least} rows ({', '.join(short[:5])}); MMLU needs all "
+                "subjects, give the complete file"
             )
         for leaf, config in configs.items():
             divided.setdefault(leaf, {})[split] = by_subject[config["dataset_name"]]
@@ -409,9 +413,9 @@ def local_splits(
 
 
 def _dataset(splits: Mapping[str, list[Row]]) -> Callable[..., Any]:
-    """What the harness calls instead of `datasets.load_dataset`.
+    """Function that the harness calls instead of `datasets.load_dataset`.
 
-    A task without examples in its prompt never looks into `train`, but the harness opens it.
+    The harness opens `train` even for 0-shot tasks, which never use it, so an empty one is added.
     """
     import datasets
 

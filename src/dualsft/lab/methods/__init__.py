@@ -1,4 +1,4 @@
-"""The methods that DualSFT is compared with, as one table of entries (`config/methods.py`)."""
+"""Registry entries (`config/methods.py`) of the baseline methods that DualSFT is compared with."""
 
 from __future__ import annotations
 

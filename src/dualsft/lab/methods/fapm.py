@@ -1,9 +1,9 @@
-"""FAPM: after training, most of each tensor's update is taken back (METHODS.md D4).
+"""FAPM: reset most of each tensor's update after training (after Algorithm 1 line 12).
 
-Δ = W_ft - W_pre; S = |Δ| - mean|W_pre| · |Δ| / |W_pre|, tensor by tensor. The int(keep · size)
-entries of largest S stay as trained, all others return to W_pre, bit for bit. S is positive only
-where |W_pre| exceeds the tensor's mean, so it is the large weights that keep their updates. S is
-computed chunk by chunk in fp32 (fp64 for an fp64 model) at each reading of the top-k.
+For each tensor, Δ = W_ft - W_pre and S = |Δ| - mean|W_pre| · |Δ| / |W_pre|. The int(keep · size)
+entries with the largest S keep their trained value; all others are reset to W_pre, bit for bit. S
+is positive only where |W_pre| exceeds the tensor's mean, so mainly large weights keep their
+updates. S is recomputed in chunks, in fp32 (fp64 for an fp64 model), at each read of the top-k.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ CHUNK = 1 << 22
 
 
 class Fapm(AfterMethod):
-    """Keep the updates of largest S in every tensor."""
+    """Keeps the updates with the largest S in every tensor."""
 
     options: FapmOptions
 
     @torch.no_grad()
     def apply(self, job: Job, before: PreTrainedModel, after: PreTrainedModel) -> dict[str, Any]:
-        base = dict(before.named_parameters())  # a tied weight has one name
+        base = dict(before.named_parameters())  # lists a tied weight once
         total = sum(p.numel() for p in base.values())
         changed = kept = 0
         with job.measured(), job.ctx.reporter.track("FAPM", len(base), "tensors") as progress:
@@ -48,7 +48,7 @@ class Fapm(AfterMethod):
 
 
 def prune(base: Tensor, trained: Tensor, keep: float) -> tuple[int, int]:
-    """Edit `trained` in place; (entries that differed from the base, entries that still do)."""
+    """Edit `trained` in place; returns the entries that differ from the base (before, after)."""
     old, new = base.reshape(-1), trained.view(-1)
     changed = _differing(old, new)
     count = int(keep * new.numel())
@@ -70,7 +70,7 @@ def _differing(old: Tensor, new: Tensor) -> int:
 
 
 def fapm_scores(old: Tensor, new: Tensor) -> ScoreSource:
-    """S of flat tensors, chunk by chunk; the lowest number where the base weight is zero."""
+    """S of flat tensors, in chunks; the lowest finite value where the base weight is zero."""
     wide, sums = accumulation_dtype(old.dtype), reduction_dtype(old.device)
     lowest = torch.finfo(wide).min
     starts = range(0, old.numel(), CHUNK)
@@ -82,7 +82,7 @@ def fapm_scores(old: Tensor, new: Tensor) -> ScoreSource:
             change = (new[start : start + CHUNK].to(wide) - before).abs_()
             size = before.abs()
             score = change - change / size * mean
-            # 0 / 0 is NaN, and an update over a tiny weight may overflow
+            # 0 / 0 is NaN, and dividing by a tiny weight can overflow
             score = torch.where(size == 0, lowest, score).nan_to_num_(lowest, neginf=lowest)
             yield "S", start, score
 

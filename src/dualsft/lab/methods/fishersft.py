@@ -1,20 +1,22 @@
-"""FisherSFT: the examples whose tokens' features span the most, by log det (METHODS.md B2).
+"""FisherSFT: greedy selection of examples by the log det of their token features.
 
-With the trunk frozen, predicting the next token is a logistic regression on the features x_t that
-enter the output head; its information is bounded from below by a multiple of Σ x_t x_tᵀ. So
+Replaces the data selection of Algorithm 1 (lines 10, 11). With the trunk frozen, predicting the
+next token is a logistic regression on the features x_t that enter the output head. Its Fisher
+information is bounded from below by a multiple of Σ x_t x_tᵀ, so
 
     f(S) = log det(V₀ + Σ_{i∈S} X_iᵀ X_i),     V₀ = λ I
 
-is maximised greedily, X_i being the features at the positions that predict example i's response.
-Labels, validation data and gradients play no part: one forward pass. Features are projected to
-`dim` numbers by a seeded Gaussian matrix, and of each example only its strongest directions are
-kept, as a factor F_i of `rank` rows with F_iᵀ F_i ≈ X_iᵀ X_i.
+is maximized greedily, where X_i are the features at the positions that predict the response of
+example i. The method uses no labels, validation data or gradients, and needs one forward pass.
+Features are projected to `dim` numbers by a seeded Gaussian matrix. Of each example only the
+strongest directions are kept, as a factor F_i of `rank` rows with F_iᵀ F_i ≈ X_iᵀ X_i.
 
-The gain of an example is log det(I + F_i V⁻¹ F_iᵀ) and never grows while S does, so old gains are
-upper bounds: only the examples on top are evaluated again, and the choice is that of the plain
-greedy rule. V⁻¹ follows each choice by Woodbury's identity in fp64 and is built anew at times.
+The gain of an example, log det(I + F_i V⁻¹ F_iᵀ), never increases as S grows, so an old gain is an
+upper bound. Only the examples with the largest bounds are re-evaluated, and the result equals that
+of the plain greedy rule. V⁻¹ is updated by Woodbury's identity in fp64 and recomputed every
+`REBUILD` choices.
 
-Shape letters: N examples, q rows of a factor, r numbers of a projected feature.
+Shape letters: N examples, q rows of a factor, r dimension of a projected feature.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ from dualsft.model.load import output_head
 from dualsft.runs.method import DataChoice, DataMethod, Job
 from dualsft.storage.vectors import accumulation_dtype, reduction_dtype
 
-REBUILD = 500  # choices between two inverses that are computed from V itself
-ON_TOP = 64  # examples evaluated again at a time
-CHUNK = 2048  # examples of a chunk when all gains are computed
+REBUILD = 500  # choices between recomputations of V⁻¹ from V, which limits rounding errors
+ON_TOP = 64  # examples re-evaluated at a time
+CHUNK = 2048  # examples per chunk when gains are computed
 
 
 class FisherSFT(DataMethod):
-    """b examples, greedily, by the log det of their features at θ_old."""
+    """Selects b examples greedily by the log det of their features at θ_old."""
 
     def choose(self, job: Job, pool: list[Example], b: int) -> DataChoice | None:
         factors, energy = self._factors(job, pool)
@@ -57,7 +59,7 @@ class FisherSFT(DataMethod):
         return DataChoice(chosen, facts)
 
     def _factors(self, job: Job, pool: list[Example]) -> tuple[Tensor, Tensor]:
-        """(F [N, q, r], the features' energy ‖X_i‖² [N]), in the host's memory."""
+        """(F [N, q, r], energy of the features ‖X_i‖² [N]), on the CPU."""
         model = job.ctx.theta_old()
         basis = self._projection(job, model)
         width, rank = basis.shape[1], 1
@@ -81,7 +83,7 @@ class FisherSFT(DataMethod):
         return rows[:, :size].unflatten(1, (rank, width)), rows[:, size]
 
     def _projection(self, job: Job, model: PreTrainedModel) -> Tensor:
-        """A seeded Gaussian [D, r]; the identity where the features are no wider than that."""
+        """A seeded Gaussian matrix [D, r]; the identity if the model is no wider than `dim`."""
         head = output_head(model)
         width, dim = head.in_features, self.options.dim
         dtype = accumulation_dtype(head.weight.dtype)
@@ -92,24 +94,27 @@ class FisherSFT(DataMethod):
 
 
 def features(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, ...]:
-    """What enters the output head where the response is predicted: [T_i, D] of each example."""
+    """Inputs of the output head at positions that predict the response: [T_i, D] per example."""
     positions = Positions.of(batch)
     hidden = last_hidden(model, batch)[positions.row_M, positions.column_M]
     return hidden.to(accumulation_dtype(hidden.dtype)).split(positions.count_B.tolist())
 
 
 def pooled(x_Tr: Tensor) -> Tensor:
-    """The tokens' mean, of norm one: [1, r]."""
+    """Normalized mean over the tokens: [1, r]."""
     mean = x_Tr.mean(0, keepdim=True)
     return mean / torch.linalg.vector_norm(mean).clamp_min(1e-30)
 
 
 def factor(x_Tr: Tensor, rank: int) -> Tensor:
-    """F [rank, r] with Fᵀ F the best approximation of Xᵀ X of that rank; exact for few tokens."""
+    """F [rank, r] where Fᵀ F is the best rank-`rank` approximation of Xᵀ X.
+
+    Exact, and zero-padded, if there are at most `rank` tokens.
+    """
     tokens, width = x_Tr.shape
     if tokens <= rank:
         return torch.nn.functional.pad(x_Tr, (0, 0, 0, rank - tokens))
-    if tokens <= width:  # the smaller of the two Gram matrices
+    if tokens <= width:  # decompose the smaller of the two Gram matrices
         vectors = torch.linalg.eigh(x_Tr @ x_Tr.T).eigenvectors
         return vectors[:, -rank:].T @ x_Tr
     values, vectors = torch.linalg.eigh(x_Tr.T @ x_Tr)
@@ -120,7 +125,7 @@ def factor(x_Tr: Tensor, rank: int) -> Tensor:
 
 
 class Information:
-    """V = V₀ + Σ F_iᵀ F_i and its inverse, in fp64 where the device has it."""
+    """V = V₀ + Σ F_iᵀ F_i and its inverse, in fp64 where the device supports it."""
 
     def __init__(self, width: int, level: float, device: torch.device) -> None:
         self.dtype = reduction_dtype(device)
@@ -129,7 +134,7 @@ class Information:
         self.num_added = 0
 
     def gains(self, factors_Nqr: Tensor) -> np.ndarray:
-        """log det(I + F V⁻¹ Fᵀ) of each, a chunk at a time."""
+        """log det(I + F V⁻¹ Fᵀ) of each factor, computed in chunks."""
         found = []
         for start in range(0, len(factors_Nqr), CHUNK):
             f = factors_Nqr[start : start + CHUNK].to(self.dtype)
@@ -140,7 +145,7 @@ class Information:
         return torch.cat(found).cpu().numpy().astype(np.float64)
 
     def add(self, factor_qr: Tensor) -> None:
-        """V += Fᵀ F; the inverse by Woodbury's identity, and every so often from V."""
+        """V += Fᵀ F; updates V⁻¹ by Woodbury's identity, or from V every `REBUILD` calls."""
         f = factor_qr.to(self.dtype)
         self.matrix.addmm_(f.T, f)
         self.num_added += 1
@@ -156,15 +161,16 @@ class Information:
 def lazy_greedy(
     factors_Nqr: Tensor, b: int, level: float, step: Callable[[int], None] = lambda _: None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(positions in the order they were chosen, the gain of each): the plain greedy choice.
+    """(chosen positions in order, gain of each); the same result as the plain greedy rule.
 
-    Of equal gains the first. `level` is λ of V₀ = λ I.
+    Ties go to the first example. `level` is λ of V₀ = λ I.
     """
     information = Information(factors_Nqr.shape[-1], level, factors_Nqr.device)
     upper = information.gains(factors_Nqr)
-    evaluated = np.zeros(len(upper), np.int64)  # after how many choices the gain was computed
+    evaluated = np.zeros(len(upper), np.int64)  # number of choices made when the gain was computed
     chosen, gains = [], []
     for number in range(b):
+        # a current gain that is at least every upper bound is the largest gain
         while evaluated[best := int(upper.argmax())] < number:
             near = np.argpartition(-upper, min(ON_TOP, len(upper)) - 1)[:ON_TOP]
             stale = np.sort(np.append(near[near != best], best))

@@ -1,15 +1,17 @@
-"""LESS: examples whose Adam step points where the validation gradients do (METHODS.md B1).
+"""LESS: selects examples whose Adam direction agrees with the validation gradients.
 
-An adapter (LoRA on the attention's linear maps) is trained on D_warm for some epochs. At the end of
-each, with its weights, moments m, v and mean learning rate w (scaled so that they sum to 1),
+Replaces the data selection of Algorithm 1 (lines 10, 11). A LoRA adapter on the attention's linear
+layers is trained on D_warm for some epochs. The weights, the moments m, v and the mean learning
+rate w (scaled to sum to 1) at the end of each epoch give
 
-    Γ_n   = (β₁ m + (1 − β₁) g_n) / √(β₂ v + (1 − β₂) g_n² + ε)      what Adam would do with n
+    Γ_n   = (β₁ m + (1 − β₁) g_n) / √(β₂ v + (1 − β₂) g_n² + ε)      Adam's direction for n
     score = Σ_epochs w ⟨Γ̃_n / ‖Γ̃_n‖, mean over D_val of g̃ / ‖g̃‖⟩
 
-where ˜ is a seeded projection to `dim` numbers, map by map (`engine/sketch.py`), and g_n the
-gradient of the example loss with respect to the adapter, dropout off. The b highest scores are
-kept. Gradients are taken in batches, the validation vectors are averaged at once, and a train
-vector is used up as it is made, so there is no store of gradients. All of D_val is one subtask.
+where ˜ is a seeded projection to `dim` numbers, layer by layer (`engine/sketch.py`), and g_n the
+gradient of the example loss with respect to the adapter, without dropout. The b highest scores are
+selected. Gradients are computed in batches and not stored: the validation sketches are averaged,
+and a training sketch is reduced to its score as soon as it is computed. All of D_val is one
+subtask.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ from dualsft.storage.vectors import accumulation_dtype
 from dualsft.train.loop import FEW_STEPS, Hooks, TrainingPlan, learning_rate, train
 from dualsft.train.optimizer import SparseAdamW
 
-NAME = "less"  # of the adapter inside the model
-CLIP = 1.0  # what the original's trainer clips the gradient norm to
+NAME = "less"  # name of the adapter inside the model
+CLIP = 1.0  # the original's trainer clips the gradient norm to this value
 
 
 class Less(DataMethod):
-    """The b highest scores."""
+    """Selects the b examples with the highest scores."""
 
     def __init__(self, entry: Entry, options: Any) -> None:
         super().__init__(entry, options)
@@ -53,7 +55,7 @@ class Less(DataMethod):
         targets, where = target_maps(model)
         maps = attach(model, targets, options, job.rng)
         ctx.reporter.say(
-            f"less: an adapter of rank {options.rank} on {len(targets)} linear maps ({where})"
+            f"less: an adapter of rank {options.rank} on {len(targets)} linear layers ({where})"
         )
         checkpoints = self._warm_up(job, model, maps)
         dense = options.projection == "dense"
@@ -76,10 +78,13 @@ class Less(DataMethod):
     def _warm_up(
         self, job: Job, model: PreTrainedModel, maps: Mapping[str, nn.Module]
     ) -> list[Checkpoint]:
-        """Train the adapter on D_warm; what it was at the end of each epoch."""
+        """Train the adapter on D_warm; returns its state at the end of each epoch."""
         ctx, options, examples = job.ctx, self.options, job.roles["warm"]
         if not examples:
-            raise ConfigError("split.warm: less trains its adapter on D_warm, which is empty")
+            raise ConfigError(
+                "split.warm: method.data=less trains its adapter on D_warm, which is empty; raise "
+                "split.warm"
+            )
         plan = TrainingPlan(
             lr=options.lr,
             epochs=options.epochs,
@@ -109,10 +114,12 @@ class Less(DataMethod):
 
             def after_step(done: int) -> None:
                 if done % per_epoch == 0:
+                    # mean learning rate of the epoch, normalized over the epochs
                     weight = sum(rates[done - per_epoch : done]) / sum(rates)
                     found.append(Checkpoint.of(optimizer, parameters, weight))
 
-            # no saved progress: a kill repeats the warmup, whose epochs' ends are all needed
+            # no saved progress: a resumed warmup would lack the checkpoints of earlier epochs, so
+            # it is repeated from the start after a kill
             hooks = Hooks(after_step=after_step)
             train(model, examples, optimizer, plan, ctx.reporter, "less: warmup", hooks=hooks)
         job.accounts.backward_examples += plan.epochs * len(examples)
@@ -121,13 +128,13 @@ class Less(DataMethod):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An adapter at the end of an epoch, in the host's memory."""
+    """Weights and Adam moments of the adapter at the end of an epoch, on the CPU."""
 
     weights: dict[str, Tensor]
     first: dict[str, Tensor]
     second: dict[str, Tensor]
     weight: float
-    """Its share in the score."""
+    """Weight of this epoch in the score."""
     betas: tuple[float, float]
     eps: float
 
@@ -135,7 +142,7 @@ class Checkpoint:
     def of(
         cls, optimizer: SparseAdamW, parameters: Mapping[str, nn.Parameter], weight: float
     ) -> Checkpoint:
-        """The state as it is now."""
+        """Copy the current state."""
         kept: dict[str, dict[str, Tensor]] = {"weights": {}, "first": {}, "second": {}}
         for name, p in parameters.items():
             moments = optimizer.moments_of(name)
@@ -146,13 +153,13 @@ class Checkpoint:
         return cls(**kept, weight=weight, betas=group["betas"], eps=group["eps"])
 
     def load(self, maps: Mapping[str, nn.Module]) -> None:
-        """Put the weights into the adapter."""
+        """Copy the weights into the adapter."""
         with torch.no_grad():
             for name, module in maps.items():
                 module.get_parameter("weight").copy_(self.weights[name])
 
     def direction(self, device: torch.device, eps_inside: bool) -> Transform:
-        """Γ as what `engine/sketch.py` does to the gradients of one map."""
+        """Γ as a transform that `engine/sketch.py` applies to the gradients of a layer."""
         first = {name: m.to(device) for name, m in self.first.items()}
         second = {name: v.to(device) for name, v in self.second.items()}
         (beta1, beta2), eps = self.betas, self.eps
@@ -166,7 +173,7 @@ class Checkpoint:
 
 
 def validation_direction(job: Job, sketcher: Sketcher, label: str) -> Tensor:
-    """The mean over D_val of the normalised sketches of plain gradients: [dim]."""
+    """Mean over D_val of the normalized sketches of plain gradients: [dim]."""
     with sketcher.tapped() as taps:
 
         def compute(batch: Batch) -> Tensor:
@@ -188,7 +195,7 @@ def score(
     label: str,
     eps_inside: bool,
 ) -> np.ndarray:
-    """⟨Γ̃_n / ‖Γ̃_n‖, target⟩ of each example, at one checkpoint."""
+    """⟨Γ̃_n / ‖Γ̃_n‖, target⟩ of each example at one checkpoint."""
     transform = checkpoint.direction(sketcher.model.device, eps_inside)
     with sketcher.tapped(transform) as taps:
 
@@ -209,13 +216,13 @@ def _norms(rows: Tensor) -> Tensor:
 
 
 def target_maps(model: PreTrainedModel) -> tuple[list[str], str]:
-    """(linear maps that get an adapter, what they are): those of the attention, by their names."""
+    """(linear layers that get an adapter, description): those of attention, found by name."""
     prefix, blocks = decoder_blocks(model)
     linear = [path for path, m in blocks.named_modules(prefix=prefix) if is_linear(m)]
     found = [path for path in linear if "attn" in path or "attention" in path]
     if found:
-        return found, "the attention's"
-    return linear, "all of the blocks', since none is named after the attention"
+        return found, "attention"
+    return linear, "all layers of the blocks, since no name contains attn or attention"
 
 
 def attach(
@@ -224,15 +231,15 @@ def attach(
     options: Any,
     rng: Callable[[str], np.random.Generator],
 ) -> dict[str, nn.Module]:
-    """Put a LoRA adapter into the model; its linear maps by the name of their weight.
+    """Add a LoRA adapter to the model; returns its linear layers by the name of their weight.
 
-    It starts as peft's does (A uniform, B zero), from the seed of `rng`, in fp32 or wider.
+    Initialized as in peft (A uniform, B zero), but seeded by `rng`, in fp32 or wider.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as problem:
         raise ConfigError(
-            "method.data: 'less' trains a LoRA adapter by peft, which is not installed; "
+            "method.data: 'less' trains a LoRA adapter with peft, which is not installed; "
             "pip install 'dualsft[peft]'"
         ) from problem
     config = LoraConfig(
@@ -243,7 +250,7 @@ def attach(
         fan_in_fan_out=isinstance(model.get_submodule(targets[0]), Conv1D),
     )
     inject_adapter_in_model(config, model, adapter_name=NAME)
-    model.eval()  # what was put in comes in training mode, with dropout on
+    model.eval()  # peft adds modules in training mode, with dropout
     dtype = accumulation_dtype(next(model.parameters()).dtype)
     maps: dict[str, nn.Module] = {}
     for path, module in model.named_modules():

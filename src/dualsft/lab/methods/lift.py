@@ -1,10 +1,10 @@
-"""LIFT: the principal weights, largest in the low-rank part (METHODS.md A3; Liu et al., ICML 2025).
+"""LIFT: selects the largest entries of low-rank approximations (Liu et al., ICML 2025).
 
-Each matrix is replaced by its rank-r reconstruction U_r S_r V_rᵀ, and the entries that are largest
-there in absolute value are trained. Every matrix has its own quota. The mask is made anew from the
-present weights after every `interval` steps; entries that stay keep their moments. Only the factors
-and a tile of the reconstruction exist at a time: the top k is exact, read tile by tile
-(`algorithm/topk.py`).
+Replaces the parameter selection of Algorithm 1 (line 9). The entries with the largest absolute
+value in the rank-r reconstruction U_r S_r V_rᵀ of a matrix are trained. Every matrix has its own
+quota. The mask is recomputed from the current weights every `interval` steps; entries that stay in
+the mask keep their Adam moments. Only the factors and one tile of the reconstruction are in memory
+at a time; the top k is exact (`algorithm/topk.py`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dualsft.lab.methods.matrices import WeightMatrix, matrices, shares
 from dualsft.runs.method import Job, ParamChoice, ParamMethod
 from dualsft.storage.vectors import accumulation_dtype
 
-OVERSAMPLING = 8  # directions beyond the rank that the randomised factorisation follows
-ITERATIONS = 2  # of its subspace iteration
-TILE = 1 << 22  # entries of the reconstruction at a time
+OVERSAMPLING = 8  # extra directions in the randomized SVD
+ITERATIONS = 2  # subspace iterations of the randomized SVD
+TILE = 1 << 22  # entries of the reconstruction in memory at a time
 
 
 class LIFT(ParamMethod):
-    """The largest |rank-r reconstruction| of each matrix."""
+    """Selects the entries with the largest |rank-r reconstruction| in each matrix."""
 
     def members(self, job: Job) -> list[WeightMatrix]:
         """The matrices that are not frozen."""
@@ -39,15 +39,15 @@ class LIFT(ParamMethod):
             held = [part for part in m.parts if part in frozen]
             if held and len(held) < len(m.parts):
                 raise ConfigError(
-                    f"method.lift.freeze: {m.name} holds {', '.join(m.parts)} in one; freeze all "
-                    f"of them or none, not {', '.join(held)} alone"
+                    f"method.lift.freeze: {m.name} holds {', '.join(m.parts)} in one matrix; "
+                    f"freeze all of them or none, not only {', '.join(held)}"
                 )
             if not held:
                 chosen.append(m)
         if not chosen:
             raise ConfigError(
                 f"method.lift.freeze: {self.options.freeze!r} leaves no matrix of the candidates; "
-                "freeze less, or widen score.candidates"
+                "freeze fewer projections, or extend score.candidates"
             )
         return chosen
 
@@ -55,7 +55,8 @@ class LIFT(ParamMethod):
         return {m.name: m.shape for m in self.members(job)}
 
     def quotas(self, job: Job, k: int) -> list[int]:
-        """Entries of each matrix: LoRA's count at `lora_rank`, or k in proportion to its size."""
+        """Entries to select per matrix: as many as LoRA of rank `lora_rank` has, or a share of k in
+        proportion to the matrix's size."""
         members, rank = self.members(job), self.options.lora_rank
         if rank is None:
             return shares([m.shape.numel() for m in members], k)
@@ -84,13 +85,15 @@ class LIFT(ParamMethod):
         return found
 
     def factors(self, job: Job, name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(U_r S_r, V_r): their product is the nearest matrix of rank r, or close to it."""
+        """(U_r S_r, V_r): the best rank-r approximation is their product, exactly or approximately
+        (`svd`)."""
         wide = weight.to(accumulation_dtype(weight.dtype))
         rank, least = self.options.rank, min(weight.shape)
         if self.options.svd == "exact" or rank + OVERSAMPLING >= least:
             u, s, vh = torch.linalg.svd(wide, full_matrices=False)
             return u[:, :rank] * s[:rank], vh[:rank].T
         devices = [weight.device] if weight.device.type == "cuda" else []
+        # seeded per matrix, so the result does not depend on the order of the matrices
         seed = int.from_bytes(digest(job.ctx.config.seed, f"lift/{name}")[:7], "little")
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
@@ -99,7 +102,7 @@ class LIFT(ParamMethod):
 
 
 def reconstruction(name: str, left: Tensor, right: Tensor) -> ScoreSource:
-    """|left rightᵀ| in tiles of whole rows, computed at every reading."""
+    """|left rightᵀ| in tiles of whole rows, recomputed at every read."""
     columns = right.shape[0]
     rows = max(1, TILE // columns)
     across = right.T.contiguous()

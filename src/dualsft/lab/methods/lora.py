@@ -1,8 +1,8 @@
-"""LoRA: low-rank adapters beside every linear map of the blocks, by PEFT (METHODS.md A0).
+"""LoRA: low-rank adapters on every linear layer of the text decoder, with PEFT.
 
-No entries are chosen: `attach` puts adapters into θ_old, the loop of Algorithm 1 line 12 trains
-them, `detach` saves them as a PEFT folder (`adapter/`, opened with `PeftModel.from_pretrained` on
-the base) and merges them, so that the result is a plain model. DoRA is an option.
+Selects no entries. `attach` adds adapters to θ_old, the loop of Algorithm 1 line 12 trains them,
+and `detach` saves them as a PEFT folder (`adapter/`, loadable with `PeftModel.from_pretrained` on
+the base model) and merges them, so that the result is a plain model. DoRA is an option.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ FOLDER = "adapter"
 
 
 class Lora(ParamMethod):
-    """Adapters of rank r in the text decoder's linear maps."""
+    """Adapters of rank r on the linear layers of the text decoder."""
 
     adapter = True
     options: LoraOptions
     _peft: Any = None
-    """PEFT's wrapper around the model being trained."""
+    """The PEFT wrapper around the model being trained."""
 
     def __init__(self, entry: Entry, options: Any) -> None:
         super().__init__(entry, options)
-        import_peft()  # said when the run starts, not when it has chosen its examples
+        import_peft()  # fails at the start of the run, not after examples have been selected
 
     def check(self, job: Job) -> None:
-        """A budget below rank 1 is said now, not when the examples have been chosen."""
+        """Refuse a budget below rank 1 at the start, before examples are selected."""
         empty = empty_model(job.ctx.model_folder, job.ctx.trusted)
         names = linear_names(empty)
         if self.options.r is None:
@@ -63,33 +63,34 @@ class Lora(ParamMethod):
             task_type="CAUSAL_LM",
         )
         wide = options.dtype == "float32"
+        # PEFT initializes adapters from the global generator; seed it without affecting the run
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(int(job.rng("adapter").integers(1 << 62)))
             try:
                 self._peft = peft.get_peft_model(model, settings, autocast_adapter_dtype=wide)
-            except ValueError as problem:  # families that it knows to be unfit, or with limits
+            except ValueError as problem:  # architectures that PEFT refuses or restricts
                 raise ConfigError(
-                    f"method.params: 'lora' cannot be put into {type(model).__name__}: PEFT says: "
-                    f"{problem} (change method.lora.*, or choose another method.params)"
+                    f"method.params: 'lora' cannot be added to {type(model).__name__}; PEFT "
+                    f"reports: {problem} (change method.lora.*, or use another method.params)"
                 ) from problem
         settings.base_model_name_or_path = job.ctx.config.model.path
         found = {name: p for name, p in model.named_parameters() if p.requires_grad}
         count = sum(p.numel() for p in found.values())
         kind = "DoRA" if options.dora else "LoRA"
         job.ctx.reporter.say(
-            f"{kind}: rank {rank} beside {len(names):,} linear maps, {count:,} trainable "
+            f"{kind}: rank {rank} on {len(names):,} linear layers, {count:,} trainable "
             f"entries ({100 * count / total:.2f} % of the {total:,} parameters)"
         )
         return found
 
     def _rank(self, job: Job, model: PreTrainedModel, names: list[str]) -> int:
-        """The largest rank whose adapters hold at most the entries that the budget allows."""
+        """The largest rank whose adapters fit the parameter budget."""
         per_rank, beside = 0, 0
         for name in names:
             module = model.get_submodule(name)
             shape = module.get_parameter("weight").shape
             per_rank += sum(shape)
-            if self.options.dora:  # a magnitude for every output
+            if self.options.dora:  # one magnitude per output
                 beside += shape[1 if isinstance(module, Conv1D) else 0]
         shapes = {name: p.shape for name, p in model.named_parameters()}
         k = param_budget(job.ctx, shapes)
@@ -104,9 +105,9 @@ class Lora(ParamMethod):
         folder = job.part / FOLDER
         folder.mkdir(parents=True)
         self._peft.save_pretrained(str(folder.checked()), save_embedding_layers=False)
-        (folder / "README.md").unlink(missing_ok=True)  # a form to fill in
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
         stored = (folder / "adapter_config.json").read_json()
-        stored["target_modules"].sort()  # a set: in another order in every process
+        stored["target_modules"].sort()  # PEFT writes a set, whose order differs between processes
         (folder / "adapter_config.json").write_json(stored)
         merged = self._peft.merge_and_unload()
         self._peft = None
@@ -116,8 +117,8 @@ class Lora(ParamMethod):
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
-    """The linear maps of the text decoder, the output head left out: PEFT's "all-linear", less
-    what a multimodal model has beside its decoder."""
+    """The linear layers of the text decoder without the output head: PEFT's "all-linear", without
+    the other towers of a multimodal model."""
     head, inside = model.get_output_embeddings(), set(text_decoder(model).modules())
     names = [
         name
@@ -126,19 +127,19 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     ]
     if not names:
         raise ConfigError(
-            f"method.params: 'lora' finds no linear map in {type(model).__name__}; choose another "
+            f"method.params: 'lora' finds no linear layer in {type(model).__name__}; use another "
             "method.params"
         )
     return names
 
 
 def import_peft() -> Any:
-    """The optional package, or what to install."""
+    """Import the optional package; if it is missing, the error says what to install."""
     try:
         import peft
     except ImportError as problem:
         raise ConfigError(
             f"method.params: 'lora' needs the package peft ({problem}); pip install "
-            "'dualsft[peft]', or choose another method.params"
+            "'dualsft[peft]', or use another method.params"
         ) from None
     return peft

@@ -1,14 +1,15 @@
-"""Examples ranked by losses alone: top_loss (METHODS.md B0) and DavIR (METHODS.md D1).
+"""Selection of examples by their losses: top_loss and DavIR (docs/methods.md).
 
 top_loss keeps the examples with the highest mean response loss at θ̄ (or at θ_old). DavIR keeps the
-most learnable ones: with L_base the loss at θ_old and L_ref the loss after fine-tuning everything
-on all of D_train,
+most learnable ones. With L_base the loss at θ_old and L_ref the loss after fine-tuning all
+parameters on all of D_train,
 
     score = (L_base − L_ref) / max(L_base, floor)
 
-Dividing by L_base takes away the length and difficulty that a raw difference follows; dividing by
-L_ref would rank the same, since both are monotone in L_base / L_ref. One number an example and a
-forward pass is all that either needs beyond the reference. `top` serves every method that ranks.
+Dividing by L_base removes the dependence of the raw difference on length and difficulty. Dividing
+by L_ref would give the same ranking, since both are monotone in L_base / L_ref. Apart from the
+reference, both methods need one forward pass and one number per example. `top` is shared by all
+methods that rank examples by a score.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from dualsft.train.optimizer import SparseAdamW
 
 
 def top(scores: np.ndarray, pool: Sequence[Example], b: int) -> np.ndarray:
-    """Positions of the b largest scores; of equal ones those that stand first in the source."""
+    """Positions of the b largest scores, in descending order; ties by source row."""
     if bad := [e for e, score in zip(pool, scores, strict=True) if not np.isfinite(score)]:
         raise RunError(
-            f"the score of {named(bad)} is not finite; nothing was chosen (look at these rows, or "
-            "use model.dtype=float32)"
+            f"the score of {named(bad)} is not finite; nothing was selected (check these rows, or "
+            "set model.dtype=float32)"
         )
     order = np.lexsort((np.array([e.index for e in pool]), -scores))
     return order[:b]
 
 
 class TopLoss(DataMethod):
-    """The b highest mean response losses."""
+    """Selects the b examples with the highest mean response loss."""
 
     def choose(self, job: Job, pool: list[Example], b: int) -> DataChoice | None:
         at_base = self.options.at == "base"
@@ -50,7 +51,7 @@ class TopLoss(DataMethod):
 
 
 class DavIR(DataMethod):
-    """The b most learnable examples: the share of its loss that a full fine-tuning takes away."""
+    """Selects the b examples whose loss falls by the largest share in a full fine-tuning."""
 
     def choose(self, job: Job, pool: list[Example], b: int) -> DataChoice | None:
         base = job.losses(job.ctx.theta_old(), pool, "losses of θ_old")
@@ -70,25 +71,28 @@ class DavIR(DataMethod):
         return DataChoice(top(scores, pool, b), facts, scores)
 
     def _folds(self, job: Job, pool: list[Example]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(what a reference is trained on, what it scores): everything, or each half in turn."""
+        """(positions the reference trains on, positions it scores) of each reference."""
         everything = np.arange(len(pool))
         if not self.options.cross_fit:
             return [(everything, everything)]
         if len(pool) < 2:
-            raise RunError("method.davir.cross_fit: two halves need two examples of D_train")
+            raise RunError(
+                "method.davir.cross_fit: needs at least two examples in D_train, one per half"
+            )
         first, second = np.array_split(job.rng("davir/folds").permutation(len(pool)), 2)
         return [(np.sort(first), np.sort(second)), (np.sort(second), np.sort(first))]
 
 
 def learnability(base: np.ndarray, reference: np.ndarray, floor: float) -> np.ndarray:
-    """(L_base − L_ref) / L_base, an L_base below the floor counting as the floor."""
+    """(L_base − L_ref) / max(L_base, floor)."""
     return (base - reference) / np.maximum(base, floor)
 
 
 def _reference(job: Job, examples: list[Example], label: str) -> PreTrainedModel:
-    """θ_old fine-tuned, every parameter, on these examples by the run's own settings."""
+    """θ_old with all parameters fine-tuned on these examples, with the run's settings."""
     ctx = job.ctx
     model = ctx.theta_old()
+    # the reference is plain fine-tuning, so the learning-rate ratio of method.params does not apply
     plan = replace(finetune_plan(ctx), lr=ctx.config.finetune.lr)
     with SparseAdamW(
         text_parameters(model),

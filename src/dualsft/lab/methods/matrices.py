@@ -1,9 +1,10 @@
-"""What each matrix of a transformer block is for, and which of its entries make a unit.
+"""Roles of the weight matrices in a transformer block, and flat indices of their units.
 
-The structured methods of METHODS.md part A speak of query, gate or down projections, of channels
-and of heads; models call them by other names, fuse some of them, and GPT-2 stores them transposed.
-`matrices` reads that off a model without its weights. Units (channels, heads, rows, blocks) become
-sorted flat indices here, and a budget becomes whole units (`whole_units`) or shares (`shares`).
+The structured methods select channels, heads, rows or blocks of query, gate or down projections.
+Models name these matrices differently, fuse some of them, and GPT-2 stores them transposed.
+`matrices` determines the roles from the model's structure, without loading weights. This module
+also converts units to sorted flat indices, and budgets to whole units (`whole_units`) or to
+per-tensor counts (`shares`). Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -47,20 +48,21 @@ ROLES = {
     "in_proj_qkv": "qkv",
     "gate_up_proj": "gate_up",
 }
-"""Last word of a module's name -> what it is; GPT-2's c_proj is told apart by its parent."""
+"""Last component of a module's name -> role. GPT-2's c_proj is not listed: its role depends on the
+parent module (`_role`)."""
 PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-"""What a fused matrix holds."""
+"""Projections that a fused matrix contains."""
 FAMILIES = {"attention": ("q", "k", "v", "qkv"), "mlp": ("gate", "up", "gate_up", "down")}
-"""SMT's two families; the output projection of attention is in neither."""
+"""The two families of SMT; the output projection of attention is in neither."""
 
 
 @dataclass(frozen=True)
 class WeightMatrix:
-    """A linear weight of a block that competes (`score.candidates`)."""
+    """A linear weight of a transformer block that is a candidate (`score.candidates`)."""
 
     name: str
     role: str
-    """q, k, v, o, gate, up, down, a fused one (qkv, gate_up), or other."""
+    """q, k, v, o, gate, up, down, qkv or gate_up (fused), or other."""
     shape: torch.Size
     transposed: bool
     """Stored as [in, out] (Conv1D) instead of [out, in]."""
@@ -70,14 +72,14 @@ class WeightMatrix:
         return PARTS.get(self.role, (self.role,))
 
     def dim(self, axis: Axis) -> int:
-        """The dimension of the stored weight that this axis is."""
+        """The dimension of the stored weight that corresponds to this axis."""
         return int((axis == "in") != self.transposed)
 
     def size(self, axis: Axis) -> int:
         return self.shape[self.dim(axis)]
 
     def lines(self, axis: Axis, chosen: Tensor) -> Tensor:
-        """Sorted flat indices of the entries at the sorted positions `chosen` of an axis."""
+        """Sorted flat indices of the entries at positions `chosen` (sorted) along an axis."""
         rows, columns = self.shape
         if self.dim(axis) == 0:
             return (chosen[:, None] * columns + torch.arange(columns)).reshape(-1)
@@ -85,7 +87,7 @@ class WeightMatrix:
 
 
 def matrices(job: Job) -> list[WeightMatrix]:
-    """The linear weights of the blocks that are candidates, in the model's order."""
+    """The candidate linear weights of the transformer blocks, in model order."""
     return job.shared("matrices", _read)
 
 
@@ -111,21 +113,24 @@ def _role(name: str) -> str:
 
 
 def of_role(job: Job, method: str, *roles: str) -> list[WeightMatrix]:
-    """The matrices of these roles; none at all is a refusal that says what there is."""
+    """The matrices of these roles; raises `ConfigError` if the candidates have none of them."""
     chosen = [m for m in matrices(job) if m.role in roles]
     if not chosen:
         there = dict.fromkeys(f"{locate(m.name)[1]} ({m.role})" for m in matrices(job))
         raise ConfigError(
-            f"method.params={method} chooses from {' and '.join(roles)} projections, and the "
-            f"candidates of {job.ctx.model_type} have none (there are: {', '.join(there)}); widen "
-            "score.candidates, or take another method"
+            f"method.params={method} selects from {' and '.join(roles)} projections, and the "
+            f"candidates of {job.ctx.model_type} have none (available: {', '.join(there)}); extend "
+            "score.candidates, or use another method"
         )
     return chosen
 
 
 def whole_units(order: np.ndarray, costs: np.ndarray, budget: int) -> np.ndarray:
-    """Of the units in this order, those that fit the budget: the first ones, and behind the first
-    that does not fit every later one that still does."""
+    """Take units in the given order while they fit the budget, skipping those that do not fit.
+
+    `costs` are the entries of each unit. Units are not split, so the result can be smaller than the
+    budget.
+    """
     total = np.cumsum(costs[order])
     count = int(np.searchsorted(total, budget, side="right"))
     chosen, rest = [order[:count]], order[count:]
@@ -138,9 +143,10 @@ def whole_units(order: np.ndarray, costs: np.ndarray, budget: int) -> np.ndarray
 
 
 def shares(sizes: Sequence[int], k: int) -> list[int]:
-    """k entries over parts in proportion to their sizes, exactly k in all, none over its size.
+    """Divide k entries among parts in proportion to their sizes: exactly k in total, and no part
+    gets more than its size.
 
-    Whole shares first; what is left goes to the largest remainders, the earlier of equal ones.
+    Shares are rounded down; the rest goes to the largest remainders, ties to the earlier part.
     """
     total = sum(sizes)
     counts = [k * size // total for size in sizes]
@@ -151,7 +157,7 @@ def shares(sizes: Sequence[int], k: int) -> list[int]:
 
 
 def refuse_empty(indices: Mapping[str, Tensor], method: str, unit: str, k: int, cure: str) -> None:
-    """A budget below one unit would train nothing."""
+    """Raise `ConfigError` if nothing was selected because the budget is below one unit."""
     if not any(index.numel() for index in indices.values()):
         raise ConfigError(
             f"method.params={method}: not one {unit} fits select.param_budget ({k:,} entries); "

@@ -1,14 +1,15 @@
-"""Model Shapley: neurons whose removal would raise the loss most (METHODS.md E4; Chu et al. 2025).
+"""Model Shapley: selects the neurons whose removal would raise the loss most (Chu et al. 2025).
 
-Taking entry i away changes the loss, to second order, by φ_i = −g_i θ_i + ½ θ_i (H θ)_i. With H the
-empirical Fisher matrix in blocks of one neuron (a row r of a matrix), the sum over a row needs one
-number an example, a_r = g_r · θ_r:
+Replaces the parameter selection of Algorithm 1 (line 9). Removing entry i changes the loss, to
+second order, by φ_i = −g_i θ_i + ½ θ_i (H θ)_i. If H is the empirical Fisher matrix with one block
+per neuron (a row r of a matrix), the sum over a row needs one number per example, a_r = g_r · θ_r:
 
     φ_r = −E[a_r] + ½ E[a_r²].
 
-A linear map gives a_r without its gradient: a_r = Σ_t ε_t,r z_t,r, where z is its output less the
-bias and ε the gradient there. Averages over mini-batches are exponential, corrected for their
-start. The rows of largest φ_r are trained. Weights stay at θ_old during the pass.
+For a linear layer a_r does not require the weight gradient: a_r = Σ_t ε_t,r z_t,r, where z is the
+output without the bias and ε the gradient with respect to it. Averages over mini-batches are
+exponential with bias correction. The rows with the largest φ_r are trained. Weights stay at θ_old
+during the pass.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from dualsft.storage.vectors import reduction_dtype
 
 
 class ModelShapley(ParamMethod):
-    """The rows of largest φ."""
+    """Selects the rows with the largest φ."""
 
     def eligible(self, job: Job) -> dict[str, torch.Size]:
         found = {m.name: m.shape for m in matrices(job)}
         if not found:
             raise ConfigError(
-                f"score.candidates: {job.ctx.config.score.candidates!r} has no linear weight of a "
-                "block, whose rows method.params=model_shapley chooses; widen it"
+                f"score.candidates: {job.ctx.config.score.candidates!r} has no linear weights of "
+                "blocks, and method.params=model_shapley selects their rows; extend it"
             )
         return found
 
@@ -68,12 +69,12 @@ class ModelShapley(ParamMethod):
     def scores(
         self, job: Job, model: PreTrainedModel, members: list[WeightMatrix]
     ) -> dict[str, Tensor]:
-        """φ of every row, by parameter: one backward pass."""
+        """φ of every row, by parameter (one backward pass)."""
         ctx, options = job.ctx, self.options
         rows = job.examples if options.examples == "train" else job.roles["val"]
         order = training_order(rows, ctx.config.seed, 0)
         means: dict[str, Tensor] = {}
-        weight = 0.0  # what the averages' weights add up to
+        weight = 0.0  # sum of the weights in the averages, for the bias correction
         label = "neurons' values"
         with (
             ctx.reporter.track(label, len(rows), "examples") as progress,
@@ -93,7 +94,7 @@ class ModelShapley(ParamMethod):
     def _moments(
         self, job: Job, model: PreTrainedModel, batch: list[Example], taps: FisherTaps
     ) -> dict[str, Tensor]:
-        """Means of a and a² over a mini-batch, [2, rows], by parameter."""
+        """Means of a and a² over a mini-batch: [2, rows] by parameter."""
         ctx = job.ctx
         sums: dict[str, Tensor] = {}
         for piece in make_batches(batch, ctx.batch_tokens):
@@ -109,18 +110,18 @@ class ModelShapley(ParamMethod):
 
 
 class FisherTaps:
-    """Σ_t ε_t z_t of each example at every watched map, [examples, rows]."""
+    """Σ_t ε_t z_t per example at every hooked layer: [examples, rows] by parameter."""
 
     def __init__(self) -> None:
         self.products: dict[str, Tensor] = {}
         self._shape = (0, 0)
 
     def begin(self, num_examples: int, num_tokens: int) -> None:
-        """Forget the previous batch."""
+        """Clear the products before a batch of this shape."""
         self.products, self._shape = {}, (num_examples, num_tokens)
 
     def look(self, name: str) -> Any:
-        """A forward hook that waits for the gradient of the output."""
+        """A forward hook that registers a backward hook on the output."""
 
         def forward(module: nn.Module, _: Any, output: Tensor) -> None:
             if not output.requires_grad:
@@ -128,8 +129,8 @@ class FisherTaps:
             bias, examples, tokens = getattr(module, "bias", None), *self._shape
             if output.numel() != examples * tokens * output.shape[-1]:
                 raise ConfigError(
-                    f"method.params=model_shapley: {name} does not see every token (a mixture of "
-                    "experts?); leave it out of score.candidates"
+                    f"method.params=model_shapley: {name} does not process every token (a mixture "
+                    "of experts?); exclude it from score.candidates"
                 )
             kept = output.detach()
 
@@ -146,7 +147,8 @@ class FisherTaps:
 
 @contextmanager
 def watched(model: PreTrainedModel, members: list[WeightMatrix]) -> Iterator[FisherTaps]:
-    """FisherTaps on these maps; the model's parameters need no gradient meanwhile."""
+    """Hooks on these layers. Parameters do not require gradients inside the context, since only
+    gradients of the activations are used."""
     taps, modules = FisherTaps(), dict(model.named_modules())
     flags = [(p, p.requires_grad) for p in model.parameters()]
     with ExitStack() as stack:
@@ -162,4 +164,5 @@ def watched(model: PreTrainedModel, members: list[WeightMatrix]) -> Iterator[Fis
 
 
 def _start_graph(_: Any, __: Any, output: Tensor) -> Tensor:
+    """Make autograd record the graph although no parameter requires a gradient."""
     return output if output.requires_grad else output.requires_grad_()

@@ -1,10 +1,10 @@
-"""NanoAdam: the smallest weights, chosen anew while training (METHODS.md A4; arXiv 2506.21374).
+"""NanoAdam: selects the smallest weights, and updates the mask during training (arXiv 2506.21374).
 
-No gradient and no data: the entries of smallest |θ_t| in every chunk of a flattened parameter, so
-that no parameter takes another's share. The mask is made at step 0 and again after every `interval`
-steps, from the weights as they are then; a run with fewer steps keeps its first mask. Weights that
-have grown leave the mask and keep what they learned, so what differs from θ_old in the end is the
-union of all masks.
+Replaces the parameter selection of Algorithm 1 (line 9). Uses no gradients and no data: it takes
+the entries with the smallest |θ_t| in every chunk of a flattened parameter, with one quota per
+chunk. The mask is computed at step 0 and again every `interval` steps from the current weights; a
+run with fewer steps keeps its first mask. Weights that have grown leave the mask and keep their
+value, so the final model differs from θ_old on the union of all masks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dualsft.runs.method import Job, ParamChoice, ParamMethod
 
 
 class NanoAdam(ParamMethod):
-    """The smallest |θ| of each chunk."""
+    """Selects the entries with the smallest |θ| in each chunk."""
 
     @property
     def carry(self) -> bool:
@@ -53,9 +53,10 @@ class NanoAdam(ParamMethod):
 
 
 def smallest(values: Tensor, count: int) -> Tensor:
-    """Sorted positions of the `count` smallest; of equal ones the first (bf16 has many)."""
+    """Sorted positions of the `count` smallest values; ties (common in bf16) by position."""
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=values.device)
+    # topk does not define which of several equal values it returns; ties are resolved below
     border = values.topk(count, largest=False, sorted=False).values.max()
     below = values < border
     ties = (values == border).nonzero().view(-1)[: count - int(below.sum())]

@@ -1,7 +1,7 @@
-"""A row of numbers for every example: the resumable loop of LESS, SPICE and FisherSFT.
+"""The resumable loop of LESS, SPICE and FisherSFT: computes one row of numbers per example.
 
-A batch that does not fit into memory is cut in halves; progress is saved as in every long loop
-(`storage/resume.py`). It belongs to no line of Algorithm 1.
+A batch that does not fit in memory is split in half. Progress is saved by `storage/resume.py`. Not
+part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def per_example(
     backward: bool,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`compute(batch)`, [B, width], of every example, in the host's memory: [N, width].
+    """Apply `compute`, which maps a batch to [B, width], to all examples: [N, width] on the CPU.
 
-    A batch that does not fit is cut in halves. The walk is resumable by its label, which is unique
-    in its stage.
+    Splits batches that do not fit in memory. Progress is saved under `label`, which must be unique
+    in the stage.
     """
     pieces, slug = job.ctx.pieces, re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
     dtype = dtype or accumulation_dtype(next(model.parameters()).dtype)
@@ -48,7 +48,8 @@ def per_example(
             job.accounts.backward_examples += int(done.sum())
         else:
             job.accounts.forward_examples += int(done.sum())
-    left = torch.nonzero(~done).flatten().tolist()  # its batches are the tail of all batches
+    # batches are sorted by length, so these are the last batches of the uninterrupted loop
+    left = torch.nonzero(~done).flatten().tolist()
     remaining, cutter = [examples[i] for i in left], _Cutter(job, compute)
     with pieces.loop():
         for rows, batch in job.batches(model, remaining, label, backward):
@@ -57,8 +58,8 @@ def per_example(
             if not bool(torch.isfinite(found).all()):
                 bad = [remaining[i] for i, row in zip(rows, found, strict=True) if _bad(row)]
                 raise RunError(
-                    f"{label}: what was computed of {named(bad)} is not finite; nothing was "
-                    "written (look at these rows, or use model.dtype=float32)"
+                    f"{label}: the result for {named(bad)} is not finite; nothing was written "
+                    "(check these rows, or set model.dtype=float32)"
                 )
             values[at] = found.to("cpu", dtype)
             done[at] = True
@@ -74,12 +75,12 @@ def _bad(row: Tensor) -> bool:
 
 @dataclass
 class _Cutter:
-    """Computes batches, in halves when memory runs out; a size that did not fit is left alone."""
+    """Computes batches and splits them when memory runs out; does not retry a size that failed."""
 
     job: Job
     compute: Callable[[Batch], Tensor]
     most: int | None = None
-    """Padded tokens of a batch."""
+    """Padded tokens per batch; None until a batch has run out of memory."""
 
     def of(self, batch: Batch) -> Tensor:
         rows, tokens = batch.input_ids.shape
@@ -90,10 +91,10 @@ class _Cutter:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            problem = str(error)  # its words alone: its frames hold what did not fit
+            problem = str(error)  # keep only the text: the traceback holds the failed batch
         give_back(batch.input_ids.device)
         smaller = Smaller.than((rows, tokens), RuntimeError(problem), "score.batch_tokens")
-        self.job.ctx.reporter.warn(str(smaller))
+        self.job.ctx.reporter.warn(str(smaller), code="out_of_memory")
         self.most = smaller.batch_tokens
         return self._halves(batch)
 
@@ -103,6 +104,6 @@ class _Cutter:
 
 
 def _rows(batch: Batch, rows: slice) -> Batch:
-    """Some examples of a batch."""
+    """A slice of the examples of a batch."""
     names = ("input_ids", "attention_mask", "position_ids", "labels")
     return replace(batch, **{name: getattr(batch, name)[rows] for name in names})

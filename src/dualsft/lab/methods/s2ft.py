@@ -1,10 +1,11 @@
-"""S²FT: whole channels of the down projections, at random (METHODS.md A1; arXiv 2412.06289).
+"""S²FT: random whole channels of the down projections (arXiv 2412.06289).
 
-A feed-forward unit is an intermediate channel: a column of the down projection, for `u_ratio` a row
-of the up projection. An attention unit is a head: its columns of the output projection, for
-`v_ratio` the rows of a key-value head in the value projection. Units are drawn over all layers
-together, so layers get unequal counts; once, before training. The weights are indexed where they
-are: nothing is permuted, and the difference to θ_old is as sparse as the mask.
+Replaces the parameter selection of Algorithm 1 (line 9). A feed-forward unit is an intermediate
+channel: a column of the down projection, or a row of the up projection (`u_ratio`). An attention
+unit is a head: its columns in the output projection (`o_ratio`), or the rows of a key-value head in
+the value projection (`v_ratio`). Units are drawn once, before training, jointly over all layers, so
+layers get different counts. Weights are indexed in place and not permuted, so the difference from
+θ_old is as sparse as the mask.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ RATIOS: tuple[tuple[str, str, Axis], ...] = (
     ("o_ratio", "o", "in"),
     ("v_ratio", "v", "out"),
 )
-"""What is drawn beside the channels of the down projection."""
+"""Units drawn in addition to the channels of the down projection: (option, role, axis)."""
 
 
 @dataclass(frozen=True)
 class Units:
-    """The units of one kind over all layers, numbered through."""
+    """The units of one kind, numbered consecutively over all layers."""
 
     members: list[WeightMatrix]
     axis: Axis
     widths: list[int]
-    """Lines of the axis that make a unit, by matrix."""
+    """Rows or columns per unit, for each matrix."""
 
     @property
     def counts(self) -> list[int]:
@@ -56,7 +57,7 @@ class Units:
 
     @property
     def costs(self) -> np.ndarray:
-        """Entries of each unit."""
+        """Number of entries of each unit."""
         each = [w * m.shape.numel() // m.size(self.axis) for m, w in self._pairs()]
         return np.repeat(each, self.counts)
 
@@ -76,7 +77,7 @@ class Units:
 
 
 class S2FT(ParamMethod):
-    """Random channels of the down projections; heads and up-rows when asked for."""
+    """Selects random channels of the down projections, and optionally heads and up-rows."""
 
     def eligible(self, job: Job) -> dict[str, torch.Size]:
         roles = ["down", *(role for name, role, _ in RATIOS if getattr(self.options, name) > 0)]
@@ -105,8 +106,9 @@ class S2FT(ParamMethod):
             facts["budget"] = f"literal: d_ratio {options.d_ratio}"
         elif spent > k:
             raise ConfigError(
-                f"method.s2ft: its ratios take {spent:,} entries, more than select.param_budget "
-                f"({k:,}); lower them, or set method.s2ft.d_ratio to leave the budget aside"
+                f"method.s2ft: u_ratio, o_ratio and v_ratio take {spent:,} entries, more than "
+                f"select.param_budget ({k:,}); lower them, or set method.s2ft.d_ratio, which "
+                "ignores the budget"
             )
         else:
             chosen = whole_units(order, down.costs, k - spent)
@@ -120,23 +122,24 @@ class S2FT(ParamMethod):
         members = [m for m in matrices(job) if m.role == role]
         if not members:
             raise ConfigError(
-                f"method.s2ft.{option}: {job.ctx.model_type} has no {role} projection of its own "
-                "among the candidates (it may be fused with others); leave the option out"
+                f"method.s2ft.{option}: the candidates of {job.ctx.model_type} have no {role} "
+                "projection as a separate matrix (it may be fused with others); remove the option"
             )
         if role == "up":
             return Units(members, axis, [1] * len(members))
         config = job.ctx.model_config
         heads = config.num_attention_heads
-        if role == "v":  # grouped queries: fewer heads of values than of queries
+        if role == "v":  # grouped-query attention has fewer value heads than query heads
             heads = getattr(config, "num_key_value_heads", None) or heads
         if odd := [m.name for m in members if m.size(axis) % heads]:
             raise ConfigError(
-                f"method.s2ft.{option}: {odd[0]} cannot be cut into {heads} heads; leave it out"
+                f"method.s2ft.{option}: {odd[0]} cannot be divided into {heads} heads; remove the "
+                "option"
             )
         return Units(members, axis, [m.size(axis) // heads for m in members])
 
     def _order(self, job: Job, down: Units) -> np.ndarray:
-        """The channels in the order in which they are taken."""
+        """The channels of the down projections in selection order."""
         if self.options.score == "random":
             return job.rng("s2ft/down").permutation(sum(down.counts))
         model = job.ctx.theta_old()
@@ -145,7 +148,7 @@ class S2FT(ParamMethod):
         return np.argsort(sign * scores, kind="stable")
 
     def _scores(self, job: Job, model: PreTrainedModel, members: list[WeightMatrix]) -> np.ndarray:
-        """One number a channel: norm of its weights, of its activations, or their product."""
+        """Score of each channel: the norm of its weights, of its activations, or the product."""
         kind = self.options.score
         parameters = dict(model.named_parameters())
         parts: list[np.ndarray] = []
@@ -163,8 +166,7 @@ class S2FT(ParamMethod):
 
 @torch.no_grad()
 def activations(job: Job, model: PreTrainedModel, members: list[WeightMatrix]) -> dict[str, Tensor]:
-    """Root of the sum of squares of each input channel over all tokens: one forward pass over the
-    examples that will be trained on."""
+    """L2 norm of each input channel over all tokens of the training examples (one forward pass)."""
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(()))
     with _watched(model, members, sums) as watch:
         for _, batch in job.batches(model, job.examples, "s2ft activations", backward=False):
@@ -177,7 +179,10 @@ def activations(job: Job, model: PreTrainedModel, members: list[WeightMatrix]) -
 def _watched(
     model: PreTrainedModel, members: list[WeightMatrix], sums: dict[str, Tensor]
 ) -> Iterator[dict[str, Tensor]]:
-    """Add up the squares of what enters these linear maps, padding left out."""
+    """Add the squared inputs of these linear layers to `sums`, without padding.
+
+    The caller must store each batch's attention mask in the yielded dictionary under "mask".
+    """
     watch: dict[str, Tensor] = {}
 
     def look(name: str) -> Any:
@@ -186,8 +191,9 @@ def _watched(
             tokens = x.reshape(-1, x.shape[-1])
             if len(tokens) != len(real):
                 raise ConfigError(
-                    f"method.s2ft.score: {name} does not see every token (a mixture of experts?), "
-                    "so its channels' activations cannot be compared; use random or weight"
+                    f"method.s2ft.score: {name} does not process every token (a mixture of "
+                    "experts?), so the activations of its channels are not comparable; use random "
+                    "or weight"
                 )
             squares = tokens[real].to(accumulation_dtype(x.dtype)).square().sum(0)
             sums[name] = sums[name].to(x.device) + squares

@@ -1,10 +1,11 @@
-"""SMT: blocks of matrices with the largest summed gradient (METHODS.md A2; He et al., ICLR 2025).
+"""SMT: selects the blocks of matrices with the largest summed gradient (He et al., ICLR 2025).
 
-Plain fine-tuning of every parameter for some steps; the signed gradients of the steps are added up
-over each block of a matrix, and the blocks that score best are trained from then on. The dense
-steps are kept, as the original keeps them: fine-tuning goes on from `start/`, with a fresh
-optimizer and schedule, and the result differs from θ_old everywhere; `restart_from_base` goes back
-instead. The default score needs one number a block; the others add up whole gradients.
+Replaces the parameter selection of Algorithm 1 (line 9). All parameters are fine-tuned for some
+steps, the signed gradients are summed over the steps and over each block of a matrix, and the
+blocks with the best scores are trained from then on. The dense steps are kept, as in the original:
+fine-tuning continues from `start/` with a new optimizer and schedule, and the result differs from
+θ_old everywhere. `restart_from_base` fine-tunes from θ_old instead. The default score stores one
+number per block; the others sum whole gradients.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from dualsft.train.optimizer import SparseAdamW
 
 
 class SMT(ParamMethod):
-    """The best blocks of q, k, v and of gate, up, down."""
+    """Selects the best blocks of q, k, v and of gate, up, down."""
 
     @property
     def ratios(self) -> dict[str, float] | None:
-        """Share of each family; None where the budget says how much."""
+        """Share of each family; None if select.param_budget applies."""
         given = {"attention": self.options.attention_ratio, "mlp": self.options.mlp_ratio}
         if all(ratio is None for ratio in given.values()):
             return None
@@ -91,9 +92,10 @@ class SMT(ParamMethod):
     def _take(
         self, job: Job, order: np.ndarray, costs: np.ndarray, attention: np.ndarray, k: int
     ) -> np.ndarray:
-        """The blocks for the budget, or those of each family for its ratio."""
+        """The blocks that fit the budget, or the share of each family that its ratio asks for."""
         if self.ratios is None:
             return whole_units(order, costs, k)
+        # ratio_of=model: the released code counts all matrices of the model, embeddings included
         every = sum(s.numel() for s in job.ctx.parameter_shapes.values() if len(s) == 2)
         taken: list[np.ndarray] = []
         for name, ratio in self.ratios.items():
@@ -105,14 +107,15 @@ class SMT(ParamMethod):
     def _warm_start(
         self, job: Job, model: PreTrainedModel, members: list[WeightMatrix]
     ) -> dict[str, Tensor]:
-        """Train everything for some steps; the summed gradients, by block or whole."""
+        """Train all parameters for `steps` steps; returns the gradients summed over the steps, per
+        block or per entry."""
         ctx, steps = job.ctx, self.options.steps
         after = finetune_plan(ctx)
         lr = ctx.config.finetune.lr * self.entry.lr_ratio
         plan = replace(after, lr=lr, epochs=1, min_steps=steps, max_steps=steps)
         ctx.reporter.say(
-            f"smt: {steps:,} dense steps before the {after.num_steps(len(job.examples)):,} of "
-            "fine-tuning"
+            f"smt: {steps:,} dense steps, then {after.num_steps(len(job.examples)):,} fine-tuning "
+            "steps"
         )
         by_block = self.options.strategy == "mean_abs"
         sums: dict[str, Tensor] = {}
@@ -120,7 +123,7 @@ class SMT(ParamMethod):
         def add(optimizer: SparseAdamW) -> None:
             gradients = optimizer.gradients
             for m in members:
-                if m.name not in gradients:  # a layer that nothing passed through
+                if m.name not in gradients:  # not used in this step, for example an idle expert
                     continue
                 gradient = gradients[m.name].view(m.shape)
                 if by_block:
@@ -140,7 +143,7 @@ class SMT(ParamMethod):
             seed=ctx.config.seed,
             free_gradients=True,
         ) as optimizer:
-            # no saved progress: the sums are not in it, and the warm start is short
+            # no saved progress: it would not include the sums, and the warm start is short
             hooks = Hooks(before_update=add)
             log = _logger(job)
             train(model, job.examples, optimizer, plan, ctx.reporter, "smt", log, Pieces(), hooks)
@@ -156,7 +159,7 @@ class SMT(ParamMethod):
         return sums
 
     def _score(self, total: Tensor, shape: torch.Size) -> Tensor:
-        """A number a block, from block sums or from the summed gradient."""
+        """Score of each block, from its sum or from the summed gradient."""
         size, strategy = self.options.block, self.options.strategy
         if strategy == "mean_abs":
             return total.abs() / torch.from_numpy(block_sizes(shape, size)).to(total.device)
@@ -170,12 +173,12 @@ class SMT(ParamMethod):
 
 
 def grid(shape: torch.Size, size: int) -> tuple[int, int]:
-    """Blocks down and across."""
+    """Number of blocks (down, across)."""
     return math.ceil(shape[0] / size), math.ceil(shape[1] / size)
 
 
 def block_sizes(shape: torch.Size, size: int) -> np.ndarray:
-    """Entries of each block: fewer at a ragged edge."""
+    """Entries of each block; fewer at the edges."""
     lengths = [
         np.minimum(size, length - size * np.arange(math.ceil(length / size))) for length in shape
     ]
@@ -183,7 +186,7 @@ def block_sizes(shape: torch.Size, size: int) -> np.ndarray:
 
 
 def block_sums(values: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Σ over each block, [blocks down, blocks across]."""
+    """Sum over each block: [blocks down, blocks across]."""
     down, across = grid(values.shape, size)
     short = (0, across * size - values.shape[1], 0, down * size - values.shape[0])
     return pad(values, short).view(down, size, across, size).sum((1, 3), dtype=dtype)

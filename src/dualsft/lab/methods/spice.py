@@ -1,16 +1,16 @@
-"""SPICE: examples that add information and do not pull against each other (METHODS.md B3).
+"""SPICE: greedy selection of examples by log-det information, with a penalty on gradient conflict.
 
-With g_n an example's gradient at θ̄, sketched to `dim` numbers (`engine/sketch.py`), and S what is
-chosen:
+Replaces the data selection of Algorithm 1 (lines 10, 11). With g_n the gradient of example n at θ̄,
+sketched to `dim` numbers (`engine/sketch.py`), and S the examples chosen so far:
 
     Δ_x        = log(1 + α g_xᵀ (I + α Σ_{s∈S} g_s g_sᵀ)⁻¹ g_x)      what x adds to log det
     conflict_x = max(0, −cos(g_x, mean of g_s over S))
     next       = argmax Δ_x − λ conflict_x
 
-c_n = g_nᵀ V⁻¹ g_n is kept for every example and follows each choice by a rank-1 update, and so does
-the inner product with the running sum, so a choice is one product of the N x dim features with two
-vectors: O(b N dim) in all, exactly. Beside the paper's rule there are those of its released code
-and the objective that the DualSFT paper writes down. Each is a function of the features alone.
+c_n = g_nᵀ V⁻¹ g_n and the inner product with the running sum are stored for every example and
+updated after each choice. A choice thus costs one product of the N x dim features with two vectors:
+O(b N dim) in total, without approximation. Besides the paper's rule, the rules of its released code
+and the objective in the DualSFT paper are available. All of them depend on the features only.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from dualsft.storage.vectors import reduction_dtype
 from dualsft.system.progress import Progress
 from dualsft.system.usage import free_memory, give_back
 
-STOP = 0.5  # where the paper's early-stopping variant would end: Δ at most this share of the first
-ROOM = 0.5  # share of a GPU's free memory that the features may take
-ROWS = 4096  # features brought to a wider dtype at a time
+STOP = 0.5  # the paper's early-stopping variant stops when Δ is at most this share of the first Δ
+ROOM = 0.5  # share of the free GPU memory that the features may use
+ROWS = 4096  # rows of features converted to a wider dtype at a time
 
 Step = Callable[[int], None]
 
 
 class Spice(DataMethod):
-    """b examples by one of the rules, from features at θ̄."""
+    """Selects b examples by one of the rules, from gradient features at θ̄."""
 
     def choose(self, job: Job, pool: list[Example], b: int) -> DataChoice | None:
         options = self.options
@@ -52,20 +52,20 @@ class Spice(DataMethod):
         return DataChoice(chosen, facts)
 
     def _features(self, job: Job, pool: list[Example]) -> Tensor:
-        """The sketched gradients of the pool, in the host's memory."""
+        """The sketched gradients of the pool, on the CPU."""
         ctx = job.ctx
         model = ctx.theta_bar()
         candidates = ctx.candidates(model)
         modules = linear_maps(model, set(candidates.names))
         if not modules:
             raise ConfigError(
-                f"score.candidates: {ctx.config.score.candidates!r} has no linear weight, whose "
-                "gradients spice compares; use block_linear"
+                f"score.candidates: {ctx.config.score.candidates!r} has no linear weights, and "
+                "spice needs their gradients; use block_linear"
             )
         if others := len(candidates) - len(modules):
             ctx.reporter.say(
-                f"spice: {others} of {len(candidates)} candidate tensors are no linear weights of "
-                "blocks and take no part"
+                f"spice: ignores {others} of {len(candidates)} candidate tensors, which are not "
+                "linear weights of blocks"
             )
         sketch = Sketch(self.options.dim, ctx.config.seed, "spice")
         sketcher = Sketcher(model, modules, sketch, ctx.config.score.checkpointing)
@@ -100,14 +100,15 @@ class Spice(DataMethod):
 
 
 def placed(features: Tensor, device: torch.device) -> Tensor:
-    """Features where a greedy rule reads them: on the GPU when they fit, otherwise on the host."""
-    give_back(device)  # the model that made them
+    """The features on the GPU if they fit, otherwise on the CPU."""
+    give_back(device)  # frees the memory of the model that computed the features
     fits = device.type == "cuda" and features.nbytes <= ROOM * free_memory(device)
     return features.to(device) if fits else features
 
 
 def linear_maps(model: nn.Module, names: set[str]) -> dict[str, nn.Module]:
-    """The linear maps whose weights have these names; the output head, tapped elsewhere, not."""
+    """The linear layers whose weights have these names, without the output head, which the engine
+    taps separately."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return {
         f"{path}.weight": module
@@ -117,7 +118,7 @@ def linear_maps(model: nn.Module, names: set[str]) -> dict[str, nn.Module]:
 
 
 def information(rows: Tensor, alpha: float) -> np.ndarray:
-    """log(1 + α ‖g‖²): what each example would add alone."""
+    """log(1 + α ‖g‖²): the information of each example by itself."""
     return torch.log1p(alpha * _squares(rows)).cpu().numpy()
 
 
@@ -127,9 +128,10 @@ def _squares(rows: Tensor) -> Tensor:
 
 
 def _products(rows: Tensor, directions: Tensor) -> Tensor:
-    """rows @ directions in the directions' wider dtype, some rows at a time.
+    """rows @ directions in the wider dtype of `directions`, in chunks of rows.
 
-    The updates cancel: in fp32 they would choose other examples than the rule does.
+    The updates of c_n subtract nearly equal numbers; in fp32 the rounding errors would change which
+    examples are chosen.
     """
     parts = [part.to(directions.dtype) @ directions for part in rows.split(ROWS)]
     return torch.cat(parts)
@@ -138,7 +140,7 @@ def _products(rows: Tensor, directions: Tensor) -> Tensor:
 def greedy(
     rows: Tensor, b: int, alpha: float, conflict: float, step: Step = lambda _: None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The paper's rule: (positions in the order they were chosen, what each added to log det)."""
+    """The paper's rule: (chosen positions in order, increase of log det at each choice)."""
     wide, dim = reduction_dtype(rows.device), rows.shape[1]
     squares = _squares(rows)
     norms = squares.sqrt().clamp_min(1e-300 if wide == torch.float64 else 1e-30)
@@ -158,7 +160,7 @@ def greedy(
         gains.append(float(gain[x]))
         taken[x] = True
         g = rows[x].to(wide)
-        w = inverse @ g
+        w = inverse @ g  # Sherman-Morrison: V⁻¹ ← V⁻¹ − scale · w wᵀ
         scale = alpha / (1.0 + alpha * float(g @ w))
         inverse.addr_(w, w, alpha=-scale)
         moved = _products(rows, torch.stack([w, g], dim=1))
@@ -172,7 +174,8 @@ def greedy(
 def pairwise(
     rows: Tensor, b: int, alpha: float, conflict: float, step: Step = lambda _: None
 ) -> np.ndarray:
-    """max_S Σ u_i − μ Σ_{i<j} C_ij, greedily: u_i the information alone, C_ij a pair's conflict."""
+    """max_S Σ u_i − μ Σ_{i<j} C_ij, greedily; u_i is the information of i, C_ij the conflict of i
+    and j."""
     wide = reduction_dtype(rows.device)
     squares = _squares(rows)
     utility = torch.log1p(alpha * squares)
@@ -198,10 +201,11 @@ def windows(
     conflict: float,
     step: Step = lambda _: None,
 ) -> np.ndarray:
-    """The released code's windows: in this order, so many at a time, each with a state of its own.
+    """The windows of the released code: `size` examples of `walk` at a time, with separate state.
 
-    Its diagonal information grows by α g⁴, as released, where α g² was meant; so it hardly grows.
-    A window keeps its share of b, rounded so that all windows together keep b.
+    The diagonal information grows by α g⁴, as in the released code, where α g² was intended,
+    and therefore hardly grows. Each window keeps its share of b, rounded so that all windows
+    together keep b.
     """
     wide = reduction_dtype(rows.device)
     chosen: list[int] = []

@@ -1,10 +1,10 @@
-"""STM, selective token masking: tokens that surprise the base model are not trained on
-(METHODS.md D3).
+"""STM (selective token masking): no training on tokens with high perplexity under the base model.
 
 A response token whose perplexity exp(loss) under θ_old exceeds the threshold gets weight 0; fixed
-before training. A step minimises the mean over the surviving tokens of the whole optimizer step,
-so those that survive weigh more than without the mask. Control tokens (end of text, end of turn)
-survive by default. Where nothing survives, the gradient is zero (the optimizer's momentum goes on).
+before training. A step minimizes the mean over the unmasked tokens of the whole optimizer step
+(Algorithm 1 line 12 with a weighted loss), so each of them has a larger weight than without the
+mask. Control tokens (end of text, end of turn) are not masked by default. If every token of a step
+is masked, the gradient is zero, and the optimizer still applies its momentum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dualsft.train.loop import Hooks
 
 
 class Stm(WeightMethod):
-    """A mask of response tokens from one forward pass of θ_old."""
+    """Computes a mask over response tokens in a forward pass of θ_old."""
 
     options: StmOptions
 
@@ -47,8 +47,8 @@ class Stm(WeightMethod):
             "empty_examples": num_empty,
         }
         job.ctx.reporter.say(
-            f"STM: {num_kept:,} of {total:,} response tokens count ({100 * num_kept / total:.1f} "
-            f"%); {num_empty:,} of {len(losses):,} examples have none"
+            f"STM: {num_kept:,} of {total:,} response tokens kept ({100 * num_kept / total:.1f} "
+            f"%); {num_empty:,} of {len(losses):,} examples are fully masked"
         )
         if num_kept == 0:
             job.ctx.reporter.warn(
@@ -59,7 +59,7 @@ class Stm(WeightMethod):
 
 
 class _Surviving(TokenWeights):
-    """1 for a token that survives, 0 for one that does not."""
+    """Weight 1 for kept tokens, 0 for masked tokens."""
 
     def __init__(self, kept: Mapping[str, np.ndarray]) -> None:
         self.kept = kept
@@ -78,12 +78,13 @@ def surviving(
     ends: frozenset[int],
     rng: Callable[[str], np.random.Generator],
 ) -> np.ndarray:
-    """Which of an example's response tokens count: a bool each. Ties go to the earlier token."""
+    """Boolean mask of the kept response tokens of an example. Ties go to the earlier token."""
     tokens = [label for label in example.labels[1:] if label != IGNORE]
     free = np.array([token not in ends for token in tokens])
     masked = free & (loss_T > math.log(options.threshold))
     if options.mode == "highest":
         return ~masked
+    # the controls mask as many tokens of the example as mode=highest does
     where, count = np.flatnonzero(free), int(masked.sum())
     if options.mode == "lowest":
         chosen = where[np.argsort(loss_T[where], kind="stable")[:count]]
@@ -95,7 +96,7 @@ def surviving(
 
 
 def control_tokens(tokenizer: Any, model: PreTrainedModel) -> frozenset[int]:
-    """Ids of the tokens that end a text or a turn: every special one, and the model's own ends."""
+    """Ids of all special tokens of the tokenizer and of the model's end-of-text tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     found = {number for number, token in added.items() if token.special}
     found |= set(tokenizer.all_special_ids)

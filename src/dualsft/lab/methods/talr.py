@@ -1,10 +1,11 @@
-"""TALR, token-adaptive loss reweighting, and DFT, its case τ = 1 (METHODS.md D5).
+"""TALR (token-adaptive loss reweighting), and DFT, which is TALR with τ = 1.
 
-w_t = max(exp(-l_t / τ), floor) with the loss l_t of the model being trained, held constant in the
-gradient; τ is the median over the optimizer step of the sequences' mean losses. A step minimises
-Σ w_t l_t / (response tokens of the step), or / Σ w_t. The median needs the losses of all
-micro-batches before the first is differentiated: one more forward pass, with the dropout noise that
-the differentiated pass will draw again. `window=past` uses the medians of earlier steps instead.
+w_t = max(exp(-l_t / τ), floor), where l_t is the token loss of the model being trained, without
+gradient, and τ the median over the optimizer step of the mean sequence losses. A step minimizes
+Σ w_t l_t / (response tokens of the step), or / Σ w_t (Algorithm 1 line 12 with a weighted loss).
+The median needs the losses of all micro-batches before the first backward pass. This takes an extra
+forward pass, which uses the same dropout noise as the pass that is differentiated. `window=past`
+uses the medians of earlier steps instead.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dualsft.train.loop import Hooks
 
 
 class Talr(WeightMethod):
-    """Weights of tokens by the current model."""
+    """Weights tokens by their loss under the current model."""
 
     options: TalrOptions
 
@@ -46,25 +47,26 @@ class Talr(WeightMethod):
 
 
 class Dft(Talr):
-    """The weight is the token's probability."""
+    """Weights each token by its probability."""
 
     def settings(self) -> TalrOptions:
         return TalrOptions(tau=1.0, floor=0.0)
 
 
 class _Step:
-    """One optimizer step: its temperature and its denominator."""
+    """Temperature and denominator of the current optimizer step."""
 
     def __init__(self, job: Job, options: TalrOptions) -> None:
         self.job, self.options = job, options
         self.past: float | None = None
-        """Moving average of the medians of the steps done."""
+        """Moving average of the medians of the completed steps; None before the first."""
         self.tau, self.denominator = 1.0, 1.0
         self.seen: list[Tensor] = []
 
     def before(self, model: PreTrainedModel, pieces: Sequence[Sequence[Example]]) -> None:
-        """τ and the denominator of the step; a forward pass where they need one."""
+        """Compute τ and the denominator of the step, with a forward pass if they require one."""
         options, self.seen = self.options, []
+        # None if the median of this step is needed: window=step, or the first step of window=past
         known = options.tau if options.window == "step" else options.tau or self.past
         self.denominator = float(sum(num_predicted(e) for piece in pieces for e in piece))
         losses: list[Tensor] = []
@@ -83,7 +85,7 @@ class _Step:
     ) -> tuple[Tensor, Tensor]:
         count = sum(map(num_predicted, rows))
         wide = accumulation_dtype(next(model.parameters()).dtype)
-        # weights that all vanish give a zero gradient, not 0 / 0
+        # if all weights underflow to zero, the gradient is zero, not 0 / 0
         share = 1.0 / self.denominator if self.denominator > 0 else 0.0
         weight_M = torch.full((count,), share, dtype=wide, device=batch.input_ids.device)
         objective, losses = weighted_objective(model, batch, weight_M, self.weigh())
@@ -91,27 +93,30 @@ class _Step:
         return objective, losses
 
     def after(self, done: int) -> None:
-        """Take the step's median into the moving average."""
+        """Update the moving average with the median of the step."""
         if self.options.window == "past" and self.options.tau is None:
             now, keep = _median(list(torch.cat(self.seen))), self.options.momentum
             self.past = now if self.past is None else keep * self.past + (1.0 - keep) * now
         self.seen = []
 
     def state(self) -> dict[str, Any]:
-        """What a later start must know."""
+        """State to save for resuming."""
         return {"past": self.past}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.past = state["past"]
 
     def weigh(self) -> Callable[[Tensor], Tensor]:
-        """From token losses to weights, at the step's temperature."""
+        """The function from token losses to weights at the step's temperature."""
         tau, floor = self.tau, self.options.floor
         return lambda loss: torch.exp(loss / -tau).clamp_(min=floor)
 
     @torch.no_grad()
     def _forward(self, model: PreTrainedModel, pieces: Sequence[Sequence[Example]]) -> list[Tensor]:
-        """The token losses of every sequence of the step, as its backward pass will see them."""
+        """Token losses of every sequence in the step, equal to those of the differentiated pass.
+
+        `fork_rng` restores the random state, so that the second pass draws the same dropout noise.
+        """
         ctx, device, found = self.job.ctx, next(model.parameters()).device, []
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             for piece in pieces:
@@ -122,5 +127,5 @@ class _Step:
 
 
 def _median(losses: Sequence[Tensor]) -> float:
-    """The median; of an even number the mean of the two in the middle."""
+    """Median; for an even count, the mean of the two middle values."""
     return float(np.median(torch.stack(list(losses)).double().cpu().numpy()))

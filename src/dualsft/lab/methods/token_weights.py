@@ -1,7 +1,8 @@
-"""Training with a fixed weight for every response token: what FLOW and STM share (METHODS.md D).
+"""Training with a fixed weight per response token, shared by FLOW and STM.
 
-A step minimises Σ weight · token loss / total, the total taken over the whole optimizer step, so
-that cutting it into micro-batches changes nothing. The losses that are reported stay unweighted.
+A step minimizes Σ weight · token loss / total (Algorithm 1 line 12 with a weighted loss). The total
+is taken over the whole optimizer step, so the result does not depend on micro-batches. Reported
+losses are unweighted.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from dualsft.train.loop import Hooks
 
 
 class TokenWeights(ABC):
-    """The weight of every response token of every example, and what their sum is divided by."""
+    """Weights of the response tokens of each example, and the denominator of the weighted loss."""
 
     denominator = 0.0
 
     @abstractmethod
     def of(self, example: Example) -> Tensor:
-        """One weight a predicted response token."""
+        """One weight per predicted response token."""
 
     @abstractmethod
     def total(self, examples: Sequence[Example]) -> float:
-        """What the weighted losses of an optimizer step's examples are divided by."""
+        """Denominator of the weighted loss of an optimizer step with these examples."""
 
     def hooks(self) -> Hooks:
         return Hooks(objective=self._objective, before_step=self._before_step)
@@ -42,18 +43,19 @@ class TokenWeights(ABC):
     def _objective(
         self, model: PreTrainedModel, batch: Batch, rows: Sequence[Example], scale: float
     ) -> tuple[Tensor, Tensor]:
-        # a step in which nothing counts has a zero gradient, not 0 / 0
+        # if every token of the step is masked, the gradient is zero, not 0 / 0
         weight_M = torch.cat([self.of(example) for example in rows]) / max(self.denominator, 1.0)
         wide = accumulation_dtype(next(model.parameters()).dtype)
         return weighted_objective(model, batch, weight_M.to(wide).to(batch.input_ids.device))
 
 
 def num_predicted(example: Example) -> int:
-    """Response tokens that something stands before (a text without BOS starts with one less)."""
+    """Number of response tokens that are predicted: the first token of a sequence is not, so a
+    response that starts a text without BOS has one fewer."""
     return sum(label != IGNORE for label in example.labels[1:])
 
 
 def base_model(job: Job, model: PreTrainedModel) -> PreTrainedModel:
-    """θ_old: the model given, unless training starts from other weights."""
+    """θ_old: the given model, unless the method starts training from other weights (`start/`)."""
     started = (job.ctx.folder("selection") / "start").is_dir()
     return job.ctx.theta_old() if started else model

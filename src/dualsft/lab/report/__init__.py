@@ -1,1 +1,1 @@
-"""report.html, report.md and the model card of a run."""
+"""Reports of a run: report.html, report.md and model_card.md."""

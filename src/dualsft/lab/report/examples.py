@@ -1,11 +1,12 @@
-"""What report.html embeds of a run: every example with its text, and the mask in small.
+"""Data embedded in report.html: every example with its text, and a downsampled mask.
 
-Reads 1_split (ids, roles, tokens), 4_scores and 5_selection (scores, who was chosen) and the mask;
-computes ranks, who stands near the boundary, where the cut-off lies, and how densely each matrix is
-selected. The text is the run's own tokens, decoded: what the model saw, template and special tokens
-included; how all texts begin alike is counted, so that a preview can begin after it. Everything
-goes into the page as base64 of deflated JSON, in columns and in chunks of text, so that 100,000
-examples open at once and no row can break out of the page. It belongs to no line of Algorithm 1.
+Reads 1_split (ids, roles, tokens), 4_scores and 5_selection (scores, selected ids) and the mask.
+Computes ranks, the examples near the selection boundary, the cut-off score, and the density of the
+mask in each matrix. Text is decoded from the run's tokens, with template and special tokens, so it
+shows what the model was trained on. The length of the prefix shared by all texts is stored too, so
+that previews can skip it. Data is embedded as base64 of deflated JSON, in columns and in chunks of
+text: a page with 100,000 examples opens without delay, and no row can inject HTML. Not part of
+Algorithm 1.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from dualsft.system.paths import RunPath
 STATES = ("selected", "rejected", "validation", "anchor", "warmup", "pool")
 CHUNK_ROWS = 200
 TOKEN_BUDGET = 16_000_000
-"""Tokens of text that a page holds, some 64 MB before compression; longer rows are cut first."""
+"""Maximum tokens of text in a page, about 64 MB before compression. The longest rows are truncated
+first."""
 MAX_SWITCHES = 32
-"""Changes between prompt and response that are marked in one example."""
+"""Maximum number of prompt/response boundaries marked in one example."""
 WORD_ENDS = frozenset(string.whitespace + string.punctuation)
 NEAR_SHARE, NEAR_LEAST, NEAR_MOST = 0.05, 10, 500
 GRID = 24
@@ -40,35 +42,36 @@ MANY_TENSORS, SMALL_GRID = 1000, 8
 
 
 def pack(value: Any) -> str:
-    """A value as base64 of deflated JSON; no character of it means anything to HTML."""
+    """Encode a value as base64 of deflated JSON, which needs no HTML escaping."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(zlib.compress(text.encode("utf-8"), 6)).decode("ascii")
 
 
 def unpack(text: str) -> Any:
-    """The inverse of `pack`."""
+    """Inverse of `pack`."""
     return json.loads(zlib.decompress(base64.b64decode(text)))
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Every example of the run, in columns; texts in chunks of `CHUNK_ROWS`, already packed."""
+    """All examples of the run, in columns. Texts are packed in chunks of `CHUNK_ROWS`."""
 
     columns: dict[str, list[Any]]
     chunks: list[str]
     token_cap: int | None
-    """Tokens after which texts are cut, where they are."""
+    """Texts are truncated to this many tokens. None: not truncated."""
     no_text: str
-    """Why there is no text; empty when there is."""
+    """Why text is not available. Empty if it is."""
     alike: int = 0
-    """Length of the words that all texts begin with, in UTF-16 units, as a browser counts."""
+    """Length of the prefix shared by all texts, in whole words and in UTF-16 code units (the unit
+    of JavaScript strings)."""
 
     @property
     def count(self) -> int:
         return len(self.columns["id"])
 
     def numbers(self, name: str) -> np.ndarray:
-        """A column as floats, nan where there is none."""
+        """A column as floats; missing values are nan."""
         return np.array([np.nan if v is None else v for v in self.columns[name]], dtype=np.float64)
 
     def in_state(self, name: str) -> np.ndarray:
@@ -78,7 +81,10 @@ class Examples:
 def collect_examples(
     run: RunPath, facts: Mapping[str, Any], tokenizer: Any, why: str = ""
 ) -> Examples:
-    """All rows of 1_split with what the later stages know of them."""
+    """All rows of 1_split with their scores, state and text.
+
+    `why` is the reason given in the page when `tokenizer` is None.
+    """
     tokens = (run / "1_split/tokens.parquet").parquet()
     head = tokens.read(["id", "role"])
     ids, roles = head["id"].to_pylist(), head["role"].to_pylist()
@@ -109,7 +115,7 @@ def collect_examples(
     try:
         chunks, alike = _texts(tokens, tokenizer, limit)
         return Examples(columns, chunks, cap, "", alike)
-    except Exception as problem:  # a tokenizer's code is its author's; the numbers stand without it
+    except Exception as problem:  # third-party tokenizer code may raise anything; skip the text
         reason = f"{type(problem).__name__}: {problem}"
         return Examples(
             columns, [], None, f"the tokenizer cannot decode the run's tokens ({reason})"
@@ -117,9 +123,11 @@ def collect_examples(
 
 
 def token_cap(counts: np.ndarray, budget: int = TOKEN_BUDGET) -> int | None:
-    """The length to which texts are cut so that all fit the budget; None when they fit whole."""
+    """Length to which texts are truncated so that all fit the budget. None: they fit whole."""
     if counts.sum() <= budget:
         return None
+    # Rows are truncated to one common length. `before` is the tokens of the shorter rows, which
+    # stay whole; the first row that does not fit decides the length.
     rising = np.sort(counts)
     before = np.concatenate([[0], np.cumsum(rising)[:-1]])
     left = len(rising) - np.arange(len(rising))
@@ -128,12 +136,12 @@ def token_cap(counts: np.ndarray, budget: int = TOKEN_BUDGET) -> int | None:
 
 
 def _plain(values: np.ndarray) -> list[float | None]:
-    """Floats with nine digits; None where there is no number."""
+    """Floats with nine significant digits; None for nan and infinity, which JSON does not have."""
     return [float(f"{v:.9g}") if np.isfinite(v) else None for v in values]
 
 
 def _lengths(tokens: pq.ParquetFile) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, response tokens that are predicted) of every row."""
+    """(tokens, predicted response tokens) per row."""
     counts, answers = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for offsets, _, marked in _batches(tokens, with_ids=False):
         marked[offsets[:-1][offsets[:-1] < offsets[1:]]] = False  # the first token is not predicted
@@ -146,7 +154,7 @@ def _lengths(tokens: pq.ParquetFile) -> tuple[np.ndarray, np.ndarray]:
 def _batches(
     tokens: pq.ParquetFile, with_ids: bool = True
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(where rows begin and end, token ids, whether a token is of the response), in batches."""
+    """Batches of (row offsets, token ids, mask of response tokens)."""
     names = ["input_ids", "labels"] if with_ids else ["labels"]
     for batch in tokens.iter_batches(CHUNK_ROWS, columns=names):
         labels = batch.column("labels")
@@ -162,9 +170,10 @@ def _batches(
 
 
 def _texts(tokens: pq.ParquetFile, tokenizer: Any, cap: int) -> tuple[list[str], int]:
-    """(the rows, packed in chunks; what all their texts begin with, see `Examples.alike`)."""
+    """(packed chunks of rows, length of their shared prefix: see `Examples.alike`)."""
     packed: list[str] = []
-    extremes: list[str] = []  # what the first and the last in order share, all between them share
+    # The prefix shared by the smallest and the largest string is shared by all between them.
+    extremes: list[str] = []
     for rows in _chunks(tokens, tokenizer, cap):
         packed.append(pack(rows))
         texts = [*extremes, *("".join(row) for row in rows)]
@@ -173,14 +182,14 @@ def _texts(tokens: pq.ParquetFile, tokenizer: Any, cap: int) -> tuple[list[str],
 
 
 def shared_words(first: str = "", last: str = "") -> str:
-    """What both begin with, up to the end of a word; nothing when they are the same."""
+    """Common prefix of both, up to the end of a word. Empty if they are equal."""
     common = "" if first == last else os.path.commonprefix([first, last])
     ends = (at for at in range(len(common), 0, -1) if common[at - 1] in WORD_ENDS)
     return common[: next(ends, 0)]
 
 
 def _chunks(tokens: pq.ParquetFile, tokenizer: Any, cap: int) -> Iterator[list[list[str]]]:
-    """Lists of rows; a row is its text in turns: outside the response, inside, outside …"""
+    """Chunks of rows. A row is a list of texts that alternate: prompt, response, prompt, ..."""
     for offsets, ids, marked in _batches(tokens):
         wanted: list[list[int]] = []
         plan: list[tuple[bool, int]] = []
@@ -188,6 +197,8 @@ def _chunks(tokens: pq.ParquetFile, tokenizer: Any, cap: int) -> Iterator[list[l
             row, mark = ids[start : min(stop, start + cap)], marked[start : min(stop, start + cap)]
             turns = (np.flatnonzero(mark[1:] != mark[:-1]) + 1)[:MAX_SWITCHES]
             plan.append((bool(len(mark) and mark[0]), len(turns) + 1))
+            # Decode prefixes, not pieces: some tokenizers decode a token differently at the start
+            # of a sequence, and a character may span several tokens.
             wanted += [row[:turn].tolist() for turn in turns] + [row.tolist()]
         texts = tokenizer.batch_decode(
             wanted, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -207,7 +218,7 @@ def _chunks(tokens: pq.ParquetFile, tokenizer: Any, cap: int) -> Iterator[list[l
 def _scores(
     run: RunPath, facts: Mapping[str, Any], ids: list[str]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(best known score, how far it may be off, loss) of every row; nan where there is none."""
+    """(best known score, its error bound, loss) per row; nan if not available."""
     place = {name: i for i, name in enumerate(ids)}
     score, bound, loss = (np.full(len(ids), np.nan) for _ in range(3))
     current = facts["manifests"]
@@ -228,11 +239,11 @@ def _scores(
 
 
 def _states(run: RunPath, facts: Mapping[str, Any], ids: list[str], roles: list[str]) -> list[str]:
-    """What became of every row."""
+    """State of every row, one of `STATES`."""
     names = {"val": "validation", "anchor": "anchor", "warm": "warmup", "pool": "pool"}
     if "selection" not in facts["manifests"]:
         return [names[role] for role in roles]
-    if "b" not in facts["selection"]:  # every example of D_train is trained on
+    if "b" not in facts["selection"]:  # no data selection: fine-tuning uses all of D_train
         names |= {"pool": "selected", "warm": "selected"}
         return [names[role] for role in roles]
     final = run / "5_selection" / facts["selection"]["final"]
@@ -240,17 +251,17 @@ def _states(run: RunPath, facts: Mapping[str, Any], ids: list[str], roles: list[
     names["pool"] = "rejected"
     warm = (i for i, role in zip(ids, roles, strict=True) if role == "warm")
     if "warmup" not in facts["manifests"] or any(i in chosen for i in warm):
-        names["warm"] = "rejected"  # the method could have chosen it
+        names["warm"] = "rejected"  # warmup rows were in this method's pool
     return ["selected" if i in chosen else names[role] for i, role in zip(ids, roles, strict=True)]
 
 
 def _ranks(
     score: np.ndarray, chosen: np.ndarray, offered: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(place by score from 1, 0 without a score; whether it stands near the boundary).
+    """(rank by score from 1, or 0 without a score; whether the row is near the boundary).
 
-    Near: the same small number of places on either side of the last one that the budget takes. A
-    selection that took the low end is ranked from there.
+    Near means within a fixed number of ranks of the last selected one, on either side. If the
+    method selects low scores, ranks start at the lowest.
     """
     rank, near = np.zeros(len(score), np.int64), np.zeros(len(score), bool)
     rows = np.flatnonzero(offered & np.isfinite(score))
@@ -270,7 +281,7 @@ def _ranks(
 
 
 def cut_off(chosen: np.ndarray, rest: np.ndarray) -> float | None:
-    """The score half way between the two, whichever lies above; None where they overlap."""
+    """Score midway between the selected and the rejected. None if their ranges overlap."""
     if not len(chosen) or not len(rest):
         return None
     for low, high in ((rest, chosen), (chosen, rest)):
@@ -280,7 +291,7 @@ def cut_off(chosen: np.ndarray, rest: np.ndarray) -> float | None:
 
 
 def collect_mask(run: RunPath, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Per parameter of the mask: layer, module, shape, entries, and the density over a grid."""
+    """Per parameter of the mask: layer, module, shape, selected entries, and density on a grid."""
     if "selection" not in facts["manifests"] or "k" not in facts["selection"]:
         return []
     final = facts["selection"]["final"]
@@ -288,7 +299,7 @@ def collect_mask(run: RunPath, facts: Mapping[str, Any]) -> list[dict[str, Any]]
     shapes = parameter_shapes(run, facts)
     cells = []
     file, cpu = TensorFile(path), torch.device("cpu")
-    modules = list(facts["selection"]["per_module"])  # in the model's own order
+    modules = list(facts["selection"]["per_module"])  # in model order
     names = sorted(file.forms, key=lambda name: _place(name, modules))
     side = GRID if len(names) <= MANY_TENSORS else SMALL_GRID
     for name in names:
@@ -314,7 +325,7 @@ def _place(name: str, modules: list[str]) -> tuple[int, int, str]:
 
 
 def density(index: np.ndarray, shape: list[int], side: int) -> list[list[float]]:
-    """The share of selected entries in each block of a grid over the matrix."""
+    """Share of selected entries in each block of a grid of at most `side` × `side` blocks."""
     rows = shape[0] if len(shape) > 1 else 1
     columns = int(np.prod(shape)) // rows
     high, wide = min(rows, side), min(columns, side)
@@ -330,7 +341,7 @@ def density(index: np.ndarray, shape: list[int], side: int) -> list[list[float]]
 
 
 def parameter_shapes(run: RunPath, facts: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Shapes of the parameters, from the headers of the run's own files."""
+    """Parameter shapes, from the headers of the run's tensor files."""
     files: list[RunPath] = []
     if "finetune" in facts["manifests"]:
         files += (run / "6_finetune/model").glob("*.safetensors")

@@ -1,10 +1,11 @@
-"""report.html: a run in one file that opens anywhere, without network.
+"""report.html: a run in one self-contained file that needs no network.
 
-The top is for a reader who decides: what was chosen, what it cost, what was gained, what was kept,
-and it needs no script. Below it: warnings with meaning and cure, results, a browser of examples,
+The summary at the top shows what was selected, what it cost, and what was gained and kept. It works
+without JavaScript. Below it: warnings with their meaning and cure, results, a browser of examples,
 the mask by layer and module, scores, diagnostics, time and memory, settings and versions. Reads the
-files of a run folder (`report.load_summaries`, `lab/report/examples.py`) and computes nothing new.
-The page allows no connection and no script but its own (Content-Security-Policy with a hash).
+files of a run folder (`runs/summaries.py`, `lab/report/examples.py`) and computes nothing new. A
+Content-Security-Policy with a hash blocks connections and every script except the page's own. Not
+part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def write_html(run: RunPath, facts: Mapping[str, Any], out: RunPath) -> RunPath:
         cells = collect_mask(run, facts)
     except (OSError, pa.ArrowException, SafetensorError, ValueError, KeyError) as problem:
         raise RunError(
-            f"{run}: its files do not fit together ({type(problem).__name__}: {problem}); "
-            f"`dualsft run {run}/config.yaml --out {run}` makes what is damaged again"
+            f"{run}: its files are inconsistent ({type(problem).__name__}: {problem}); "
+            f"`dualsft run {run}/config.yaml --out {run}` recomputes what is damaged"
         ) from problem
     title = f"DualSFT run {run.location.resolve().name}"
     body = "".join(
@@ -88,7 +89,7 @@ def write_html(run: RunPath, facts: Mapping[str, Any], out: RunPath) -> RunPath:
 
 
 def page(title: str, body: str, blocks: Mapping[str, str]) -> str:
-    """The whole file: template, style, body, data, script."""
+    """The complete page: template, style, body, data, script."""
     files = resources.files("dualsft.lab.report") / "pages"
     parts = {name: (files / f"report.{name}").read_text("utf-8") for name in ("html", "css", "js")}
     digest = base64.b64encode(hashlib.sha256(parts["js"].encode("utf-8")).digest()).decode()
@@ -113,7 +114,7 @@ def _contents(body: str) -> str:
 
 
 def _check_files(run: RunPath, facts: Mapping[str, Any]) -> None:
-    """What the page reads beyond the summaries must be what was written."""
+    """Verify the hashes of the files that the page reads in addition to the summaries."""
     wanted = {stage: set(names) for stage, names in EXAMPLE_FILES.items()}
     if "selection" in facts:
         final = facts["selection"]["final"]
@@ -126,12 +127,12 @@ def _check_files(run: RunPath, facts: Mapping[str, Any]) -> None:
             reasons = damage(folder, facts["manifests"][stage], only=names)[0]
             problems += [f"{folder}: {reason}" for reason in reasons]
     if problems:
-        cure = f"`dualsft run {run}/config.yaml --out {run}` makes what is damaged again"
+        cure = f"`dualsft run {run}/config.yaml --out {run}` recomputes what is damaged"
         raise RunError("\n".join([*problems, cure]))
 
 
 def _tokenizer(run: RunPath, facts: Mapping[str, Any]) -> tuple[Any, str]:
-    """(the run's own tokenizer, why there is none); its code, if it has any, never runs here."""
+    """(the run's tokenizer, or None; why it is missing). Never runs custom tokenizer code."""
     for stage, folder in (("finetune", "6_finetune/model"), ("warmup", "2_warmup/theta_bar")):
         if stage in facts["manifests"] and (run / folder).is_dir():
             try:
@@ -140,7 +141,7 @@ def _tokenizer(run: RunPath, facts: Mapping[str, Any]) -> tuple[Any, str]:
                 return None, str(problem)
     return (
         None,
-        "the run folder holds no tokenizer yet; it comes with the warmup or the fine-tuning",
+        "the run folder has no tokenizer yet; the warmup and the fine-tuning save one",
     )
 
 
@@ -158,7 +159,10 @@ def _summary(facts: Mapping[str, Any]) -> str:
 
 
 def _expected(stage: str, facts: Mapping[str, Any]) -> bool:
-    """Whether the flow has this stage; once the selection is there, it says what it needed."""
+    """Whether the run still needs this stage.
+
+    Optional stages run before the selection, so after it a missing one was not needed.
+    """
     optional = stage in ("warmup", "gradients", "scores")
     return not (optional and "selection" in facts["manifests"])
 
@@ -221,7 +225,7 @@ def _gained_card(results: Mapping[str, Any]) -> str:
 
 
 def _drops(results: Mapping[str, Any]) -> dict[str, float]:
-    """Relative fall of the loss by file; negative where it rose."""
+    """Relative decrease of the loss per file; negative if it rose."""
     losses = {n: (r["before"]["loss"], r["after"]["loss"]) for n, r in results["files"].items()}
     return {n: (before - after) / before for n, (before, after) in losses.items() if before > 0}
 
@@ -240,7 +244,7 @@ def _kept_card(facts: Mapping[str, Any]) -> str:
     lines += [f"{name}: loss up by {percent(much)}" for name, much in rose.items()]
     kl = {name: r["after"]["kl_to_base"] for name, r in results["files"].items()}
     nearest = min(kl, key=lambda name: kl[name])
-    lines.append(f"least drift from the base: {nearest}, KL {kl[nearest]:.3g} a token")
+    lines.append(f"least drift from the base: {nearest}, KL {kl[nearest]:.3g} per token")
     changed, total = tuned.get("changed_entries"), tuned.get("num_parameters")
     untouched = None if changed is None or not total else 1 - changed / total
     stable = _pair(results, "stability")
@@ -251,7 +255,7 @@ def _kept_card(facts: Mapping[str, Any]) -> str:
     else:
         big = "every file at least as good" if not rose else f"{len(rose)} files got worse"
     if untouched is not None and stable is not None:
-        lines.append(f"{percent(untouched)} of the weights keep their bits")
+        lines.append(f"{percent(untouched)} of the weights are unchanged bit for bit")
     return card("Kept", big, lines)
 
 
@@ -288,12 +292,12 @@ def _results(facts: Mapping[str, Any]) -> str:
         asked = [["asked", p["prompt"]], ["before", p["before"]], ["after", p["after"]]]
         text += "<h3>One prompt, both models</h3><div class='talk'>"
         text += table(["", "text"], asked, words=2) + "</div>"
-    lead = f"Validation is the split that scoring used; judge by the other files. {LOSS_NOTE}"
+    lead = f"Scoring used the validation split, so judge the run by the other files. {LOSS_NOTE}"
     return section("results", "Before and after", text, lead)
 
 
 def benchmark_rows(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the benchmark table, for Markdown and HTML."""
+    """Header and rows of the benchmark table, for Markdown and HTML."""
     rows = []
     for name, task in results["tasks"].items():
         cells = [name, task["metric"], number(task["after"]["items"])]
@@ -318,12 +322,12 @@ def _examples(facts: Mapping[str, Any], examples: Examples | None) -> str:
     if examples.no_text:
         notes.append(f"No text is shown: {examples.no_text}.")
     if examples.token_cap is not None:
-        notes.append(f"Texts are cut after {examples.token_cap:,} tokens; the page has its limits.")
+        notes.append(f"Texts are truncated to {examples.token_cap:,} tokens to limit page size.")
     if facts.get("selection", {}).get("rounds"):
-        notes.append("Scores are those before re-selection; the final choice is the last round's.")
+        notes.append("Scores are from before re-selection; the selection is the last round's.")
     lead = (
-        f"{examples.count:,} examples as the model saw them: the run's tokens, decoded, template "
-        "and special tokens included. " + esc(" ".join(notes))
+        f"{examples.count:,} examples as the model saw them: the run's tokens, decoded, with "
+        "template and special tokens. " + esc(" ".join(notes))
     )
     return section("examples", "Examples", text, lead)
 
@@ -343,8 +347,8 @@ def _mask(facts: Mapping[str, Any], cells: list[dict[str, Any]]) -> str:
         tables += f"<details><summary>by {title}</summary>{inner}</details>"
     zoom = "<div id='zoom' hidden></div>"
     lead = (
-        "Layers across, modules down; the number is the percentage of the matrix's entries that "
-        "were selected. Click a field to look inside the matrix."
+        "Columns are layers, rows are modules; each number is the percentage of the matrix's "
+        "entries that were selected. Click a cell to see the density inside the matrix."
     )
     return section("mask", "Mask", heat_map(cells) + zoom + tables, lead)
 
@@ -374,12 +378,12 @@ def _scores(facts: Mapping[str, Any], examples: Examples | None) -> str:
     worst = max((row["error"] for row in checks["alone"]), default=0.0)
     if "relative_error" in checks:
         rows.append(["self-check: Σ scores against ⟨u, G⟩", f"{checks['relative_error']:.1e}"])
-    rows.append([f"self-check: {len(checks['alone'])} examples scored alone", f"{worst:.1e}"])
+    rows.append([f"self-check: {len(checks['alone'])} examples by autograd", f"{worst:.1e}"])
     chosen = facts.get("selection", {})
     for key, label in (
-        ("boundary_gap", "gap between the last in and the first out"),
+        ("boundary_gap", "gap between the last selected and the first rejected"),
         ("rounding_slack", "rounding slack of a score"),
-        ("near_ties", "examples within it of the boundary"),
+        ("near_ties", "examples within the slack of the boundary"),
         ("rescored", "examples scored exactly for this budget"),
     ):
         if key in chosen:
@@ -388,7 +392,7 @@ def _scores(facts: Mapping[str, Any], examples: Examples | None) -> str:
 
 
 def _unit(facts: Mapping[str, Any]) -> str:
-    """What a score is; that of another method than DualSFT is in a unit of its own."""
+    """Axis label of the scores. Methods other than DualSFT have their own unit."""
     if "baseline_scores.parquet" in facts["manifests"]["selection"]["files"]:
         return f"score of {facts['selection']['methods']['data']}, larger is better"
     return "predicted decrease of the validation loss (nats)"
@@ -411,7 +415,7 @@ def _diagnostics(run: RunPath, facts: Mapping[str, Any]) -> str:
             }
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise RunError(
-                f"{path}: not a diagnostic's numbers ({problem}); delete it and run "
+                f"{path}: not the output of a diagnostic ({problem}); delete it and run "
                 f"`dualsft diagnose {run} {path.stem}`"
             ) from problem
     parts = []
@@ -431,7 +435,7 @@ def _diagnostics(run: RunPath, facts: Mapping[str, Any]) -> str:
 
 
 def _figures(folder: RunPath, name: str, names: Mapping[str, Any]) -> list[RunPath]:
-    """The SVGs of a diagnostic: those whose name begins with its own and with no longer one."""
+    """SVG files of a diagnostic: those that start with its name, but not with a longer one's."""
     longer = [other for other in names if other.startswith(name) and other != name]
     return [
         svg
@@ -441,7 +445,7 @@ def _figures(folder: RunPath, name: str, names: Mapping[str, Any]) -> list[RunPa
 
 
 def _figure(svg: RunPath) -> str:
-    """As an image, so that nothing in it can run."""
+    """The SVG as an <img>, so that no script in it can run."""
     data = base64.b64encode(svg.read_bytes()).decode("ascii")
     name = esc(svg.stem.replace("_", " "))
     return f"<figure><img alt='{name}' src='data:image/svg+xml;base64,{data}'></figure>"
@@ -456,7 +460,7 @@ def _cost(facts: Mapping[str, Any]) -> str:
         return ""
     text = bars(rows, ["stage", "time", "peak memory, GiB"])
     return section(
-        "cost", "Time and memory", text, "GPU memory where one was used, else the host's."
+        "cost", "Time and memory", text, "GPU memory if a GPU was used, otherwise host memory."
     )
 
 

@@ -1,8 +1,8 @@
-"""The reports of a run folder: what was chosen, what it cost, what changed.
+"""Reports of a run folder: what was selected, what it cost, what changed.
 
-Reads the JSON that the stages wrote, computes nothing new, and writes `report.md`, `report.html`
+Reads the JSON files of the stages, computes nothing new, and writes `report.md`, `report.html`
 (`lab/report/html.py`) and `model_card.md` (`lab/report/model_card.py`) at the top of the run
-folder. Works on a run that stopped early: it tells of the stages that are there.
+folder. For an incomplete run, the reports cover the finished stages. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from dualsft.system.paths import RunPath
 
 
 def write_report(run: RunPath, out: RunPath | None = None) -> RunPath:
-    """Write report.md, report.html and model_card.md into `out`, the run folder unless told
-    otherwise; returns the path of the first."""
+    """Write report.md, report.html and model_card.md into `out` (default: the run folder).
+
+    Returns the path of report.md.
+    """
     facts = load_summaries(run)
     out = out or run
     write_html(run, facts, out)
@@ -41,7 +43,7 @@ def write_report(run: RunPath, out: RunPath | None = None) -> RunPath:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; numbers are already text. Pipes in cells are escaped."""
+    """A Markdown table of formatted cells. Escapes pipes and replaces newlines."""
     clean = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in clean])
@@ -70,8 +72,8 @@ def _outdated(facts: dict[str, Any]) -> str:
     if not facts["outdated"]:
         return ""
     return (
-        f"**Out of date, and left out of this report: {', '.join(facts['outdated'])}.** They were "
-        "made before the settings changed; run `dualsft run` on this folder again."
+        f"**Out of date, not in this report: {', '.join(facts['outdated'])}.** The settings "
+        "changed after these stages ran; run `dualsft run` on this folder again."
     )
 
 
@@ -96,8 +98,8 @@ def _evaluation(facts: dict[str, Any]) -> str:
     head = ["file", "examples", "loss before", "after", "perplexity before", "after", "KL to base"]
     text = "## Before and after\n\n" + table(head, rows)
     text += (
-        "\n\n`validation` is the split that scoring used; files given as `evaluation.files` are "
-        f"the ones to judge by. {LOSS_NOTE}"
+        "\n\nScoring used the `validation` split, so judge the run by the files in "
+        f"`evaluation.files`. {LOSS_NOTE}"
     )
     if "tasks" in results:
         text += "\n\n### Benchmarks\n\n" + table(*benchmark_rows(results))
@@ -127,7 +129,7 @@ def _selection(facts: dict[str, Any]) -> str:
         parts.append(
             f"Certificate: {chosen['certified_in']:,} in, {chosen['certified_out']:,} out, "
             f"{chosen['rescored']:,} scored exactly. Boundary gap {gap_text}; rounding slack "
-            f"{chosen['rounding_slack']:.3g}, {chosen['near_ties']:,} examples lie within it of "
+            f"{chosen['rounding_slack']:.3g}; {chosen['near_ties']:,} examples are that close to "
             "the boundary."
         )
     if "per_module" in chosen:
@@ -161,7 +163,7 @@ def _scores(facts: dict[str, Any]) -> str:
     if "relative_error" in checks:
         text += f"Σ scores against ⟨u, G⟩ to {checks['relative_error']:.1e}, "
     return text + (
-        f"{len(checks['alone'])} examples scored alone to {worst:.1e} of ‖u‖‖g‖ "
+        f"{len(checks['alone'])} examples against autograd to {worst:.1e} of ‖u‖‖g‖ "
         f"(tolerance {checks['tolerance']:g})."
     )
 

@@ -1,9 +1,9 @@
-"""model_card.md: what a stranger needs to know before using a run's model or delta.
+"""model_card.md: the README to upload with a run's `6_finetune/model` or `delta.safetensors`.
 
-A README in the form that model hubs read: front matter (base model, tags, metrics), then data,
-method, budgets, results, cost, limits, and how to load the merged folder or the delta. Written
-from the summaries of a run and its config.yaml; names of local files and folders stand without
-their paths. It goes beside `6_finetune/model` or `delta.safetensors` when they are uploaded.
+Uses the model card format of the Hugging Face Hub: front matter (base model, tags, metrics), then
+how to load the merged folder or the delta, data, method, budgets, results, cost and limits. Reads
+the summaries of a run and its config.yaml. Local paths are reduced to their last component, so the
+card does not reveal the author's directories. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def write_card(facts: Mapping[str, Any], out: RunPath) -> RunPath | None:
-    """Write model_card.md into `out`; None, and no card, while there is no fine-tuned model."""
+    """Write model_card.md into `out`. Returns None, without a card, if there is no model yet."""
     path = out / "model_card.md"
     if "finetune" not in facts:
-        path.unlink(missing_ok=True)  # of a model that is no longer there
+        path.unlink(missing_ok=True)  # an old card describes a model that no longer exists
         return None
     config = facts["config"]
     parts = [
@@ -48,8 +48,8 @@ def write_card(facts: Mapping[str, Any], out: RunPath) -> RunPath | None:
 
 
 def shown_name(config: Mapping[str, Any], part: str) -> str:
-    """model.path or data.path as others may see it: a hub id or a short name whole, of a local
-    path its last name."""
+    """model.path or data.path for publication: hub ids and `builtin:` names as they are, local
+    paths by their last component."""
     given = config.get(part, {}).get("path")
     if not given:
         return "unknown"
@@ -89,7 +89,7 @@ def _what(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     if changed is not None and total:
         text += (
             f"; {changed:,} of its {total:,} parameters ({percent(changed / total, 2)}) differ "
-            "from the base, all others are the same bits"
+            "from the base, all others are identical bit for bit"
         )
     return text + "."
 
@@ -105,13 +105,13 @@ def _how_to_load(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     if "delta.safetensors" in facts["manifests"]["finetune"]["files"]:
         base = shown_name(config, "model")
         lines += [
-            "The delta alone (`6_finetune/delta.safetensors`) holds the new values of the changed "
-            "entries; put onto the same base it gives the merged model bit for bit:",
+            "The delta (`6_finetune/delta.safetensors`) contains the new values of the changed "
+            "entries. Applied to the same base, it gives the merged model bit for bit:",
             "```python\nimport dualsft\nfrom transformers import AutoModelForCausalLM\n\n"
             'model = AutoModelForCausalLM.from_pretrained("BASE_FOLDER")\n'
             'dualsft.apply_delta(model, "delta.safetensors")\n```',
-            f"or `dualsft export merge {base} delta.safetensors FOLDER`. The base's weights have "
-            f"the hash `{facts['finetune']['base_hash']}`; another base is refused.",
+            f"or `dualsft export merge {base} delta.safetensors FOLDER`. The base weights have "
+            f"the hash `{facts['finetune']['base_hash']}`; any other base is refused.",
         ]
     return "\n\n".join(lines)
 
@@ -125,7 +125,7 @@ def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     return (
         f"## Data\n\n`{shown_name(config, 'data')}`: {split['num_examples']:,} examples, "
         f"{split['num_tokens']:,} tokens, format {data['format']}, template {data['template']}, at "
-        f"most {data['max_length']:,} tokens a row. Split: {counts}."
+        f"most {data['max_length']:,} tokens per row. Split: {counts}."
     )
 
 
@@ -166,8 +166,8 @@ def _results(facts: Mapping[str, Any]) -> str:
             f"| {r['after']['kl_to_base']:.4f} |"
             for name, r in results["files"].items()
         ),
-        "`validation` is the split that the selection was aimed at, so it flatters; KL is that of "
-        f"the base to this model, a response token. {LOSS_NOTE}",
+        "The selection was optimized for `validation`, so its results are optimistic. KL is "
+        f"KL(base ‖ this model), per response token. {LOSS_NOTE}",
     ]
     if "tasks" in results:
         rows = [
@@ -200,8 +200,8 @@ def _limits(facts: Mapping[str, Any]) -> str:
     found = concerns(facts)
     lines = [
         "## Limits",
-        "The base model's licence, biases and limits hold for this one too, and so do the data's. "
-        "A selection by gradients keeps what lowers the validation loss; it does not check that a "
+        "The licences, biases and limits of the base model and of the data apply to this model. "
+        "Selection by gradients keeps what lowers the validation loss; it does not check that a "
         "row is true, harmless or free of private data.",
     ]
     if found:

@@ -1,8 +1,9 @@
-"""Pieces of report.html: escaped tables, cards, bars, and the drawings that need no script.
+"""Building blocks of report.html: tables, cards, bars and drawings that need no JavaScript.
 
-The heat map of the mask, the histogram of scores with its cut-off and the bars of time and memory
-are inline SVG or plain HTML, drawn here from numbers alone; colours are one hue from light to dark,
-and two that colour-blind readers can tell apart. Every word that comes from a run is escaped.
+The heat map of the mask, the histogram of scores and the bars of time and memory are inline SVG or
+plain HTML. Heat maps use one hue from light to dark; the histogram uses two colours that
+colour-blind readers can tell apart. All text that comes from a run is escaped. Not part of
+Algorithm 1.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ import numpy as np
 STOPS = ((247, 251, 255), (107, 174, 214), (8, 48, 107))
 CHOSEN, REST = "#D55E00", "#8FB8DE"
 CLOSE = 52
-"""Units across within which two words under or over a drawing would touch."""
+"""Horizontal distance, in SVG units, below which two labels would overlap."""
 LOSS_NOTE = (
-    "The loss is a mean over examples, the perplexity the exponential of the mean over all "
+    "The loss is a mean over examples; the perplexity is the exponential of the mean over all "
     "response tokens, so one can rise while the other falls."
 )
 
 
 def esc(value: object) -> str:
-    """Text that HTML shows as it is, also inside an attribute."""
+    """Escape text for HTML, also inside attributes."""
     return html.escape(str(value), quote=True)
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number as a reader wants it; a dash for none."""
+    """Format a number: integers with separators, others with `digits` digits, None as a dash."""
     if value is None:
         return "–"
     if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e15):
@@ -38,9 +39,10 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def methods_of(facts: Mapping[str, Any]) -> dict[str, str]:
-    """The method of each axis: those of fine-tuning, before it those of the selection.
+    """The method of each axis, from fine-tuning if it has run, otherwise from the selection.
 
-    (A selection may be shared by runs that train on it in different ways; old runs name none.)
+    Runs that share a selection may train differently, so fine-tuning comes first. Empty for old
+    runs, which do not record methods.
     """
     for stage in ("finetune", "selection"):
         if named := facts.get(stage, {}).get("methods"):
@@ -53,7 +55,7 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, minutes or hours, whichever a reader would say."""
+    """Format seconds as seconds, minutes or hours."""
     if seconds < 90:
         return f"{seconds:.1f} s"
     if seconds < 5400:
@@ -62,13 +64,13 @@ def duration(seconds: float) -> str:
 
 
 def peak_gib(manifest: Mapping[str, Any]) -> float:
-    """A stage's peak memory: the GPU's when one was used, otherwise this process's."""
+    """Peak memory of a stage: of the GPU if one was used, otherwise resident host memory."""
     memory = manifest["peak_memory"]
     return (memory["cuda_bytes"] or memory["rss_bytes"] or 0) / 2**30
 
 
 def section(anchor: str, title: str, body: str, lead: str = "") -> str:
-    """A part of the page; nothing when it has no body."""
+    """A section of the page. Empty if it has no body."""
     if not body:
         return ""
     intro = f"<p class='lead'>{lead}</p>" if lead else ""
@@ -76,7 +78,7 @@ def section(anchor: str, title: str, body: str, lead: str = "") -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], words: int = 1) -> str:
-    """A table; the first `words` columns are text, the others numbers."""
+    """An HTML table. The first `words` columns are text, the others are right-aligned numbers."""
 
     def cells(row: Sequence[object], tag: str) -> str:
         parts = []
@@ -93,14 +95,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], words: int = 1)
 
 
 def card(title: str, big: str, lines: Sequence[str]) -> str:
-    """One of the four answers of the summary."""
+    """One card of the summary: chosen, cost, gained or kept."""
     items = "".join(f"<li>{esc(line)}</li>" for line in lines)
     top = f"<h3>{esc(title)}</h3><p class='big'>{esc(big)}</p>"
     return f"<div class='card'>{top}<ul>{items}</ul></div>"
 
 
 def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str]]]], head: Sequence[str]) -> str:
-    """A table whose numbers have a bar behind them, scaled by column."""
+    """A table with a bar behind each number, scaled per column."""
     widths = [max((row[at][0] for _, row in rows), default=0) for at in range(len(head) - 1)]
     lines = []
     for name, values in rows:
@@ -118,7 +120,7 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str]]]], head: Sequence
 
 
 def colour(level: float) -> str:
-    """0 to 1 as one hue from light to dark."""
+    """Map 0..1 to one hue from light to dark."""
     level = min(1.0, max(0.0, level)) * (len(STOPS) - 1)
     low = min(int(level), len(STOPS) - 2)
     mixed = (
@@ -128,7 +130,8 @@ def colour(level: float) -> str:
 
 
 def heat_map(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Layers across, modules down; colour and number: the share of a matrix that is selected."""
+    """Columns are layers, rows are modules. Colour and number are the selected share, in percent
+    of the matrix."""
     layers = list(dict.fromkeys(cell["layer"] for cell in cells))
     modules = list(dict.fromkeys(cell["module"] for cell in cells))
     shares = [_share(cell) for cell in cells]
@@ -170,7 +173,11 @@ def _share(cell: Mapping[str, Any]) -> float | None:
 
 
 def histogram(chosen: np.ndarray, rest: np.ndarray, cut: float | None, label: str) -> str:
-    """Selected and rejected examples by score, one bar on the other, and the cut-off between."""
+    """Stacked histogram of the scores of selected and rejected examples, with the cut-off.
+
+    The x range spans the 0.5 to 99.5 percentiles and the cut-off. Scores outside it are counted in
+    the outermost bins.
+    """
     both = np.concatenate([chosen, rest])
     if len(both) < 2 or both.min() == both.max():
         return ""
@@ -222,12 +229,12 @@ def histogram(chosen: np.ndarray, rest: np.ndarray, cut: float | None, label: st
     parts.append(f"<line x1='{left}' x2='{left + wide}' y1='{base}' y2='{base}' stroke='#888'/>")
     parts.append(words(left + wide / 2, base + 34, "middle", label))
     middle = f"transform='translate(14 {top + tall / 2}) rotate(-90)' text-anchor='middle'"
-    parts.append(f"<text {middle}>examples a bin</text>")
+    parts.append(f"<text {middle}>examples per bin</text>")
     line = "dashed: the cut-off" if cut is not None else "the two overlap, so there is no cut-off"
     legend = (
         f"<p class='legend'><b style='background:{CHOSEN}'></b> selected "
         f"<b style='background:{REST}'></b> rejected"
-        f"{f'; {line}' if len(rest) else ''}. The outermost bars hold what lies beyond.</p>"
+        f"{f'; {line}' if len(rest) else ''}. The outermost bars include all scores beyond.</p>"
     )
     size = f"viewBox='0 0 {left + wide + 8} {base + 42}' width='{left + wide + 8}'"
     return (
@@ -237,7 +244,8 @@ def histogram(chosen: np.ndarray, rest: np.ndarray, cut: float | None, label: st
 
 
 def numbers_of(value: Any, depth: int = 0) -> str:
-    """Any JSON as tables: dictionaries as rows, lists of like dictionaries as columns."""
+    """Render any JSON value as tables. A dictionary gives one row per key; a list of flat
+    dictionaries gives one table with a column per key."""
     if isinstance(value, Mapping):
         plain = [[k, _leaf(v)] for k, v in value.items() if not _nested(v)]
         text = table(["quantity", "value"], plain) if plain else ""

@@ -1,9 +1,9 @@
-"""Several runs side by side: one table, as Markdown and as a page of its own.
+"""Several runs side by side, as Markdown and HTML.
 
-`dualsft report RUN RUN …` writes each run's own reports and, in `--out`, report.md and report.html
-with a column a run: what was chosen, what it cost, losses, benchmarks, how far the selections
-agree, and the settings in which the runs differ. For a matrix of methods and seeds with intervals
-and tests, `dualsft compare` is the tool. It belongs to no line of Algorithm 1.
+`dualsft report RUN RUN …` writes the reports of each run and, in `--out`, report.md and report.html
+with one column per run: selection, cost, losses, benchmarks, the agreement of the selections, and
+the settings that differ. To compare methods over seeds, with intervals and paired differences, use
+`dualsft compare`. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Rows = list[list[str]]
 
 
 def write_reports(folders: Sequence[Path], out: Path | None) -> list[RunPath]:
-    """Every run's own reports and, for several, the page that sets them side by side."""
+    """Write the reports of each run and, for several runs, the side-by-side report."""
     runs = [RunPath(folder) for folder in folders]
     facts = {run: load_summaries(run) for run in runs}
     empty = [
@@ -53,7 +53,7 @@ def write_reports(folders: Sequence[Path], out: Path | None) -> list[RunPath]:
         return [file for file in made if file.is_file()]
     target = out or Path("side_by_side")
     if target.resolve() in {run.location.resolve() for run in runs}:
-        raise ConfigError(f"--out: {target} is one of the runs; give a folder of its own")
+        raise ConfigError(f"--out: {target} is one of the runs; give another folder")
     target.mkdir(parents=True, exist_ok=True)
     made = [write_report(run) for run in runs]
     return [
@@ -95,7 +95,7 @@ def _side_by_side(facts: Mapping[RunPath, Mapping[str, Any]], out: RunPath) -> l
 
 
 def _names(runs: Sequence[RunPath]) -> list[str]:
-    """The last part of each path that tells the runs apart."""
+    """Shortest trailing part of each path that makes the names unique."""
     parts = [run.location.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-depth:]) for p in parts]
@@ -105,7 +105,7 @@ def _names(runs: Sequence[RunPath]) -> list[str]:
 
 
 def _row(label: str, cells: Sequence[str]) -> Rows:
-    """A row, unless no run has anything to say in it."""
+    """One row, or none if no run has a value for it."""
     return [[label, *cells]] if any(cell != "–" for cell in cells) else []
 
 
@@ -168,7 +168,7 @@ def _sides(values: Mapping[str, Any], key: str) -> str:
 def _agreement(
     runs: Sequence[RunPath], found: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> Rows:
-    """Jaccard of the selected examples and of the masks, run by run."""
+    """Pairwise Jaccard index of the selected examples and of the masks."""
     chosen = [_ids(run, one) for run, one in zip(runs, found, strict=True)]
     rows: Rows = []
     for name, mine in zip(names, chosen, strict=True):
@@ -184,8 +184,10 @@ def _agreement(
 
 
 def _mask_agreement(runs: Sequence[RunPath], found: Sequence[Mapping[str, Any]]) -> Rows:
-    """Jaccard of every two masks, a dash where there is none or the parameters differ; two masks
-    are in memory at a time."""
+    """Pairwise Jaccard index of the masks; a dash if one is missing or the parameters differ.
+
+    At most two masks are in memory at a time.
+    """
     cells = [["–" for _ in runs] for _ in runs]
     own = [
         (at, run / FOLDERS["selection"] / one["selection"]["final"], parameter_shapes(run, one))
@@ -220,7 +222,7 @@ def _titles(facts: Mapping[str, Any]) -> str:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as key.key → value."""
+    """Nested settings as dotted keys."""
     flat: dict[str, Any] = {}
 
     def add(value: Any, prefix: str) -> None:

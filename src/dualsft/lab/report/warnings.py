@@ -1,25 +1,29 @@
-"""Warnings of a report: what was found, what it means, what to do.
+"""Warnings of a report: the finding, its meaning and its cure.
 
 From the numbers of the stages: a curvature below rounding, preservation that dominates, scores at
-or below zero among the selected, a drift of lengths, a loss that rose. From what the stages said:
-a short warmup, few steps, memory that ran out, a small corpus, and everything else, each once.
+or below zero among the selected, a drift of lengths, a loss that rose. From the codes of the
+warnings that the stages logged: a short warmup, few steps, memory that ran out, a small corpus; a
+warning without a code is shown as it is.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dualsft.system.progress import NOTE
+
 DRIFT = 1.5
-"""Mean response length of the selected over that of the pool, or its inverse, that is told."""
+"""Warn if the mean response length of the selected differs from the pool's by more than this
+factor, in either direction."""
 DOMINATES = 2.0
+"""Warn if λ‖v_prior‖ exceeds ‖v_new‖ by more than this factor."""
 
 
 @dataclass(frozen=True)
 class Concern:
-    """One warning, for a reader who was not there."""
+    """One warning of the report."""
 
     title: str
     found: str
@@ -27,17 +31,15 @@ class Concern:
     cure: str
 
 
-FEWER, NOTE = "Fewer rows than the paper's", "Note of the stage"
-SAID = (
-    (
-        r"the warmup has only",
+FEWER, STAGE_NOTE = "Fewer rows than the paper's", "Note of the stage"
+KNOWN = {
+    "short_warmup": (
         "Short warmup",
         "The reference weights and the curvature come from a handful of steps. The scores are "
         "those of an unsettled model, and another seed may choose differently.",
         "Raise split.warm, lower warmup.batch_size, or set warmup.min_steps; then select again.",
     ),
-    (
-        r"rounding θ̄ to",
+    "rounded_theta_bar": (
         "The warmup is near the rounding",
         "The warmed-up weights are kept in half precision, and rounding them moved them almost as "
         "far as the warmup did. All scores are taken there, alike, so the selection is "
@@ -46,55 +48,50 @@ SAID = (
         "Set model.dtype=float32, or lengthen the warmup (split.warm, warmup.min_steps, "
         "warmup.lr); then select again.",
     ),
-    (
-        r"fine-tuning has only",
+    "few_steps": (
         "Few fine-tuning steps",
         "So few steps change the model little; that nothing was gained may say nothing about the "
         "selection.",
         "Lower finetune.batch_size, or raise finetune.epochs or select.data_budget.",
     ),
-    (
-        r"out of memory",
+    "out_of_memory": (
         "Memory ran out and the run went on",
         "A smaller plan took over. The result is the same up to the order of sums; time was lost.",
         "Set what the message names, so that the next run starts with it.",
     ),
-    (
-        r"stays in half precision",
+    "half_precision": (
         "Rounded gradients",
         "There was no room for fp32 weights, so the gradients that every score is measured against "
         "are rounded. Examples near the boundary may be on the wrong side of it.",
         "Use a GPU with more memory or a smaller score.plan, or accept it with "
         "score.precision=half.",
     ),
-    (
-        r"never moves",
+    "static_mask": (
         "The mask never moves",
         "The method is meant to choose its entries anew while it trains; here it kept the first "
         "ones, so this is not the method as published.",
         "Lower its interval, or train longer.",
     ),
-    (
-        r"trust_remote_code is on",
+    "remote_code": (
         "Code of the model's author ran",
         "The model came with Python code that ran with the rights of the user.",
         "Leave model.trust_remote_code off unless the source is known.",
     ),
-    (
-        r"instead of the paper's",
+    "small_corpus": (
         FEWER,
         "The gradients over these rows give the direction that every score is measured by: "
         "split.val that of the new skill, split.anchor that of preservation. A mean over fewer "
         "rows is noisier, so another seed may choose differently near the boundary.",
         "Give more rows, or set split.val and split.anchor.",
     ),
-)
-COUNTED = (r"have a score ≤ 0", r"preservation dominates")
-"""Said by a stage as well, but told here from the numbers."""
+}
+"""Title, meaning and cure of each code that a stage's warning may have."""
+COUNTED = ("nonpositive_scores", "preservation_dominates")
+"""Codes whose concerns are made from the summaries' own numbers instead."""
 
 
 def concerns(facts: Mapping[str, Any]) -> list[Concern]:
-    """Everything that a reader should know before believing the run."""
+    """All warnings of a run, in the order of `_place`."""
     found = [*_of_stages(facts)]
     if facts["outdated"]:
         found.append(_outdated(facts["outdated"]))
@@ -108,12 +105,12 @@ def concerns(facts: Mapping[str, Any]) -> list[Concern]:
 
 
 def _place(concern: Concern) -> int:
-    """What a stage said of a known danger, then the numbers, a small corpus, and unknown notes."""
+    """Sort key: known stage warnings, then computed concerns, a small corpus, other warnings."""
     if concern.title == FEWER:
-        return len(SAID) + 1
-    if concern.title.startswith(NOTE):
-        return len(SAID) + 2
-    order = [title for _, title, *_ in SAID]
+        return len(KNOWN) + 1
+    if concern.title.startswith(STAGE_NOTE):
+        return len(KNOWN) + 2
+    order = [title for title, *_ in KNOWN.values()]
     return order.index(concern.title) if concern.title in order else len(order)
 
 
@@ -128,28 +125,17 @@ def _outdated(stages: list[str]) -> Concern:
 
 def _of_stages(facts: Mapping[str, Any]) -> Iterator[Concern]:
     for stage, texts in facts["warnings"].items():
-        for text in dict.fromkeys(texts):
-            if any(re.search(pattern, text) for pattern in COUNTED):
+        codes = facts["warning_codes"].get(stage) or [NOTE] * len(texts)  # runs made before codes
+        for text, code in dict(zip(texts, codes, strict=False)).items():
+            if code in COUNTED:
                 continue
-            for pattern, title, meaning, cure in SAID:
-                if re.search(pattern, text):
-                    yield Concern(title, f"{stage}: {text}", meaning, cure)
-                    break
+            if code in KNOWN:
+                title, meaning, cure = KNOWN[code]
+                yield Concern(title, f"{stage}: {text}", meaning, cure)
             else:
-                yield Concern(
-                    f"{NOTE} {stage}",
-                    text,
-                    "The stage went on, and its result is as the message describes.",
-                    _own_cure(text),
-                )
-
-
-def _own_cure(text: str) -> str:
-    """What a message puts into brackets at its end is its cure."""
-    match = re.search(r"\(([^()]{8,})\)\s*$", text)
-    if match is None:
-        return "Nothing needs to be done unless the message surprises you."
-    return match[1][0].upper() + match[1][1:] + "."
+                meaning = "The stage continued, and its result is as the message describes."
+                cure = "Nothing needs to be done unless the message surprises you."
+                yield Concern(f"{STAGE_NOTE} {stage}", text, meaning, cure)
 
 
 def _of_scores(scores: Mapping[str, Any]) -> Iterator[Concern]:

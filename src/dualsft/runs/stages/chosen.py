@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,51 +18,14 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from dualsft.algorithm.projection import param_scores
-from dualsft.algorithm.score_reading import ScoreSource
 from dualsft.algorithm.topk import TopK
 from dualsft.data.examples import Example, source_lines
 from dualsft.distributed.world import world
 from dualsft.model.load import locate
 from dualsft.runs.context import RunContext
 from dualsft.storage.tensor_files import TensorFile
-from dualsft.storage.vectors import CHUNK, ParamVector, Vector, of_all
+from dualsft.storage.vectors import of_all
 from dualsft.system.paths import Place, RunPath
-from dualsft.system.usage import free_memory
-
-CARD_CHUNK = 1 << 26
-"""Entries of a chunk of what is held on a GPU: small ones leave it waiting for launches (2.8e9
-scores took 2.3 s on an H200 in chunks of 2^22)."""
-ROOM_SHARE = 0.5
-"""Share of a GPU's free memory that a vector may take which could as well be read again."""
-
-
-def at_hand(vector: Vector) -> Vector:
-    """The vector held on its GPU when there is room for it, otherwise as it is.
-
-    Every reading of a lazy u reads its parts' files, up to four of the vector's own size, and sends
-    them over: held, that happens once, for 4 bytes an entry of the GPU's memory. On a CPU a lazy
-    reading costs some 9 ns an entry more than a held one, which is nothing beside the pool's
-    gradients there, and the memory is left to the system, which keeps the files in it.
-    """
-    on_gpu = vector.device.type == "cuda" and not world().sharded
-    fits = on_gpu and vector.num_bytes <= ROOM_SHARE * free_memory(vector.device)
-    return vector.held() if fits else vector
-
-
-def product_source(left: Vector, right: Vector, eta_sc: float) -> ScoreSource:
-    """eta_sc · left ⊙ right in chunks, recomputed at every reading; this process's rows alone."""
-    left, right = at_hand(left), at_hand(right)
-    scores = param_scores(eta_sc, left, right)
-    on_card = all(isinstance(v, ParamVector) and v.device.type == "cuda" for v in (left, right))
-    size = CARD_CHUNK if on_card else CHUNK
-
-    def read() -> Iterator[tuple[str, int, Tensor]]:
-        for name, form in scores.forms.items():
-            for start, stop in world().own_chunks(form.shape, size):
-                yield name, start, scores.piece(name, start, stop)
-
-    return read
 
 
 def write_mask(
@@ -97,7 +60,8 @@ def describe_entries(ctx: RunContext, mask: TopK) -> dict[str, Any]:
     if mask.num_nonpositive:
         ctx.reporter.warn(
             f"{mask.num_nonpositive:,} of the {mask.num_selected:,} selected entries have a score "
-            "≤ 0: the budget exceeds what the scores recommend (lower select.param_budget)"
+            "≤ 0: the budget exceeds what the scores recommend (lower select.param_budget)",
+            code="nonpositive_scores",
         )
     gap = None if mask.next_score is None else mask.threshold - mask.next_score
     return {

@@ -51,7 +51,8 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
         ctx.reporter.warn(
             f"fine-tuning has only {num_steps} steps over {len(examples):,} examples and will "
             "change little (lower finetune.batch_size, raise finetune.epochs "
-            "or select.data_budget)"
+            "or select.data_budget)",
+            code="few_steps",
         )
     weights: WeightMethod | None = ctx.methods.load("weights")
     weighing = Job(ctx, "weights", part, examples)
@@ -72,7 +73,8 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
             if every >= num_steps:
                 ctx.reporter.warn(
                     f"the mask of {params.entry.name} never moves: its interval is {every:,} "
-                    f"steps, and there are {num_steps:,} (lower the interval, or train longer)"
+                    f"steps, and there are {num_steps:,} (lower the interval, or train longer)",
+                    code="static_mask",
                 )
             hooks = _moving(params, job, model, optimizer, indices, every, hooks, num_steps)
         log = _logger(ctx)

@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dualsft.algorithm.gradients import pool_gradient, validation_gradient
+from dualsft.algorithm.preservation import prior_gradient
 from dualsft.algorithm.projection import projection_terms
 from dualsft.algorithm.self_checks import TOLERANCE, check_fused_loss
 from dualsft.data.examples import Example
 from dualsft.distributed.world import world
 from dualsft.engine.ghost import GhostEngine
-from dualsft.engine.walk import PassResult, loss_objective, walk
-from dualsft.memory.placement import blank
+from dualsft.engine.walk import PassSettings
+from dualsft.engine.walk_state import PassResult
 from dualsft.runs.context import RunContext, pass_settings
-from dualsft.runs.stages.preservation import prior_gradient
 from dualsft.storage.vectors import LazyVector, Vector
 from dualsft.system.paths import RunPath
 from dualsft.system.usage import give_back
@@ -34,49 +35,30 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     roles = ctx.roles()
     model = ctx.theta_bar()
     engine = GhostEngine(model, ctx.candidates(model))
-    settings = pass_settings(ctx)
-    check_fused_loss(model, roles["val"][0], settings, TOLERANCE[ctx.dtype])
-    say = ctx.reporter
-
-    sums, label = blank(engine.candidates, engine.candidates.dtype), "v_new (validation)"
-    with ctx.precise("directions", label, model) as (wide,):
-        validation = walk(
-            engine.on(wide), roles["val"], loss_objective(wide), settings, say, label, sums=sums
-        )
-    mean = sums.scaled(1.0 / len(roles["val"]))
-    del sums
+    passes = pass_settings(ctx)
+    check_fused_loss(model, roles["val"][0], passes, TOLERANCE[ctx.dtype])
+    mean, validation = validation_gradient(engine, roles["val"], passes, ctx.reporter)
     val_grad = _stored(ctx, mean, part / "val_grad.safetensors")
     del mean
-    prior_grad, prior_loss = prior_gradient(ctx, engine, roles["anchor"], settings)
-    prior_grad = _stored(ctx, prior_grad, part / "prior_grad.safetensors")
-    give_back(ctx.device)  # the teacher, and what the two walks held
+    prior, prior_loss = prior_of(ctx, engine, roles["anchor"], passes)
+    prior_grad = _stored(ctx, prior, part / "prior_grad.safetensors")
+    del prior
+    give_back(ctx.device)  # the teacher, and the buffers of the two walks
 
     pool = roles["pool"]
-    one_pass = one_pass_wanted(ctx)
     direction = None
-    if one_pass:
-        curvature = ctx.curvature(engine.candidates)
-        terms = projection_terms(ctx.config, len(pool), val_grad, prior_grad, curvature)
+    if one_pass_wanted(ctx):
+        curvature, lr = ctx.curvature(engine.candidates), ctx.config.finetune.lr
+        score = ctx.config.score
+        terms = projection_terms(score, lr, len(pool), val_grad, prior_grad, curvature)
         direction = terms.estimate()
-    grad_sum = blank(engine.candidates, engine.candidates.dtype)
-    label = "pool (G and f)" if one_pass else "pool (G)"
-    with ctx.precise("pool", label, model) as (wide,):
-        result = walk(
-            engine.on(wide),
-            pool,
-            loss_objective(wide),
-            settings,
-            say,
-            label,
-            sums=grad_sum,
-            direction=direction,
-            bounds=one_pass,
-        )
+    grad_sum, result = pool_gradient(engine, pool, passes, ctx.reporter, direction)
     grad_sum.save(part / "grad_sum.safetensors", n_sc=len(pool))
-    write_pool(part / "pool.parquet", pool, result, list(engine.columns), one_pass)
+    columns = list(engine.columns)
+    write_pool(part / "pool.parquet", pool, result, columns, one_pass=direction is not None)
     return {
         "n_sc": len(pool),
-        "validation_loss": float(validation.values.mean()),
+        "validation_loss": float(validation.mean()),
         "preservation_loss": prior_loss,
         "pool_loss": float(result.values.mean()),
         "candidates": engine.candidates.num_entries,
@@ -91,6 +73,16 @@ def _stored(ctx: RunContext, vector: Vector, path: RunPath) -> Vector:
     if ctx.device.type == "cuda":
         ctx.pieces.forget()  # the saved progress of its walk would hold its memory
     return LazyVector.open(path, list(vector), ctx.device)
+
+
+def prior_of(
+    ctx: RunContext, engine: GhostEngine, anchors: list[Example], passes: PassSettings
+) -> tuple[Vector, float]:
+    """v_prior under the run's settings, and the preservation loss."""
+    score = ctx.config.score
+    load = ctx.theta_old if ctx.warmed_up else None
+    kind, tau = score.preservation, score.tau
+    return prior_gradient(kind, engine, load, anchors, tau, passes, ctx.reporter)
 
 
 def one_pass_wanted(ctx: RunContext) -> bool:

@@ -29,6 +29,7 @@ from dualsft.runs.method import Accounts, DataChoice
 from dualsft.runs.preflight import FOLDERS
 from dualsft.storage.manifest import Fingerprint, read_stage_manifest
 from dualsft.system.paths import RunPath
+from dualsft.system.progress import NOTE
 
 IDS, SCORES = "ids.json", "baseline_scores.parquet"
 
@@ -39,7 +40,8 @@ class Lent:
 
     choice: DataChoice
     accounts: Accounts
-    warnings: Sequence[str]
+    warnings: Mapping[str, str]
+    """Message to code."""
     folder: RunPath
 
 
@@ -60,12 +62,13 @@ def identity(ctx: RunContext) -> str | None:
 
 
 def note(
-    asked: str | None, choice: DataChoice, warnings: Sequence[str], lent: Lent | None
+    asked: str | None, choice: DataChoice, warnings: Mapping[str, str], lent: Lent | None
 ) -> dict[str, Any]:
     """What a selection's manifest says of its choice of examples."""
     if asked is None:
         return {}
     noted = {"fingerprint": asked, "facts": dict(choice.facts), "warnings": list(warnings)}
+    noted["codes"] = list(warnings.values())
     noted["scored"] = choice.scores is not None
     if lent is None:
         return {"data_choice": noted}
@@ -86,7 +89,9 @@ def find(ctx: RunContext, asked: str | None, pool: Sequence[Example], b: int) ->
             if noted.get("fingerprint") == asked:
                 choice = _read(folder, manifest["files"], pool, b, noted)
                 accounts = Accounts(**facts["accounts"]["data"])
-                return Lent(choice, accounts, list(noted["warnings"]), folder)
+                codes = noted.get("codes") or [NOTE] * len(noted["warnings"])
+                warnings = dict(zip(noted["warnings"], codes, strict=True))
+                return Lent(choice, accounts, warnings, folder)
         except (OSError, KeyError, TypeError, ValueError, AttributeError, RunError) as problem:
             why = f"{type(problem).__name__}: {problem}"  # another version's, or damaged
             ctx.reporter.say(f"{folder}: its choice of examples cannot be taken over ({why})")

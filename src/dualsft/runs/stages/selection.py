@@ -19,45 +19,29 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from dualsft.algorithm.certificate import judge, settle
-from dualsft.algorithm.topk import TopK, topk_signed
+from dualsft.algorithm.projection import Scored
+from dualsft.algorithm.scores import rounding_scales
+from dualsft.algorithm.selection import Chosen, choose_entries, choose_examples, rescore
+from dualsft.algorithm.split import resolve_budget
+from dualsft.algorithm.topk import TopK
 from dualsft.data.examples import Example
 from dualsft.engine.fused import HALF_DTYPES
-from dualsft.engine.ghost import GhostEngine, widened
+from dualsft.engine.ghost import GhostEngine
 from dualsft.errors import ConfigError, RunError
-from dualsft.runs.context import RunContext
+from dualsft.runs.context import RunContext, pass_settings
 from dualsft.runs.method import DataMethod, Job, ParamChoice, ParamMethod
 from dualsft.runs.stages import reuse as lent
 from dualsft.runs.stages.chosen import (
     describe_entries,
-    product_source,
     write_baseline_scores,
     write_mask,
     write_selected,
 )
 from dualsft.runs.stages.gradients import read_pool
 from dualsft.runs.stages.reselection import reselect
-from dualsft.runs.stages.scores import Scored, exact_dots, load_scored, rounding_scales
-from dualsft.runs.stages.split import resolve_budget
+from dualsft.runs.stages.scores import load_scored
 from dualsft.storage.vectors import Vector
 from dualsft.system.paths import RunPath
-
-WIDER = 8.0  # what is scored again with TF32 products or better is this much less rounded than bf16
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The selected positions of the pool and how they were found."""
-
-    positions: np.ndarray
-    scores: np.ndarray
-    """Best known score of every pool example, eta_sc included."""
-    bound: np.ndarray
-    """How far each may be from the exact one; zero where it was scored exactly."""
-    rescored: np.ndarray
-    """Positions scored exactly by this stage."""
-    inside: int
-    outside: int
 
 
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
@@ -101,12 +85,12 @@ def _choose_data(
     if (found := lent.find(ctx, asked, pool, b)) is not None:
         ctx.reporter.say(f"the examples of {method.entry.name} are taken over from {found.folder}")
         choice, job.accounts = found.choice, found.accounts
-        for warning in found.warnings:
-            ctx.reporter.warn(warning)
+        for warning, code in found.warnings.items():
+            ctx.reporter.warn(warning, code)
     else:
         with job.measured():
             choice = method.choose(job, pool, b)
-    warnings = ctx.reporter.warnings[told:]
+    warnings = {text: ctx.reporter.codes[text] for text in ctx.reporter.warnings[told:]}
     accounts["data"] = job.accounts.as_dict()
     if choice is None:
         return pool, None, {}
@@ -206,6 +190,9 @@ def param_budget(ctx: RunContext, eligible: Mapping[str, torch.Size]) -> int:
     return k
 
 
+WIDER = 8.0  # what is scored again with TF32 products or better is this much less rounded than bf16
+
+
 @dataclass
 class Scoring:
     """DualSFT's scores as both sides read them: u, G, the engine, the pool."""
@@ -229,13 +216,23 @@ class Scoring:
 
     def choose_entries(self, k: int, reverse: bool = False) -> TopK:
         """The exact signed top k of u ⊙ G; of its negative for the reverse."""
-        eta_sc = self.scored.terms.eta_sc * (-1.0 if reverse else 1.0)
-        source = product_source(self.scored.projection, self.scored.grad_sum, eta_sc)
-        self.mask = topk_signed(source, k)
+        self.mask = choose_entries(self.scored, k, reverse)
         return self.mask
 
     def choose_examples(self, b: int, reverse: bool = False) -> Chosen:
-        return choose_examples(self.ctx, self.engine, self.pool, self.scored, b, reverse)
+        """The exact top b of the pool; the bottom b for the reverse."""
+        ctx, pool = self.ctx, self.pool
+        table = (ctx.folder("scores") / "examples.parquet").read_table()
+        scores, bound = table["score"].to_numpy(), table["bound"].to_numpy()
+        bound = bound + half_rounding(ctx, len(pool))
+        ties = np.array([e.index for e in pool])
+        passes = pass_settings(ctx)
+
+        def exactly(positions: np.ndarray) -> np.ndarray:
+            rows = [pool[i] for i in positions]
+            return rescore(self.engine, rows, self.scored, passes, ctx.reporter)
+
+        return choose_examples(scores, bound, ties, b, exactly, ctx.reporter.say, reverse)
 
     def describe_entries(self, mask: TopK) -> dict[str, Any]:
         return describe_entries(self.ctx, mask)
@@ -244,54 +241,13 @@ class Scoring:
         return _describe_data(self.ctx, part, self.pool, data, b, self.num_full)
 
 
-def choose_examples(
-    ctx: RunContext,
-    engine: GhostEngine,
-    pool: list[Example],
-    scored: Scored,
-    b: int,
-    reverse: bool = False,
-) -> Chosen:
-    """The exact top b: by the certificate where it decides, by exact scores where it does not.
-
-    In half precision the measured rounding widens the bounds: what it could move across the
-    boundary is scored again with fp32 weights. `reverse` takes the bottom b: every score negated.
-    """
-    sign = -1.0 if reverse else 1.0
-    table = (ctx.folder("scores") / "examples.parquet").read_table()
-    score, bound = sign * table["score"].to_numpy(), table["bound"].to_numpy().copy()
-    bound += half_rounding(ctx, len(pool))
-    verdict = judge(score, bound, b)
-    open_rows = np.flatnonzero(verdict.open)
-    inexact = open_rows[bound[open_rows] > 0]
-    if len(inexact):
-        ctx.reporter.say(
-            f"certificate: {int(verdict.inside.sum()):,} in, {int(verdict.outside.sum()):,} out, "
-            f"{len(inexact):,} of {len(pool):,} examples are scored exactly"
-        )
-        score[inexact] = sign * rescore(ctx, engine, [pool[i] for i in inexact], scored)
-        bound[inexact] = 0.0
-    ties = np.array([e.index for e in pool])
-    positions = settle(verdict, score, ties, b)
-    counts = (int(verdict.inside.sum()), int(verdict.outside.sum()))
-    return Chosen(positions, score, bound, inexact, *counts)
-
-
-def rescore(
-    ctx: RunContext, engine: GhostEngine, examples: list[Example], scored: Scored
-) -> np.ndarray:
-    """s_D = ⟨u, g_n⟩ of these examples, exactly."""
-    with widened(engine.model, tensor_cores=True) as (wide,):
-        dots = exact_dots(ctx, engine.on(wide), examples, scored.projection, "re-scoring")
-    return dots * scored.terms.eta_sc
-
-
 def half_rounding(ctx: RunContext, count: int) -> np.ndarray:
     """How far half precision may have moved each score, by the probes of the self-check; zero when
     the model is in fp32 or fp64."""
     if ctx.dtype not in HALF_DTYPES:
         return np.zeros(count)
-    scales = rounding_scales(read_pool(ctx.folder("gradients") / "pool.parquet"))
+    pool = read_pool(ctx.folder("gradients") / "pool.parquet")
+    scales = rounding_scales(pool.get("inner_sums"), count)
     return _summary_of_scores(ctx)["rounding_ratio"] * scales
 
 
@@ -326,7 +282,8 @@ def _describe_data(
     if negative:
         ctx.reporter.warn(
             f"{negative:,} of the {b:,} selected examples have a score ≤ 0: the budget exceeds "
-            "what the scores recommend (lower select.data_budget)"
+            "what the scores recommend (lower select.data_budget)",
+            code="nonpositive_scores",
         )
     ctx.reporter.say(
         f"examples: {b:,} of {num_full:,} rows ({100 * b / num_full:.2f} %); {near:,} lie within "

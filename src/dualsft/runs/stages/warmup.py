@@ -13,30 +13,27 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from dualsft.algorithm.self_checks import TOLERANCE, check_fused_loss
+from dualsft.algorithm.warmup import adam_rms, rounding_norm
 from dualsft.config.settings import Config
 from dualsft.distributed.world import world
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine
-from dualsft.model.load import Candidates, text_parameters
+from dualsft.model.load import text_parameters
 from dualsft.model.save import save_model
 from dualsft.model.sharded import weights_vector
 from dualsft.runs.context import RunContext, pass_settings
-from dualsft.storage.tensor_files import Form
-from dualsft.storage.vectors import LazyVector, Seen, accumulation_dtype
+from dualsft.storage.vectors import accumulation_dtype
 from dualsft.system.paths import RunPath
 from dualsft.system.usage import give_back, is_out_of_memory
 from dualsft.train.loop import FEW_STEPS, TrainingPlan, train
-from dualsft.train.optimizer import SparseAdamW
 from dualsft.train.sharded import make_optimizer
 
 ROUNDED_SHARE = 0.3
 """Of θ̄'s movement: more than this from rounding is told. At 0.6 a bf16 run of SmolLM2-135M chose
 half of an fp32 run's examples (docs/results.md)."""
-PART = 1 << 24
 
 
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
@@ -54,7 +51,8 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     if num_steps < FEW_STEPS:
         ctx.reporter.warn(
             f"the warmup has only {num_steps} steps over {len(examples)} examples; ĉ and θ̄ are "
-            "rough (raise split.warm, lower warmup.batch_size, or set warmup.min_steps)"
+            "rough (raise split.warm, lower warmup.batch_size, or set warmup.min_steps)",
+            code="short_warmup",
         )
     model = ctx.theta_old()
     candidates = ctx.candidates(model)
@@ -85,20 +83,6 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     return facts
 
 
-@torch.no_grad()
-def rounding_norm(optimizer: SparseAdamW) -> float:
-    """‖θ̄ − its fp32 masters‖: how far θ̄ is from where the optimizer went."""
-    total = torch.zeros((), dtype=torch.float64)
-    for name in optimizer.names:
-        weight = optimizer.weight(name)
-        for first in range(0, weight.numel(), PART):
-            last = min(first + PART, weight.numel())
-            exact = optimizer.master(name, first, last)
-            apart = torch.linalg.vector_norm(exact - weight[first:last].to(exact))
-            total += apart.cpu().double() ** 2
-    return float((world().sum_(total) if world().sharded else total).sqrt())
-
-
 def _movement(ctx: RunContext, model: PreTrainedModel, names: list[str]) -> float | None:
     """‖θ̄ − θ_old‖ over the parameters that were trained; None, and said, without room for both."""
     wide = accumulation_dtype(ctx.dtype)
@@ -121,31 +105,14 @@ def _warn_of_rounding(ctx: RunContext, movement: float, rounding: float) -> None
         f"rounding θ̄ to {dtype} moved it by {rounding:.3g}, and warmup and rounding together by "
         f"{movement:.3g}: scores at θ̄ depend on that rounding, and a run in float32 may choose "
         "other examples (set model.dtype=float32, or lengthen the warmup: split.warm, "
-        "warmup.min_steps, warmup.lr)"
+        "warmup.min_steps, warmup.lr)",
+        code="rounded_theta_bar",
     )
 
 
 def _save(ctx: RunContext, model: PreTrainedModel, part: RunPath) -> None:
     (part / "theta_bar").mkdir()
     save_model(model, ctx.tokenizer, ctx.model_folder, (part / "theta_bar").checked())
-
-
-def adam_rms(optimizer: SparseAdamW, candidates: Candidates) -> LazyVector:
-    """ĉ over the candidates, read from the optimizer's own state piece by piece."""
-    group = optimizer.param_groups[0]
-    beta2, eps = group["betas"][1], group["eps"]
-
-    def piece(name: str, start: int, stop: int, _: Seen) -> torch.Tensor:
-        first = world().held(candidates[name].shape)[0]
-        if start == stop:
-            return torch.empty(0, dtype=candidates.dtype)
-        second = optimizer.second_moment(name, start - first, stop - first)
-        # a parameter that the warmup never reached has second moment zero: any divisor will do
-        unbiased = second / (1.0 - beta2 ** float(optimizer.num_updates(name) or 1))
-        return unbiased.sqrt_().add_(eps).to(candidates.dtype)
-
-    forms = {name: Form(candidates.dtype, p.shape) for name, p in candidates.items()}
-    return LazyVector(forms, next(iter(candidates.values())).device, piece)
 
 
 def warmup_plan(ctx: RunContext) -> TrainingPlan:

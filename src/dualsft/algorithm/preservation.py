@@ -8,7 +8,9 @@ a warmup θ̄ = θ_old and all of them are exactly zero. Stored unscaled: λ com
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,41 +20,49 @@ from dualsft.data.examples import Example, collate
 from dualsft.distributed.world import world
 from dualsft.engine.fused import fused_blocks
 from dualsft.engine.ghost import GhostEngine, alone
+from dualsft.engine.precision import precise
 from dualsft.engine.walk import PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.memory.placement import blank
 from dualsft.model.sharded import weights_vector
-from dualsft.runs.context import RunContext
 from dualsft.storage.resume import State
 from dualsft.storage.vectors import ParamVector, Vector
+from dualsft.system.progress import Reporter
 
 
 def prior_gradient(
-    ctx: RunContext, engine: GhostEngine, anchors: list[Example], settings: PassSettings
+    kind: Literal["cwsd", "l2", "fisher", "none"],
+    engine: GhostEngine,
+    load_theta_old: Callable[[], PreTrainedModel] | None,
+    anchors: Sequence[Example],
+    tau: float,
+    passes: PassSettings,
+    reporter: Reporter,
 ) -> tuple[Vector, float]:
-    """(v_prior over the candidates, the preservation loss itself)."""
-    kind = ctx.config.score.preservation
-    if kind == "none" or not ctx.warmed_up:
+    """(v_prior over the candidates, the preservation loss itself).
+
+    `load_theta_old` is None where there was no warmup, so that θ̄ = θ_old.
+    """
+    if kind == "none" or load_theta_old is None:
         if kind != "none":
-            ctx.reporter.say(f"no warmup, so θ̄ = θ_old and v_prior ({kind}) is exactly zero")
+            reporter.say(f"no warmup, so θ̄ = θ_old and v_prior ({kind}) is exactly zero")
         return _weights(engine, engine.model).combine(torch.zeros_like), 0.0
-    theta_old = ctx.theta_old()
+    theta_old = load_theta_old()
     if kind == "cwsd":
         label = "v_prior (CWSD on the anchors)"
         sums = blank(engine.candidates, engine.candidates.dtype)
         with (
-            ctx.precise("directions", label, engine.model, theta_old) as (student, teacher),
+            precise(
+                passes.precision, "directions", label, reporter.warn, engine.model, theta_old
+            ) as (student, teacher),
             fused_blocks(teacher, wide=True),  # the teacher computes as the student does
         ):
-            objective, at = (
-                cwsd_objective(teacher, student, ctx.config.score.tau),
-                engine.on(student),
-            )
-            result = walk(at, anchors, objective, settings, ctx.reporter, label, sums=sums)
+            objective, at = cwsd_objective(teacher, student, tau), engine.on(student)
+            result = walk(at, anchors, objective, passes, reporter, label, sums=sums)
         return sums.scaled(1.0 / len(anchors)), float(result.values.mean())
     moved = _weights(engine, engine.model).plus(_weights(engine, theta_old), -1.0)  # θ̄ − θ_old
     if kind == "l2":
         return moved, 0.5 * moved.norm() ** 2
-    fisher = _fisher(ctx, theta_old, anchors, settings)
+    fisher = _fisher(engine.on(theta_old), anchors, passes, reporter)
     weighted = moved.combine(torch.mul, fisher)
     return weighted, 0.5 * weighted.dot(moved)
 
@@ -63,16 +73,15 @@ def _weights(engine: GhostEngine, model: PreTrainedModel) -> Vector:
 
 
 def _fisher(
-    ctx: RunContext, theta_old: PreTrainedModel, anchors: list[Example], settings: PassSettings
+    engine: GhostEngine, anchors: Sequence[Example], passes: PassSettings, reporter: Reporter
 ) -> Vector:
     """Mean over the anchors of the squared gradient of one example: in batches, or one at a time
     where a weight is used twice."""
-    candidates, label = ctx.candidates(theta_old), "v_prior (Fisher on the anchors)"
-    engine = GhostEngine(theta_old, candidates)
+    candidates, label = engine.candidates, "v_prior (Fisher on the anchors)"
     if engine.separable:
         squares = blank(candidates, candidates.dtype)
-        objective = loss_objective(theta_old)
-        walk(engine, anchors, objective, settings, ctx.reporter, label, sums=squares, squared=True)
+        objective = loss_objective(engine.model)
+        walk(engine, anchors, objective, passes, reporter, label, sums=squares, squared=True)
         return squares.scaled(1.0 / len(anchors))
     total = ParamVector.zeros(candidates)
 
@@ -80,23 +89,23 @@ def _fisher(
         wide = gradient.to(total[name].dtype)
         total[name].addcmul_(wide, wide)
 
-    piece, done = settings.pieces.load("fisher"), 0
+    piece, done = passes.pieces.load("fisher"), 0
     if piece is not None:
         done = piece.facts["done"]
         for name, block in total.items():
             block.copy_(piece.tensors[f"squares.{name}"])
     with (
-        ctx.reporter.track(label, len(anchors), "examples", done) as progress,
-        settings.pieces.loop(),
+        reporter.track(label, len(anchors), "examples", done) as progress,
+        passes.pieces.loop(),
     ):
         for turn in world().turns(anchors[done:]):
             if (example := world().mine(turn)) is not None:
-                batch = collate([example], settings.pad_id, settings.padding_side, ctx.device)
-                alone(theta_old, candidates, batch, add_square)
+                batch = collate([example], passes.pad_id, passes.padding_side, engine.device)
+                alone(engine.model, candidates, batch, add_square)
             done += len(turn)
             progress.advance(len(turn), tokens=sum(e.num_tokens for e in turn))
             where = f"{label}: {done:,} of {len(anchors):,} examples"
-            settings.pieces.tick("fisher", partial(_squares, total, done), where)
+            passes.pieces.tick("fisher", partial(_squares, total, done), where)
     for block in total.values():
         world().sum_(block)
     return total.scaled(1.0 / len(anchors))

@@ -1,0 +1,57 @@
+"""Gradients at θ̄: Algorithm 1 lines 3 and 5 (G and v_new); line 6 is `preservation.py`.
+
+v_new is the gradient of the mean validation loss, G the sum over the scoring pool. With a direction
+U₀ that is known before the pool is walked (`ProjectionTerms.estimate`), the same pass also gives
+f_n = ⟨U₀, g_n⟩ and the inner sums of the bound on what U₀ misses (`certificate.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dualsft.data.examples import Example
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.precision import precise
+from dualsft.engine.walk import PassSettings, loss_objective, walk
+from dualsft.engine.walk_state import PassResult
+from dualsft.memory.placement import blank
+from dualsft.storage.vectors import Vector
+from dualsft.system.progress import Reporter
+
+
+def validation_gradient(
+    engine: GhostEngine, val: Sequence[Example], passes: PassSettings, reporter: Reporter
+) -> tuple[Vector, np.ndarray]:
+    """(v_new, the loss of each validation example): line 5."""
+    sums, label = blank(engine.candidates, engine.candidates.dtype), "v_new (validation)"
+    with precise(passes.precision, "directions", label, reporter.warn, engine.model) as (wide,):
+        at, objective = engine.on(wide), loss_objective(wide)
+        result = walk(at, val, objective, passes, reporter, label, sums=sums)
+    return sums.scaled(1.0 / len(val)), result.values
+
+
+def pool_gradient(
+    engine: GhostEngine,
+    pool: Sequence[Example],
+    passes: PassSettings,
+    reporter: Reporter,
+    direction: Vector | None = None,
+) -> tuple[Vector, PassResult]:
+    """(G, the loss of each example, and with a direction f_n and the inner sums): line 3."""
+    grad_sum = blank(engine.candidates, engine.candidates.dtype)
+    label = "pool (G)" if direction is None else "pool (G and f)"
+    with precise(passes.precision, "pool", label, reporter.warn, engine.model) as (wide,):
+        result = walk(
+            engine.on(wide),
+            pool,
+            loss_objective(wide),
+            passes,
+            reporter,
+            label,
+            sums=grad_sum,
+            direction=direction,
+            bounds=direction is not None,
+        )
+    return grad_sum, result

@@ -1,0 +1,218 @@
+"""Scores and what every run checks about them: Algorithm 1 line 8, s_D ← GhostDot(u, θ̄, D_pool).
+
+s_θ = u ⊙ G is `projection.param_scores`. In one-pass mode the scores are the f_n of the pool pass,
+with a bound each; in two-pass mode `exact_dots` walks the pool again. Two checks run at the end of
+every scoring: Σ_n s_D,n against ⟨u, G⟩, and a few random examples scored alone by plain autograd.
+When either fails nothing can be selected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dualsft.algorithm.certificate import bounds
+from dualsft.algorithm.projection import Scored, at_hand
+from dualsft.algorithm.self_checks import TOLERANCE, dot_alone
+from dualsft.config.settings import ScoreConfig
+from dualsft.data.examples import Example
+from dualsft.engine.fused import HALF_DTYPES
+from dualsft.engine.ghost import GhostEngine, widened
+from dualsft.engine.precision import precise
+from dualsft.engine.walk import PassSettings, loss_objective, walk
+from dualsft.errors import RunError
+from dualsft.storage.vectors import Products, Vector
+from dualsft.system.progress import Reporter
+
+Facts = dict[str, Any]
+"""Numbers for a summary, as JSON can hold them."""
+
+NUM_ALONE = 3
+NUM_ALONE_HALF = 16  # in half precision, where they also tell how much rounding to expect
+SLACK_FACTOR = 4.0  # rounding is taken to be this many times what the probes show
+ROUNDING_LIMIT = 0.05  # of ‖u‖‖g‖: half precision that changes a score by more is of no use
+
+
+def exact_dots(
+    engine: GhostEngine,
+    examples: Sequence[Example],
+    direction: Vector,
+    passes: PassSettings,
+    reporter: Reporter,
+    label: str,
+) -> np.ndarray:
+    """⟨direction, g_n⟩ of each example: the second pass of the paper, or a part of it."""
+    with precise(passes.precision, "pool", label, reporter.warn, engine.model) as (wide,):
+        at, objective = engine.on(wide), loss_objective(wide)
+        return walk(at, examples, objective, passes, reporter, label, direction=direction).dots
+
+
+def one_pass_bounds(engine: GhostEngine, inner_sums: np.ndarray, products: Products) -> np.ndarray:
+    """B_n of each example, from the residual U₀ − u per parameter."""
+    residual = products.block_norms("residual")
+    return bounds(inner_sums, np.array([residual[name] for name in engine.columns]))
+
+
+def products_of(scored: Scored, direction: Vector) -> Products:
+    """Every product that the summary, the sum check and the bounds need, in one reading."""
+    terms, grad_sum = scored.terms, scored.grad_sum
+    vectors = {
+        "val_grad": terms.val_grad,
+        "prior_grad": scored.prior_grad,
+        "grad_sum": grad_sum,
+        "v_val": terms.v_val,
+        "second_order": terms.second_order(grad_sum),
+        "residual": terms.residual(grad_sum),
+        "projection": scored.projection,
+        "direction": direction,
+    }
+    pairs = [(name, name) for name in vectors]
+    pairs += [("projection", "grad_sum"), ("direction", "grad_sum"), ("val_grad", "grad_sum")]
+    pairs += [("val_grad", "prior_grad"), ("prior_grad", "grad_sum")]
+    return Products(vectors, pairs)
+
+
+def check_sum(dots: np.ndarray, products: Products, eta_sc: float, tolerance: float) -> Facts:
+    """Σ_n s_D,n = ⟨direction, G⟩, within the tolerance of Σ|s_D,n|; raises otherwise."""
+    expected, total = products.dot("direction", "grad_sum"), float(dots.sum())
+    magnitude = float(np.abs(dots).sum())
+    error = abs(total - expected) / magnitude if magnitude else 0.0
+    if abs(total - expected) > tolerance * magnitude:
+        raise RunError(
+            f"self-check failed: the example scores sum to {total * eta_sc:.6g}, ⟨u, G⟩ is "
+            f"{expected * eta_sc:.6g} (difference over Σ|score|: {error:.2g} > {tolerance:g}); "
+            "nothing was written. The model computes something its layers do not show: please "
+            "report it"
+        )
+    return {
+        "sum_of_scores": total * eta_sc,
+        "direction_dot_G": expected * eta_sc,
+        "relative_error": error,
+    }
+
+
+def check_alone(
+    engine: GhostEngine,
+    examples: Sequence[Example],
+    dots: np.ndarray | None,
+    direction: Vector,
+    norm: float,
+    eta_sc: float,
+    scales: np.ndarray,
+    seed: int,
+    passes: PassSettings,
+    reporter: Reporter,
+) -> Facts:
+    """Random examples scored again, one at a time, by plain autograd; raises where they differ.
+
+    `norm` is the direction's. A half-precision model is widened to fp32 for this, and the engine
+    scores the probes once more too: the first comparison shows that the engine computes the right
+    thing, without rounding, and the second what rounding does to a score. Without scores of the
+    pool (DualSFT-Param) the probes are scored here, so that the rules behind G are checked as well.
+    """
+    dtype = engine.model.dtype
+    half = dtype in HALF_DTYPES
+    tolerance = TOLERANCE[engine.candidates.dtype]
+    rng = np.random.default_rng(seed)
+    wanted = NUM_ALONE_HALF if half else NUM_ALONE
+    probes = rng.choice(len(examples), min(wanted, len(examples)), replace=False)
+    rows = [examples[i] for i in probes]
+    silent = Reporter(lambda _: None)
+
+    def scored_together(with_engine: GhostEngine, label: str) -> np.ndarray:
+        objective = loss_objective(with_engine.model)
+        return walk(with_engine, rows, objective, passes, silent, label, direction=direction).dots
+
+    got = scored_together(engine, "probes") if dots is None else dots[probes]
+    largest = float(np.abs(got if dots is None else dots).max())
+    rounding: list[float] = []
+    probed: list[Facts] = []
+    with (
+        reporter.track("self-check (scored alone)", len(rows), "examples") as progress,
+        widened(engine.model) as (wide,),
+    ):
+        exactly = engine.on(wide)
+        again = scored_together(exactly, "probes, widened") if half else got
+        near = at_hand(direction)
+        for example, ours, repeated in zip(rows, got, again, strict=True):
+            exact, length = dot_alone(exactly, example, near, passes)
+            size = norm * length
+            rounding.append(abs(exact - ours))
+            error = abs(exact - repeated) / size if size > 0 else 0.0
+            off = rounding[-1] / size if size > 0 else 0.0
+            probed.append(
+                {"id": example.id, "score": ours * eta_sc, "alone": exact * eta_sc}
+                | {"error": error, "rounding": off}
+            )
+            progress.advance(1, tokens=example.num_tokens)
+            if not error <= tolerance:
+                raise RunError(
+                    f"self-check failed: example {example.id} scores {repeated * eta_sc:.6g} in "
+                    f"its batch and {exact * eta_sc:.6g} alone by plain autograd (error "
+                    f"{error:.2g} of ‖u‖‖g‖ > {tolerance:g}); nothing was written"
+                )
+            if not off <= ROUNDING_LIMIT:
+                raise RunError(
+                    f"self-check failed: example {example.id} scores {ours * eta_sc:.6g} in "
+                    f"{dtype} and {exact * eta_sc:.6g} in fp32 (difference {off:.2g} of ‖u‖‖g‖ "
+                    f"> {ROUNDING_LIMIT:g}): rounding drowns the scores; nothing was written (use "
+                    "model.dtype=float32)"
+                )
+    floor = float(torch.finfo(engine.candidates.dtype).eps) * largest
+    slack = SLACK_FACTOR * max(floor, *rounding) * eta_sc
+    return {
+        "tolerance": tolerance,
+        "alone": probed,
+        "rounding_slack": slack,
+        "rounding_ratio": rounding_ratio(np.array(rounding), scales[probes]) * eta_sc,
+    }
+
+
+def rounding_ratio(errors: np.ndarray, scales: np.ndarray) -> float:
+    """How far rounding is taken to move a score, in its scale: four standard deviations, by the
+    probes."""
+    return SLACK_FACTOR * float(np.sqrt(((errors / scales) ** 2).mean()))
+
+
+def rounding_scales(inner_sums: np.ndarray | None, count: int) -> np.ndarray:
+    """What the rounding of each score is taken to grow with: the size of its gradient, as the
+    certificate's inner sums bound it; without them the same for all."""
+    if inner_sums is None:
+        return np.ones(count)
+    return np.sqrt((inner_sums.astype(np.float64) ** 2).sum(1))
+
+
+def describe_projection(score: ScoreConfig, scored: Scored, products: Products) -> Facts:
+    """Norms, cosines and the curvature share of u."""
+    terms = scored.terms
+    second = products.norm("second_order") if terms.curvature is not None else 0.0
+    first = products.norm("v_val")
+    u_dot_g = products.dot("projection", "grad_sum") * terms.eta_sc
+    return {
+        "mode": score.mode,
+        "eta_ft": terms.eta_ft,
+        "eta_sc": terms.eta_sc,
+        "n_sc": terms.n_sc,
+        "lam": score.lam,
+        "lam_relative": score.lam_relative,
+        "lam_effective": terms.lam_effective,
+        "u_dot_G": u_dot_g,
+        "total_params": u_dot_g,
+        "curvature_share": second / first if first > 0 else None,
+        "norms": {
+            "val_grad": products.norm("val_grad"),
+            "prior_grad": products.norm("prior_grad"),
+            "grad_mean": products.norm("grad_sum") / terms.n_sc,
+            "v_val": first,
+            "second_order": second,
+            "projection": products.norm("projection") * terms.eta_sc,
+        },
+        "cosines": {
+            "val_grad_grad_sum": products.cosine("val_grad", "grad_sum"),
+            "val_grad_prior_grad": products.cosine("val_grad", "prior_grad"),
+            "prior_grad_grad_sum": products.cosine("prior_grad", "grad_sum"),
+        },
+    }

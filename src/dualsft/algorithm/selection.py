@@ -1,0 +1,113 @@
+"""Selection: Algorithm 1 lines 9 to 11, m_θ ← TopK(s_θ, k) and D_sel ← TopB(s_D, b).
+
+Exact, signed, global over all candidates. The parameter scores u ⊙ G are formed chunk by chunk at
+each reading of the top-k and never exist as a whole. The certificate decides which examples are
+surely in or out; the rest, and in half precision those that rounding could move across the
+boundary, are scored exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from dualsft.algorithm.certificate import judge, settle
+from dualsft.algorithm.projection import Scored, at_hand, param_scores
+from dualsft.algorithm.score_reading import ScoreSource
+from dualsft.algorithm.scores import exact_dots
+from dualsft.algorithm.topk import TopK, topk_signed
+from dualsft.data.examples import Example
+from dualsft.distributed.world import world
+from dualsft.engine.ghost import GhostEngine, widened
+from dualsft.engine.walk import PassSettings
+from dualsft.storage.vectors import CHUNK, ParamVector, Vector
+from dualsft.system.progress import Reporter
+
+CARD_CHUNK = 1 << 26
+"""Entries of a chunk of what is held on a GPU: small ones leave it waiting for launches (2.8e9
+scores took 2.3 s on an H200 in chunks of 2^22)."""
+
+
+def product_source(left: Vector, right: Vector, eta_sc: float) -> ScoreSource:
+    """eta_sc · left ⊙ right in chunks, recomputed at every reading; this process's rows alone."""
+    left, right = at_hand(left), at_hand(right)
+    scores = param_scores(eta_sc, left, right)
+    on_card = all(isinstance(v, ParamVector) and v.device.type == "cuda" for v in (left, right))
+    size = CARD_CHUNK if on_card else CHUNK
+
+    def read() -> Iterator[tuple[str, int, Tensor]]:
+        for name, form in scores.forms.items():
+            for start, stop in world().own_chunks(form.shape, size):
+                yield name, start, scores.piece(name, start, stop)
+
+    return read
+
+
+def choose_entries(scored: Scored, k: int, reverse: bool = False) -> TopK:
+    """The exact signed top k of u ⊙ G; of its negative for the reverse."""
+    eta_sc = scored.terms.eta_sc * (-1.0 if reverse else 1.0)
+    return topk_signed(product_source(scored.projection, scored.grad_sum, eta_sc), k)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The selected positions of the pool and how they were found."""
+
+    positions: np.ndarray
+    scores: np.ndarray
+    """Best known score of every pool example, eta_sc included."""
+    bound: np.ndarray
+    """How far each may be from the exact one; zero where it was scored exactly."""
+    rescored: np.ndarray
+    """Positions scored exactly by this stage."""
+    inside: int
+    outside: int
+
+
+def choose_examples(
+    scores: np.ndarray,
+    bound: np.ndarray,
+    ties: np.ndarray,
+    b: int,
+    rescore: Callable[[np.ndarray], np.ndarray],
+    say: Callable[[str], None],
+    reverse: bool = False,
+) -> Chosen:
+    """The exact top b: by the certificate where it decides, by exact scores where it does not.
+
+    `bound` is how far each score may be from the exact one; in half precision it includes the
+    measured rounding. `rescore` gives the exact scores at some positions. `ties` orders equal
+    scores. `reverse` takes the bottom b: every score is negated.
+    """
+    sign = -1.0 if reverse else 1.0
+    score, bound = sign * scores, bound.copy()
+    verdict = judge(score, bound, b)
+    open_rows = np.flatnonzero(verdict.open)
+    inexact = open_rows[bound[open_rows] > 0]
+    inside, outside = int(verdict.inside.sum()), int(verdict.outside.sum())
+    if len(inexact):
+        say(
+            f"certificate: {inside:,} in, {outside:,} out, "
+            f"{len(inexact):,} of {len(score):,} examples are scored exactly"
+        )
+        score[inexact] = sign * rescore(inexact)
+        bound[inexact] = 0.0
+    positions = settle(verdict, score, ties, b)
+    return Chosen(positions, score, bound, inexact, inside, outside)
+
+
+def rescore(
+    engine: GhostEngine,
+    examples: Sequence[Example],
+    scored: Scored,
+    passes: PassSettings,
+    reporter: Reporter,
+) -> np.ndarray:
+    """s_D = ⟨u, g_n⟩ of these examples, exactly: with fp32 weights or better."""
+    with widened(engine.model, tensor_cores=True) as (wide,):
+        at, u = engine.on(wide), scored.projection
+        dots = exact_dots(at, examples, u, passes, reporter, "re-scoring")
+    return dots * scored.terms.eta_sc

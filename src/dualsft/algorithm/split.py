@@ -1,0 +1,155 @@
+"""Split: D_full into val, anchor, warm and pool (Algorithm 1, its inputs and line 2).
+
+D_train is everything but val and anchor; D_warm is a part of it, and D_pool = D_train \\ D_warm.
+Budgets count against |D_full|, the usable rows of the corpus. Roles are assigned by hashing
+(seed, text), so they do not depend on the order of the file, and examples with identical tokens
+move as one group: no text is in two roles.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+
+from dualsft.config.settings import SplitConfig
+from dualsft.data.examples import Example, digest
+from dualsft.errors import ConfigError
+
+ROLES = ("val", "anchor", "warm", "pool")
+
+_PAPER = {"val": (1024, Decimal("0.1")), "anchor": (2048, Decimal("0.2"))}
+"""The paper's sizes, and the largest share of a small corpus that we let them take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The role of every example, in the order of the examples, and what the user should know."""
+
+    roles: list[str]
+    counts: dict[str, int]
+    notes: list[str]
+
+
+def resolve_budget(budget: int | float, total: int, name: str = "budget") -> int:
+    """A budget as a count: an int is one, a float is a fraction of `total`, rounded down, >= 1.
+
+    `name` is the configuration key that an error names.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise ConfigError(f"{name}: {budget!r} is not a number; use a count or a fraction")
+    if isinstance(budget, int):
+        if budget < 0:
+            raise ConfigError(f"{name}: {budget} is negative; use a count or a fraction in (0, 1]")
+        return budget
+    if not 0 < budget <= 1:
+        raise ConfigError(
+            f"{name}: {budget} is not in (0, 1]; write a fraction, or a count without a point"
+        )
+    return max(1, int(Decimal(repr(budget)) * total))  # decimal: 0.29 of 100 is 29, not 28
+
+
+def divide(
+    examples: Sequence[Example], trusted: Sequence[Example], seed: int, sizes: SplitConfig
+) -> tuple[list[Example], Split]:
+    """(all examples, the role of each): the corpus, and after it the trusted rows as D_val.
+
+    Trusted rows count in |D_full|; a row of the corpus with the same text as one of them is left
+    out, and that is said.
+    """
+    texts = {example.key for example in trusted}
+    kept = [example for example in examples if example.key not in texts]
+    split = assign_roles(kept, seed, sizes.val, sizes.anchor, sizes.warm, len(trusted))
+    notes = list(split.notes)
+    if len(kept) < len(examples):
+        notes.append(
+            f"{len(examples) - len(kept):,} rows of data.path have the text of a row of "
+            "data.val_path and are left out"
+        )
+    counts = split.counts | {"val": split.counts["val"] + len(trusted)}
+    return [*kept, *trusted], Split([*split.roles, *["val"] * len(trusted)], counts, notes)
+
+
+def assign_roles(
+    examples: Sequence[Example],
+    seed: int,
+    val: int | float | None = None,
+    anchor: int | float | None = None,
+    warm: int | float = 0.05,
+    num_trusted: int = 0,
+) -> Split:
+    """Give every example its role; None means the paper's size, less for a small corpus.
+
+    `num_trusted` rows outside the corpus are D_val already, and count in |D_full|.
+    """
+    total, notes = len(examples) + num_trusted, []
+    wanted: dict[str, int] = {}
+    for role, budget in (("val", val), ("anchor", anchor), ("warm", warm)):
+        if role == "val" and num_trusted:
+            wanted[role] = 0
+        elif budget is None:
+            wanted[role] = _default_count(role, total, notes)
+        else:
+            wanted[role] = resolve_budget(budget, total, f"split.{role}")
+    _check_counts(wanted, len(examples), num_trusted > 0)
+
+    groups: dict[str, list[int]] = defaultdict(list)
+    for i, example in enumerate(examples):
+        groups[example.key].append(i)
+    order = sorted(groups, key=lambda key: digest(seed, key))
+    roles = ["pool"] * len(examples)
+    for role, count in wanted.items():
+        left, passed_over = count, []
+        for key in order:
+            if len(groups[key]) > left:
+                passed_over.append(key)
+                continue
+            left -= len(groups[key])
+            for i in groups[key]:
+                roles[i] = role
+        order = passed_over
+        if left:
+            notes.append(
+                f"split.{role}: {count - left:,} of {count:,} examples, because identical texts "
+                "stay together and no group of them fits the rest"
+            )
+    counts = {role: roles.count(role) for role in ROLES}
+    _check_filled(counts, wanted, len(groups))
+    return Split(roles, counts, notes)
+
+
+def _default_count(role: str, total: int, notes: list[str]) -> int:
+    paper, share = _PAPER[role]
+    count = min(paper, max(1, int(share * total)))
+    if count < paper:
+        notes.append(
+            f"split.{role}: {count:,} examples instead of the paper's {paper:,}: at most "
+            f"{share:.0%} of the {total:,} usable rows"
+        )
+    return count
+
+
+def _check_counts(wanted: dict[str, int], total: int, has_val: bool) -> None:
+    asked = ", ".join(f"split.{role}={count:,}" for role, count in wanted.items())
+    if wanted["val"] == 0 and not has_val:
+        raise ConfigError("split.val: 0 leaves nothing to take v_new from; use 1 or more")
+    if sum(wanted.values()) >= total:
+        raise ConfigError(
+            f"{asked}: together {sum(wanted.values()):,} of {total:,} usable rows, which leaves no "
+            "pool to select from; lower split.val, split.anchor or split.warm, or bring more data"
+        )
+
+
+def _check_filled(counts: dict[str, int], wanted: dict[str, int], num_texts: int) -> None:
+    empty = [
+        f"split.{role}={wanted[role]:,}" for role in wanted if wanted[role] > counts[role] == 0
+    ]
+    if empty:
+        got = ", ".join(f"{role} {count:,}" for role, count in counts.items())
+        raise ConfigError(
+            f"{', '.join(empty)} cannot be filled ({got}): the {sum(counts.values()):,} usable "
+            f"rows hold only {num_texts:,} different texts, and identical ones stay together; "
+            "change split.val, split.anchor or split.warm, or bring more varied data"
+        )
+    assert counts["pool"], "no role may hold more than was asked for"

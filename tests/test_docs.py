@@ -1,4 +1,4 @@
-"""The README's commands run as they are printed; the generated page is the code's own."""
+"""The README's commands run as printed; generated parts of the pages match the code."""
 
 from __future__ import annotations
 
@@ -79,11 +79,44 @@ def test_python_blocks_run(workplace: Path) -> None:
     assert (workplace / "runs/python/6_finetune/model/config.json").is_file()
 
 
-def test_named_files_recipes_and_stages_exist() -> None:
-    targets = re.findall(r"\]\(([\w/.]+\.md)", README)
-    assert "docs/config.md" in targets
-    for target in targets:
-        assert (ROOT / target).is_file(), target
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_anchors_exist(page: Path) -> None:
+    """Every relative link of a page leads to a file, and its anchor to a title."""
+    text = page.read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", text):
+        file = page.parent / target if target else page
+        assert file.is_file(), f"{page.name}: {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
+            assert anchor in {slug(title) for title in titles}, f"{page.name}: {target}#{anchor}"
+
+
+def slug(title: str) -> str:
+    """The anchor that a Markdown page gives a title."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_source_files_exist(page: Path) -> None:
+    """Paths of modules, tests and tools in code spans are files of the repository."""
+    text = page.read_text(encoding="utf-8")
+    folders = {path.name for path in (ROOT / "src/dualsft").iterdir() if path.is_dir()}
+    for name in re.findall(r"`([\w/]+/[\w/]*\w\.py)(?:::?[ \w]+)?`", text):
+        known = [ROOT / name, ROOT / "src" / name, ROOT / "src/dualsft" / name]
+        assert name.split("/")[0] not in folders or known[2].is_file(), f"{page.name}: {name}"
+        assert any(path.is_file() for path in known), f"{page.name}: {name}"
+
+
+def test_no_page_names_a_page_that_is_not_here() -> None:
+    for page in PAGES:
+        for name in re.findall(r"\b[A-Z]{3,}\.md\b", page.read_text(encoding="utf-8")):
+            assert (ROOT / name).is_file(), f"{page.name}: {name}"
+
+
+def test_recipes_and_stages_are_named() -> None:
     assert recipe_names() and all(f"`{name}`" in README for name in recipe_names())
     assert STAGE_NAMES and ", ".join(STAGE_NAMES) in README
 
@@ -93,6 +126,13 @@ def generate(monkeypatch: pytest.MonkeyPatch) -> Any:
     """docs/generate.py as a module."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     return importlib.import_module("generate")
+
+
+def test_map_of_the_package_is_generated_from_the_docstrings(generate: Any) -> None:
+    assert generate.with_rooms(README) == README
+    rooms = [path.parent.name for path in (ROOT / "src/dualsft").glob("*/__init__.py")]
+    assert len(rooms) >= 10
+    assert all(f"| `{room}/` | " in README for room in rooms)
 
 
 def with_another_digit(page: str, mark: str) -> str:

@@ -423,7 +423,7 @@ def test_shares_that_do_not_fit_are_refused_by_all(found: Found, size: int) -> N
     expected = {
         "double": f"rank {last} has torch.float64 scores of 2 parameters (a, b), and rank 0 has",
         "order": f"rank {last} has torch.float32 scores of 2 parameters (b, a), and rank 0 has",
-        "whole": "rank 1 has 'a' from flat index 0, but an earlier rank has it up to 40; each process",
+        "whole": "rank 1 has 'a' from flat index 0, but an earlier rank has it up to 40; each",
         "k": f"the number of scores to select differs between rank 0 (5) and rank {last} (6)",
         "large k": "k is 101, but there are only 100 scores to select from",
         "mask": "the mask differs between rank 0 (",

@@ -135,16 +135,16 @@ class Scored:
 
 
 MEMORY_SHARE = 0.5
-"""Share of a GPU's free memory that a vector may take when it could be read from disk again."""
+"""Maximum share of a GPU's free memory for a vector that could be read from disk instead."""
 
 
 def at_hand(vector: Vector) -> Vector:
-    """The vector held on its GPU when there is room for it, otherwise as it is.
+    """The vector in GPU memory if it fits, otherwise unchanged (lazy).
 
-    Every reading of a lazy u reads its parts' files, up to four of the vector's own size, and sends
-    them over: held, that happens once, for 4 bytes an entry of the GPU's memory. On a CPU a lazy
-    reading costs some 9 ns an entry more than a held one, which is nothing beside the pool's
-    gradients there, and the memory is left to the system, which keeps the files in it.
+    Every reading of a lazy u reads the files of its terms, up to four of the vector's own size, and
+    copies them to the GPU. Holding u does this once, for 4 bytes of GPU memory per entry. On a CPU
+    a lazy reading costs some 9 ns more per entry, which is negligible compared with the gradients
+    of the pool, and leaves the memory to the page cache.
     """
     on_gpu = vector.device.type == "cuda" and not world().sharded
     fits = on_gpu and vector.num_bytes <= MEMORY_SHARE * free_memory(vector.device)

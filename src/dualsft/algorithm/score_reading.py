@@ -114,7 +114,7 @@ def together(work: Callable[P, T]) -> Callable[P, T]:
         try:
             found = work(*args, **kwargs)
         except Exception as error:
-            world().any(True)
+            world().any(True)  # pairs with the collective call of the processes that succeed
             world().answers(f"{type(error).__name__}: {error}")
             raise
         if any(world().any(False)):
@@ -206,6 +206,7 @@ def look(source: ScoreSource) -> Look:
             at, keys = [np.concatenate(at)[::2]], [torch.cat(keys)[::2]]
             num_taken, stride = len(at[0]), 2 * stride
         if count := (num_scores + size) // stride - num_scores // stride:
+            # one position per window of `width`, at a pseudo-random offset (multiplicative hash)
             width, order = size // count, np.arange(count)
             places = order * width + ((order + num_scores) * 2654435761 >> 15) % width
             at.append(places + num_scores)

@@ -148,7 +148,7 @@ def check_alone(
                 | {"error": error, "rounding": off}
             )
             progress.advance(1, tokens=example.num_tokens)
-            if not error <= tolerance:
+            if not error <= tolerance:  # true for NaN, unlike `error > tolerance`
                 raise RunError(
                     f"self-check failed: example {example.id} scores {repeated * eta_sc:.6g} in "
                     f"its batch and {exact * eta_sc:.6g} alone by plain autograd (error "

@@ -186,6 +186,7 @@ def _guess(survey: Survey, k: int) -> _Bracket:
     if size == survey.num_total:
         above, below = k - 1, min(k, size - 1)
     else:
+        # six standard errors of the k-th rank in the sample; + 6 for small k
         margin = 6 * math.sqrt(size * share * (1 - share)) + 6
         above, below = math.floor(share * size - margin), math.ceil(share * size + margin)
     return _Bracket(

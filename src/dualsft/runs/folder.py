@@ -332,7 +332,7 @@ class RunDir:
         if final.is_taken():
             final.rename(old)
         part.rename(final)
-        self.path.fsync()
+        self.path.fsync()  # the renames must be on disk before the old stage is deleted
         old.remove()
 
     def _recover(self, folder: str) -> None:
@@ -342,7 +342,7 @@ class RunDir:
         if not old.is_taken() and final.is_taken():
             return
         if not is_whole(final):
-            for candidate in (part, old):
+            for candidate in (part, old):  # a sealed .part is newer than .old
                 if is_whole(candidate):
                     log.warning("%s: recovering %s after a crash", final, candidate.name)
                     final.remove()

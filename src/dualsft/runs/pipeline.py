@@ -182,6 +182,7 @@ def _check_same(rundir: RunDir, config: Config) -> None:
     text = "\n".join([settings.to_yaml(config), *settings.consent_of(config)])
     present.agreed(sha256_text(text), "the configuration (its hash)")
     present.agreed(json.dumps(versions(), sort_keys=True), "what is installed")
+    # probe file: check that every process sees what rank 0 writes
     word = rundir.path / f".{present.told(secrets.token_hex(8))}.tmp"
     if present.main:
         atomic_write_text(word, "")

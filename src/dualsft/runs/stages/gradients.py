@@ -5,8 +5,7 @@ v_new is the gradient of the mean validation loss, G the sum over the scoring po
 direction U₀ known in advance, and the inner sums of the bound on the error of U₀. DualSFT-Param
 needs only G. Each vector is written as soon as it is computed and read back on access, so during
 the pool pass only G and the direction are in memory, and the teacher of v_prior is freed. Reads
-1_split and 2_warmup; writes grad_sum, val_grad, prior_grad (safetensors), pool.parquet and
-summary.json.
+1_split and 2_warmup; writes grad_sum, val_grad, prior_grad (safetensors) and pool.parquet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What DualSFT costs and how exact it is, each figure a ratio to a reference of the same run.
+"""Benchmarks of DualSFT's cost and accuracy, as ratios to a reference measured in the same run.
 
-`python -m benchmarks --help` tells how to run them; docs/performance.md explains the figures.
+See `python -m benchmarks --help` for usage and docs/performance.md for the figures.
 """

@@ -1,10 +1,10 @@
-"""The benchmarks as one command: a table on the terminal, and JSON with machine and versions.
+"""Run the benchmarks: prints tables and writes JSON with machine and versions.
 
-    python -m benchmarks                              what suits the device, all of them
+    python -m benchmarks                              all sections, with the defaults of the device
     python -m benchmarks --device cuda --only scoring,finetuning --out runs/bench.json
-    python -m benchmarks --quick                      every one of them, as small as possible
+    python -m benchmarks --quick                      all sections, as small as possible
 
-The JSON is written anew after every section, so a run that is stopped keeps what it has.
+The JSON is rewritten after every section, so an interrupted run keeps the finished ones.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SECTIONS = (
     "fidelity",
     "training_fidelity",
 )
-DEFAULTS = {  # model, rows, rounds, tokens of a scoring batch
+DEFAULTS = {  # model, rows, rounds, tokens per scoring batch
     "cpu": ("smollm2-135m-shape", 8, 2, 1024),
     "cuda": ("llama-3.2-3b-shape", 512, 2, 32768),
     "quick": ("tiny", 6, 1, 256),
@@ -48,7 +48,7 @@ DEFAULTS = {  # model, rows, rounds, tokens of a scoring batch
 
 
 def parse(arguments: list[str]) -> tuple[Options, list[str], Path | None]:
-    """(options, sections, where the JSON goes)."""
+    """(options, sections, path of the JSON)."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))

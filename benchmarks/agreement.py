@@ -1,7 +1,7 @@
-"""One scoring from end to end in memory, and how alike two of them are.
+"""End-to-end scoring in memory, and the agreement of two scorings.
 
-Algorithm 1 lines 3 to 10 less the files: v_new, v_prior and G at one model, the example scores, and
-the entries of the mask; Spearman's correlation and Jaccard's index compare two of them.
+Algorithm 1 lines 3 to 10 without files: v_new, v_prior and G at one model, the example scores, and
+the entries of the mask. Two scorings are compared by Spearman correlation and Jaccard index.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ DATA_BUDGET, PARAM_BUDGET, LAM, TAU = 0.1, 0.05, 0.8, 1.0
 
 @dataclass(frozen=True)
 class Scores:
-    """s_D per pool example and the chosen entries, for one direction."""
+    """s_D per pool example and the selected entries, for one direction."""
 
     examples: np.ndarray
-    """As the pool pass gave them."""
+    """Scores of the pool pass."""
     settled: np.ndarray
-    """With what a half-precision run scores again near the boundary."""
+    """Scores after re-scoring near the boundary, as in a half-precision run."""
     entries: dict[str, Tensor]
 
     def chosen(self) -> set[int]:
@@ -55,7 +55,7 @@ def score(
     preconditioner: Vector | None = None,
     precision: str = "mixed",
 ) -> Scores:
-    """s_D and the entries of the mask at this model: v_new, and λ v_prior when there is a teacher.
+    """s_D and the mask at this model, from v_new and, with a teacher, λ v_prior.
 
     `preconditioner` is ĉ under score.step=adam; `precision` is score.precision, mixed or half.
     """
@@ -112,7 +112,7 @@ def score(
 def _near_ties(
     engine: GhostEngine, roles: Roles, direction: Vector, found: PassResult
 ) -> np.ndarray:
-    """What the selection of a half-precision run scores again (stages/selection.py)."""
+    """Examples that the selection of a half-precision run re-scores (stages/selection.py)."""
     dots, scales = found.dots, np.sqrt((found.inner_sums.astype(np.float64) ** 2).sum(1))
     probes = np.random.default_rng(0).choice(
         len(dots), min(NUM_ALONE_HALF, len(dots)), replace=False
@@ -125,7 +125,7 @@ def _near_ties(
 
 
 def agreement(scores: Scores, reference: Scores) -> dict[str, float]:
-    """How alike two scorings are, on both sides."""
+    """Agreement of two scorings, on both sides."""
     error = np.abs(scores.examples - reference.examples).max()
     return {
         "Spearman of examples": spearman(scores.examples, reference.examples),
@@ -137,7 +137,7 @@ def agreement(scores: Scores, reference: Scores) -> dict[str, float]:
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Correlation of the ranks (scores hardly tie)."""
+    """Correlation of the ranks; ties, which are rare, are ignored."""
     return float(np.corrcoef(a.argsort().argsort(), b.argsort().argsort())[0, 1])
 
 

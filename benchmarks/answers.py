@@ -1,9 +1,9 @@
-"""Generated answers of a benchmark (GSM8K, HumanEval): the same prompts in larger batches.
+"""Generation of benchmark answers (GSM8K, HumanEval): the same prompts in larger batches.
 
-What `dualsft evaluate` waits for with a small model: a new token costs a launch of every kernel,
-however many answers it is for, until the card is full. The prompts have the length of five-shot
-GSM8K's and every answer has the same number of tokens, so batches differ in nothing but their size.
-It belongs to no line of Algorithm 1.
+With a small model this dominates `dualsft evaluate`: each new token launches every kernel once,
+whatever the batch size, until the GPU is saturated. The prompts have the length of five-shot GSM8K
+prompts and all answers the same number of tokens, so only the batch size varies. Not part of
+Algorithm 1.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from benchmarks.workload import build_model
 from dualsft.lab.evaluation.benchmarks import DEFAULT_BATCH, GENERATED
 
 PROMPT, NEW = 900, 48
-"""Tokens of a prompt and of an answer on a GPU."""
+"""Tokens per prompt and per answer on a GPU."""
 
 
 def run(options: Options) -> Section:
-    """Batches from the harness's own default to what is used on a GPU, and twice that."""
+    """Batch sizes from the harness default to the one used on a GPU, and twice that."""
     meter = Meter(options.device)
     sizes = [DEFAULT_BATCH * factor for factor in (1, 4, GENERATED, 2 * GENERATED)]
     prompt, new = PROMPT, NEW
@@ -54,7 +54,7 @@ def run(options: Options) -> Section:
 def _answering(
     model: PreTrainedModel, prompts: torch.Tensor, size: int, new: int
 ) -> Iterator[Callable[[], object]]:
-    """Greedy answers to all prompts, `size` at a time; the first batch has been asked before."""
+    """Greedy answers to all prompts, `size` at a time, after a warmup on the first batch."""
 
     def ask(asked: torch.Tensor = prompts, new: int = new) -> None:
         for batch in asked.split(size):
@@ -64,7 +64,7 @@ def _answering(
                 max_new_tokens=new,
                 min_new_tokens=new,
                 do_sample=False,
-                use_cache=True,  # as the harness asks; a shape's own setting is training's
+                use_cache=True,  # as the harness does; the config of a shape is for training
                 pad_token_id=0,
             )
 

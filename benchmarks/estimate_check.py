@@ -1,10 +1,10 @@
-"""What `dualsft estimate` says against what the stages then take: the peak of each, as a ratio.
+"""Compare `dualsft estimate` with the measured peak memory and time of each stage, as ratios.
 
     python -m benchmarks.estimate_check --model llama-3.2-1b-shape --rows 600 [key=value …]
 
-A model of a given shape with random weights and rows of real lengths are written to a temporary
-folder, estimated, and run; the peaks of the run are those of its manifests (on a GPU the most that
-was allocated). Settings of the run may follow, as for `dualsft run`.
+Writes a model of a given shape with random weights, and rows of realistic lengths, to a temporary
+folder, estimates a run and runs it. The measured peaks are those in the manifests (on a GPU, peak
+allocated memory). Settings of the run may follow, as for `dualsft run`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GIB = 2**30
 
 
 def write_model(name: str, folder: Path, device: torch.device) -> int:
-    """The shape with random weights and a tokenizer of one token a word; its number of words."""
+    """Write a random model and a word-level tokenizer; returns the number of words."""
     model = build_model(name, device)
     count = min(20_000, model.config.vocab_size - 2)
     words = {"<eos>": 0, "<unk>": 1} | {f"w{i}": i + 2 for i in range(count)}
@@ -45,7 +45,7 @@ def write_model(name: str, folder: Path, device: torch.device) -> int:
 
 
 def write_rows(path: Path, rows: int, num_words: int) -> None:
-    """Random words in the lengths of real rows."""
+    """Write rows of random words with the lengths of real rows."""
     stored = json.loads(LENGTHS.read_text())
     lengths = [pair for pairs in zip(*(stored[s] for s in SOURCES), strict=True) for pair in pairs]
     rng = random.Random(0)
@@ -60,7 +60,7 @@ def write_rows(path: Path, rows: int, num_words: int) -> None:
 
 
 def compare(found: Estimate, run: Path) -> list[str]:
-    """Lines of the table: estimated and measured GiB and seconds of every stage."""
+    """Lines of the table: estimated and measured GiB and seconds per stage."""
     lines = [
         f"{'stage':12}{'est. GiB':>10}{'GiB':>10}{'ratio':>8}{'est. s':>10}{'s':>10}{'ratio':>8}"
     ]
@@ -98,7 +98,7 @@ def main() -> None:
         config = settings.load("recommended", words)
         found = estimate(config, folder / "run", reporter=Reporter(print))
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # the run is a process of its own
+            torch.cuda.empty_cache()  # the run is a separate process
         for stage in found.stages:
             print(
                 f"{stage.name}: {stage.note}"

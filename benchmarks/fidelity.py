@@ -1,10 +1,10 @@
-"""How exact the fast paths are: scores in bf16 and fp32 against fp64.
+"""Accuracy of the fast paths: scores in bf16 and fp32 against fp64.
 
-Algorithm 1 lines 1 to 9, on a trained model (SmolLM2-135M unless told otherwise) and real
-rows. First a warmup in fp32 gives θ̄, rounded to bf16, so that every dtype starts from the same
-weights: what differs is the arithmetic. At θ̄ the walks over validation rows, anchors and pool are
-made in each dtype, with λ = 0 (v_new alone) and with CWSD at the relative λ, and the example scores
-(Spearman), the 10 % of examples and the 5 % of entries (Jaccard) are compared with fp64's.
+Algorithm 1 lines 1 to 9, on a trained model (default SmolLM2-135M) and real rows. A warmup in fp32
+gives θ̄, which is rounded to bf16 so that every dtype starts from the same weights and only the
+arithmetic differs. The walks over validation rows, anchors and pool at θ̄ run in each dtype, with
+λ = 0 (only v_new) and with CWSD at the relative λ. The example scores (Spearman), the top 10 % of
+examples and the top 5 % of entries (Jaccard) are compared with those of fp64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GOALS = {"Spearman of examples": 0.999, "Jaccard of examples": 0.98, "Jaccard of
 
 
 def run(options: Options) -> Section:
-    """The arithmetic of the walks, dtype by dtype; each said when it ends."""
+    """Compare the walks in each dtype; logs each one when it finishes."""
     roles = read_roles(options)
     start = time.perf_counter()
 
@@ -59,7 +59,7 @@ def compare_arithmetic(
     said: Callable[[str], None],
     trained: bool,
 ) -> None:
-    """bf16 and fp32 against fp64 from the same weights."""
+    """Compare bf16 and fp32 with fp64, from the same weights."""
     made: dict[tuple[str, str], Scores] = {}
     for name, dtype in (
         ("fp64", torch.float64),

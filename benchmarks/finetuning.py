@@ -1,13 +1,16 @@
-"""What restricted fine-tuning costs: step time and peak memory against LoRA, SHiRA and full AdamW.
+"""Cost of restricted fine-tuning: step time and peak memory against LoRA, SHiRA and full AdamW.
 
-Algorithm 1 line 12 (MaskedFT). A step is one micro-batch (2 x 4,096 tokens on a GPU) forward and
-backward, clipping and the optimizer's update. Everyone has the same model, batch, chunked loss
-(`losses.example_objective`) and per-block checkpointing, so what differs is the method: 5 % of the
-block linears with `SparseAdamW`; LoRA of rank 64 on every linear layer as PEFT makes it (adapters
-and their moments in fp32, as our masters and moments are), which the goals refer to; the same with
-bf16 adapters and moments, the leanest form; SHiRA with as many entries as ours; and full AdamW
-whose state is in the model's dtype. One more row is LoRA as it is usually run: the model's own loss
-with full logits, under autocast.
+Algorithm 1 line 12 (MaskedFT). A step is forward and backward of one micro-batch (2 x 4,096 tokens
+on a GPU), clipping and the optimizer update. All methods use the same model, batch, chunked loss
+(`losses.example_objective`) and per-block checkpointing, so only the method differs:
+
+- `SparseAdamW` on 5 % of the block linears;
+- PEFT LoRA of rank 64 on every linear layer, adapters and moments in fp32 like our master weights
+  and moments; the goals refer to this row;
+- the same with bf16 adapters and moments, which needs the least memory;
+- SHiRA with as many entries as ours;
+- full AdamW with its state in the model's dtype;
+- LoRA as usually run: the model's own loss with full logits, under autocast.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from dualsft.train.optimizer import SparseAdamW
 
 BUDGET = 0.05
 RANK = 64
-WARMUPS = 1  # calls of STEPS steps each that are not timed
+WARMUPS = 1  # untimed calls of STEPS steps each
 STEPS = 3
 ROWS = 2
 TOKENS = {"cpu": 128, "cuda": 4096}
@@ -46,7 +49,7 @@ LORA, FULL = f"LoRA r={RANK}", "full AdamW"
 GOALS = ((f"memory / {LORA}", 0.95), (f"time / {LORA}", 0.8), (f"time / {FULL}", 1.0))
 
 Prepared = tuple[Callable[[], object], int]
-"""A call of `STEPS` steps, and how many entries it trains."""
+"""A call of `STEPS` steps, and the number of entries it trains."""
 Method = Callable[[PreTrainedModel, list[Example], Options, bool], Prepared]
 """Prepares a model for training; the last argument is checkpointing."""
 
@@ -98,7 +101,7 @@ def _conditions(options: Options, tokens: int) -> dict[str, Any]:
 
 
 def methods() -> dict[str, Method]:
-    """Who takes part, by name."""
+    """The methods by name."""
     return {
         OURS: partial(_sparse, moments="float32"),
         f"{OURS}, bf16 moments": partial(_sparse, moments="bfloat16"),
@@ -119,7 +122,7 @@ def contender(
     row: str,
     trained: dict[str, int],
 ) -> Contender:
-    """A fresh model, prepared by the method; the call to be timed makes `STEPS` steps."""
+    """A new model prepared by the method; the timed call runs `STEPS` steps."""
 
     @contextmanager
     def setup() -> Iterator[Callable[[], object]]:
@@ -132,7 +135,7 @@ def contender(
 
 
 def random_indices(model: PreTrainedModel, share: float) -> dict[str, Tensor]:
-    """A mask of this share of every block linear: sorted flat indices."""
+    """A random mask of this share of every block linear, as sorted flat indices."""
     indices = {}
     for name, parameter in find_candidates(model, "block_linear").items():
         chosen = torch.rand(parameter.numel(), device=parameter.device) < share
@@ -147,7 +150,7 @@ def _sparse(
     checkpointing: bool,
     moments: Moments,
 ) -> Prepared:
-    """Restricted fine-tuning as a run does it: the library's own loop."""
+    """Restricted fine-tuning as in a run, with the library's training loop."""
     optimizer = SparseAdamW(
         text_parameters(model),
         random_indices(model, BUDGET),
@@ -176,7 +179,7 @@ def _sparse(
 
 
 def _refuse_warnings(line: str) -> None:
-    """The loop goes on in smaller batches when memory runs out; here that is a failure."""
+    """Raise on warnings: out of memory, the loop would continue with smaller batches."""
     if line.startswith("warning"):
         raise torch.OutOfMemoryError(line)
 
@@ -198,12 +201,12 @@ def _lora(
 def _shira(
     model: PreTrainedModel, examples: list[Example], options: Options, checkpointing: bool
 ) -> Prepared:
-    """As many entries as ours: a target has r · (rows + columns) of them."""
+    """SHiRA with as many entries as ours: each target layer has r · (rows + columns)."""
     shapes = [p.shape for p in find_candidates(model, "block_linear").values()]
     wanted = BUDGET * sum(rows * columns for rows, columns in shapes)
     rank = max(1, round(wanted / sum(rows + columns for rows, columns in shapes)))
     config = ShiraConfig(r=rank, target_modules=_block_linear_modules(model))
-    config.mask_fn = _random_mask  # the default draws a permutation on the CPU: minutes here
+    config.mask_fn = _random_mask  # the default draws a permutation on the CPU, which takes minutes
     get_peft_model(model, config, autocast_adapter_dtype=False)
     return _torch_steps(model, examples, options, checkpointing, _shared_loss(model))
 
@@ -213,7 +216,7 @@ def _block_linear_modules(model: PreTrainedModel) -> list[str]:
 
 
 def _random_mask(base_layer: nn.Module, r: int, random_seed: int | None = None, **_: Any) -> Tensor:
-    """r · (rows + columns) entries of the layer's weight, drawn on its own device."""
+    """A random mask of r · (rows + columns) entries of the layer, drawn on its device."""
     weight = base_layer.get_parameter("weight")
     chosen = torch.randperm(weight.numel(), device=weight.device)[: r * sum(weight.shape)]
     mask = torch.zeros(weight.numel(), dtype=torch.bool, device=weight.device)
@@ -229,16 +232,16 @@ def _full(
 
 
 Loss = Callable[[Batch], tuple[Tensor, Tensor]]
-"""(what to differentiate, values that are read once a step)."""
+"""(scalar to differentiate, values that are read once per step)."""
 
 
 def _shared_loss(model: PreTrainedModel) -> Loss:
-    """The chunked loss of the library; PEFT has put its adapters inside this very model."""
+    """The chunked loss of the library; PEFT adds its adapters to the same model in place."""
     return lambda batch: example_objective(model, batch, scale=1.0 / len(batch.input_ids))
 
 
 def _own_loss(model: Any, options: Options) -> Loss:
-    """The model's own forward with labels, under autocast where the adapters are wider."""
+    """The model's own forward with labels, under autocast if the adapters are fp32."""
 
     def loss(batch: Batch) -> tuple[Tensor, Tensor]:
         cast = torch.autocast("cuda", torch.bfloat16) if options.on_gpu else nullcontext()
@@ -258,7 +261,7 @@ def _torch_steps(
     checkpointing: bool,
     loss: Loss,
 ) -> Prepared:
-    """Steps of torch's own AdamW on whatever of the model can be trained."""
+    """Steps of torch AdamW on all trainable parameters of the model."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-5, weight_decay=0.0, fused=options.on_gpu)
     batches = [examples[i : i + ROWS] for i in range(0, len(examples), ROWS)]

@@ -1,10 +1,10 @@
-"""Whether the tasks on local files score as the harness's own: both asked of the same models.
+"""Check that the tasks on local files give the same scores as lm_eval's own tasks.
 
     python -m benchmarks.harness_scores DATA_DIR --model smollm2-135m --limit 16 --out FILE.json
 
-A short run is made whose evaluation asks the local tasks of θ_old and θ*. Then the harness loads
-its own tasks by name, reads the same rows through its own loader (`datasets.load_dataset` is
-answered from the files), loads both models itself and evaluates them. The scores must be equal.
+A short run evaluates θ_old and θ* on the local tasks. Then lm_eval loads its own tasks by name,
+reads the same rows through its own loader (`datasets.load_dataset` is patched to return the local
+files), loads both models and evaluates them. The scores must be equal.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read_rows(folder: Path, stem: str) -> list[dict[str, Any]]:
 
 
 def hub_form(stem: str, many: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows as the hub has them."""
+    """The rows in the format of the hub."""
     if stem != "arc_challenge_test":
         return many
     return [{**row, "choices": {"text": row["choices"], "label": row["labels"]}} for row in many]
@@ -53,7 +53,7 @@ def hub_form(stem: str, many: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @contextmanager
 def hub_of(name: str, folder: Path) -> Iterator[None]:
-    """`datasets.load_dataset` gives the rows of the local files, in the hub's form."""
+    """Patch `datasets.load_dataset` to return the local rows in the format of the hub."""
     import datasets
 
     files = {s: hub_form(t, read_rows(folder, t)) for s, t in BENCHMARKS[name].files.items()}
@@ -70,7 +70,7 @@ def hub_of(name: str, folder: Path) -> Iterator[None]:
 
 
 def harness_tasks(name: str, folder: Path) -> dict[str, Any]:
-    """The harness's own tasks of this name, with the paper's number of shots."""
+    """lm_eval's own tasks of this name, with the paper's number of shots."""
     import lm_eval.tasks
     from lm_eval.tasks import TaskManager
 
@@ -87,9 +87,9 @@ def harness_tasks(name: str, folder: Path) -> dict[str, Any]:
 def harness_scores(
     model: Path, folder: Path, limit: int | None, batch: int, names: Sequence[str] = NAMES
 ) -> tuple[dict[str, float], list[str]]:
-    """What `lm_eval`'s evaluate says of a model on its own tasks; MMLU over all its items.
+    """Evaluate a model with lm_eval on its own tasks: (scores, answers to GSM8K).
 
-    Beside the score of each task its `acc_norm`, where it has one; and GSM8K's answers.
+    The scores include `acc_norm` where a task has one; MMLU is averaged over all its items.
     """
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
@@ -115,7 +115,7 @@ def harness_scores(
 def our_run(
     model: str, folder: Path, limit: int, batch: int, names: Sequence[str], out: Path
 ) -> Path:
-    """A short run with an evaluation by the local tasks."""
+    """A short run with an evaluation on the local tasks."""
     rows = [{"prompt": f"How much is {n} + {n}?", "response": str(2 * n)} for n in range(60)]
     corpus = out / "rows.jsonl"
     corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -127,7 +127,7 @@ def our_run(
 
 
 def compared(run: Path, side: str, theirs: dict[str, float], texts: list[str]) -> list[Row]:
-    """One row a task: both scores, and of GSM8K how many of the answers are the same text."""
+    """One row per task: both scores and, for GSM8K, the number of identical answers."""
     tasks = json.loads((run / "7_evaluation/results.json").read_text())["tasks"]
     samples = (run / "7_evaluation/samples.jsonl").read_text().splitlines()
     ours = [one[f"text_{side}"] for one in map(json.loads, samples) if one["task"] == "gsm8k"]
@@ -167,7 +167,7 @@ def main() -> int:
 
 
 class _Raw(argparse.RawDescriptionHelpFormatter):
-    """The description as it is written."""
+    """Keep the line breaks of the description."""
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""What LESS's scoring costs: projected Adam directions of every example, ours and by other means.
+"""Cost of LESS scoring: projected Adam directions per example, ours against other implementations.
 
-METHODS.md B1, one checkpoint: per example the gradient with respect to a LoRA adapter, the Adam
-direction of it, a seeded projection, its normalised dot with a target. Ours taps batches and
-projects map by map; the batch-of-one loop is plain autograd example by example with the same
-projection, and must give the same scores. The reference is one epoch of LoRA training's forward and
-backward over the same rows. bergson, where it is installed, builds its index of the same adapter's
-gradients in the same batches: its own Adam normalisation (no first moment) and its own projection
-of each map to as many numbers, kept in memory, not yet scored.
+One checkpoint of LESS (docs/methods.md): per example the gradient with respect to a LoRA adapter,
+its Adam direction, a seeded projection, and the normalised dot product with a target. Ours computes
+per-example gradients in batches and projects them layer by layer. The batch-of-one loop is plain
+autograd per example with the same projection, and must give the same scores. The reference is
+forward and backward of one LoRA training epoch over the same rows. bergson, if installed, builds
+its gradient index for the same adapter and batches: with its own Adam normalisation (no first
+moment) and projection of each layer to as many numbers, kept in memory and not scored. Not part of
+Algorithm 1.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from dualsft.lab.methods.less import Checkpoint, attach, target_maps
 MODELS = {"cpu": "small", "cuda": "llama-3.2-1b-shape"}
 ROWS = {"cpu": 24, "cuda": 64}
 SETTINGS = {"cpu": LessOptions(rank=16, dim=1024), "cuda": LessOptions(rank=128, dim=4096)}
-"""The projections have equal sides, 32 and 64: bergson's have."""
+"""Square projections (sides 32 and 64), because those of bergson are square."""
 QUICK = LessOptions(rank=4, dim=64)
 PLAIN, ALONE = "LoRA epoch", "batch-of-one gradients"
 OURS, BERGSON = "ours: LESS scores", "bergson: gradient index"
@@ -43,7 +44,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
 class Work:
-    """The rows, an adapter that was trained a little, and the target of the scores."""
+    """The rows, an adapter with non-zero weights, and the target of the scores."""
 
     def __init__(self, options: Options) -> None:
         kind = options.device.type
@@ -61,7 +62,7 @@ class Work:
         with torch.no_grad():
             for name, p in self.weights.items():
                 drawn = [torch.from_numpy(rng.standard_normal(p.shape)).to(p) for _ in range(3)]
-                if ".lora_B." in name:  # at zero, A would have no gradient
+                if ".lora_B." in name:  # with B at zero, A would have no gradient
                     p.copy_(0.01 * drawn[0])
                 first[name], second[name] = 1e-4 * drawn[1], (1e-3 * drawn[2]).square()
         self.checkpoint = Checkpoint({}, first, second, 1.0, (0.9, 0.999), 1e-8)
@@ -78,7 +79,7 @@ class Work:
 
 
 def run(options: Options) -> Section:
-    """Measure the ways; ours and the loop must give the same scores."""
+    """Measure all implementations; ours and the loop must give the same scores."""
     meter, work = Meter(options.device), Work(options)
     scores: dict[str, Tensor] = {}
     contenders: dict[str, Contender] = {
@@ -128,7 +129,7 @@ def _keep(scores: dict[str, Tensor], way: str, found: Tensor) -> None:
 
 
 def _epoch(work: Work) -> None:
-    """Forward and backward of LoRA training, in batches."""
+    """One epoch of LoRA training in batches, forward and backward only."""
     for rows in work.batches:
         objective, _ = example_objective(work.model, collate(rows, 0, device=work.model.device))
         objective.backward()
@@ -137,7 +138,7 @@ def _epoch(work: Work) -> None:
 
 
 def _streamed(work: Work) -> Tensor:
-    """Scores of the pool, in its order, as the method computes them."""
+    """Scores of the pool in order, computed as in `method.data=less`."""
     device = work.model.device
     sketcher = Sketcher(work.model, work.maps, work.sketch)
     scores = torch.zeros(len(work.pool), device=device)
@@ -149,7 +150,7 @@ def _streamed(work: Work) -> Tensor:
 
 
 def _one_by_one(work: Work) -> Tensor:
-    """The same scores by plain autograd, an example at a time."""
+    """The same scores by plain autograd, one example at a time."""
     device = work.model.device
     direction = work.checkpoint.direction(device, True)
     rows = []
@@ -166,7 +167,7 @@ def _one_by_one(work: Work) -> Tensor:
 
 
 def _bergson(work: Work) -> None:
-    """bergson's own collection of projected, Adam-normalised gradients, in our batches."""
+    """bergson's collection of projected, Adam-normalised gradients, in our batches."""
     import bergson  # pyright: ignore[reportMissingImports]
     from bergson.gradients import AdamNormalizer  # pyright: ignore[reportMissingImports]
     from datasets import Dataset

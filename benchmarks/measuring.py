@@ -1,12 +1,12 @@
-"""Seconds, bytes, the machine, and the record they are written to.
+"""Measurement of time and memory, the description of the machine, and the record of a section.
 
-Contenders are measured in turn, several rounds of each, and the fastest counts: a busy moment of
-the machine hits one round of one contender and not the ratio. A contender is a context manager:
-what it sets up is in the peak (weights, vectors, optimizer state) but not in the seconds, and what
-it leaves behind on a GPU would be charged to the next, so that is said.
+Contenders are measured alternately for several rounds and the fastest call counts, so that a short
+disturbance of the machine does not affect the ratios. A contender is a context manager: its setup
+(weights, vectors, optimizer state) counts towards peak memory but not time. GPU memory that it does
+not free would be counted for the next contender, so it is reported.
 
-Peak memory is the most that was allocated on a GPU. On a CPU it is the resident high-water mark of
-the process, which Linux lets a process reset, less what the process held before the model was made.
+Peak memory is peak allocated memory on a GPU. On a CPU it is the peak resident set size of the
+process (which Linux allows to be reset), minus the size before the model was created.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from dualsft.system.peak_memory import PeakMemory
 from dualsft.system.usage import give_back, is_out_of_memory
 
 Contender = Callable[[], AbstractContextManager[Callable[[], object]]]
-"""Sets up what is needed and yields the call to be timed."""
+"""Sets up its state and yields the call to be timed."""
 
 PACKAGES = ("torch", "transformers", "peft", "triton", "dualsft")
-_LEFT_BEHIND = 128 << 20  # workspaces of the libraries stay
+_LEFT_BEHIND = 128 << 20  # library workspaces are not freed
 
 
 @dataclass
 class Measured:
-    """One contender: the seconds of every timed call, and the peaks of its setup and calls."""
+    """Result of one contender: seconds of every timed call, peaks of its setup and calls."""
 
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
-    """While it was called; everything that was held is in it."""
+    """Peak during the calls, including everything allocated in the setup."""
     setup_bytes: int | None = None
-    """While it was set up."""
+    """Peak during the setup."""
 
     @property
     def fastest(self) -> float:
@@ -52,13 +52,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Untimed:
-    """What a call may return: seconds of it that are not to count, and why."""
+    """Return value of a call with seconds to subtract from its time."""
 
     seconds: float
 
 
 class Meter:
-    """Clock and memory of one device; `floor` is what the process holds without any model."""
+    """Clock and memory of one device; `floor` is the memory of the process without a model."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -68,7 +68,7 @@ class Meter:
         self.floor = now.rss_bytes
 
     def release(self) -> None:
-        """Give back what nobody holds."""
+        """Free unreferenced memory."""
         give_back(self.device)
         if self.device.type == "cpu" and platform.system() == "Linux":
             ctypes.CDLL(None).malloc_trim(0)
@@ -78,7 +78,7 @@ class Meter:
             torch.cuda.synchronize(self.device)
 
     def peak(self, memory: PeakMemory) -> int | None:
-        """Its bytes on this device; None where the system does not tell."""
+        """Peak bytes on this device; None if the system does not provide it."""
         if self.device.type == "cuda":
             return memory.cuda_bytes
         return None if memory.since_start else max(0, memory.rss_bytes - self.floor)
@@ -105,11 +105,11 @@ def measure(
     rehearse: Collection[str] = (),
     say: Callable[[str], None] = print,
 ) -> tuple[dict[str, Measured], dict[str, str]]:
-    """All contenders in turn, `rounds` times: (what was measured, why some were not).
+    """Measure all contenders alternately for `rounds` rounds: (results, reasons of skipped ones).
 
-    Each round sets a contender up, calls it `warmups` times untimed and `calls` times timed. Those
-    in `rehearse` have a round before the others whose seconds do not count. What a round gave is
-    said at once, so that it is not lost when the rest takes too long.
+    Each round sets up a contender, calls it `warmups` times untimed and `calls` times timed.
+    Contenders in `rehearse` get an additional untimed round first. Results are printed after every
+    round, so that they are not lost if the rest takes too long.
     """
     measured = {name: Measured() for name in contenders}
     skipped: dict[str, str] = {}
@@ -166,7 +166,7 @@ def _add(total: Measured, one: Measured, timed: bool) -> None:
 
 
 def product_rate(meter: Meter, dtype: torch.dtype, quick: bool = False) -> tuple[float, str]:
-    """Most floating-point operations a second that a large product reaches here, and its shape."""
+    """(highest FLOP/s of a large matrix product on this device, its shape)."""
     big = meter.device.type == "cuda"
     shapes = (
         [(8192, 8192, 8192), (16384, 8192, 3072), (16384, 4096, 4096), (16384, 16384, 16384)]
@@ -196,7 +196,7 @@ def product_rate(meter: Meter, dtype: torch.dtype, quick: bool = False) -> tuple
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Description of the machine."""
     facts: dict[str, Any] = {
         "device": device.type,
         "cpu": _cpu_name(),
@@ -223,7 +223,7 @@ def _cpu_name() -> str:
 
 
 def _driver() -> str | None:
-    """The kernel driver's version, where the system shows it."""
+    """Version of the GPU driver, if available."""
     file = Path("/proc/driver/nvidia/version")
     return file.read_text().splitlines()[0].strip() if file.exists() else None
 
@@ -240,7 +240,7 @@ def versions() -> dict[str, str | None]:
 
 @dataclass
 class Section:
-    """One benchmark's figures. Every row has its raw numbers and, by reference, its ratios."""
+    """Results of one benchmark: each row has raw numbers and its ratios to references."""
 
     title: str
     conditions: dict[str, Any]
@@ -249,7 +249,7 @@ class Section:
     goals: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, name: str, measured: Measured, per: int = 1, **more: Any) -> None:
-        """A measured row; `per` divides the seconds (calls inside one timed call)."""
+        """Add a measured row; `per` divides the seconds (iterations inside one timed call)."""
         self.rows[name] = {
             "seconds": measured.fastest / per,
             "all_seconds": [s / per for s in measured.seconds],
@@ -261,7 +261,7 @@ class Section:
     def compare(
         self, label: str, reference: str, only: Callable[[str], bool] | None = None
     ) -> None:
-        """Ratios of time and memory to one row, under `label`."""
+        """Add ratios of time and memory to one row, under `label`."""
         if reference not in self.rows:
             return
         base = self.rows[reference]
@@ -274,7 +274,7 @@ class Section:
                 ratios[f"memory / {label}"] = row["peak_bytes"] / base["peak_bytes"]
 
     def goal(self, what: str, value: float | None, limit: float, at_least: bool = False) -> None:
-        """A figure against what it should be; None says that it was not measured."""
+        """Compare a figure with its goal; None means not measured."""
         met = None if value is None else bool(value >= limit if at_least else value <= limit)
         self.goals.append(
             {"what": what, "value": value, "limit": limit, "at_least": at_least, "met": met}

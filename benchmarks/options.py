@@ -1,4 +1,4 @@
-"""What a benchmark is told: the command's options, with the defaults of the device filled in."""
+"""Options of the benchmarks, with the defaults of the device filled in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command line. `quick` makes everything as small as it can be: a test of the benchmark."""
+    """Command-line options. `quick` minimises all sizes, to test the benchmarks themselves."""
 
     device: torch.device
     model: str
@@ -20,16 +20,16 @@ class Options:
     data: Path | None
     """JSONL rows of the fidelity benchmark; None is the built-in corpus."""
     fields: tuple[str, str] | None
-    """Names of the prompt and the response in `data`; None looks at the rows."""
+    """Field names of prompt and response in `data`; None detects them from the rows."""
     rows: int
     rounds: int
     batch_tokens: int
     match: str
-    """Only what has this in its name is measured, and the references."""
+    """Measure only contenders with this in their name, and the references."""
     quick: bool
 
     def wanted(self, name: str, *references: str) -> bool:
-        """Whether a contender takes part."""
+        """Whether to measure a contender."""
         return self.match in name or name.startswith(references)
 
     @property

@@ -1,10 +1,10 @@
-"""⟨U, g_n⟩ of every example by other means: batch-of-one gradients and torch.func, same rows.
+"""⟨U, g_n⟩ of every example: ours against batch-of-one gradients and torch.func, same rows.
 
-Algorithm 1 line 8 (GhostDot). The batch-of-one loop is plain autograd example by example;
-torch.func is vmap over the gradient of one example's loss, in batches of like length padded on the
-right (a causal model needs no mask there). Ours is the walk of the two-pass mode that computes the
-same numbers, and the one-pass walk that gives G and the certificate besides. All are compared to
-one plain forward + backward epoch, and their numbers to one another.
+Algorithm 1 line 8 (GhostDot). The batch-of-one loop is plain autograd per example; torch.func is
+vmap over the gradient of one example's loss, in right-padded batches of similar length (a causal
+model needs no mask there). Ours are the second walk of two-pass mode, which computes the same
+numbers, and the one-pass walk, which also computes G and the certificate. Times are relative to one
+plain forward + backward epoch; the results of all are compared.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from dualsft.system.progress import Reporter
 
 MODELS = {"cpu": "small", "cuda": "llama-3.2-1b-shape"}
 ROWS = {"cpu": 24, "cuda": 64}
-PER_SAMPLE_ROWS = 4  # examples whose gradients torch.func holds at a time
+PER_SAMPLE_ROWS = 4  # examples per torch.func batch
 PLAIN, ALONE, FUNC = "plain epoch", "batch-of-one gradients", "torch.func per-sample gradients"
 DOTS, BOTH = "ours: s_D", "ours: G, s_D, certificate"
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
 def run(options: Options) -> Section:
-    """Measure the ways to the same dot products; their values must agree."""
+    """Measure all implementations of the dot products; their values must agree."""
     meter = Meter(options.device)
     name = options.model if options.quick else MODELS[options.device.type]
     rows = options.rows if options.quick else ROWS[options.device.type]
@@ -112,7 +112,7 @@ def _ways(
 
 
 def _alone(engine: GhostEngine, example: Example, direction: ParamVector) -> Tensor:
-    """One example's gradient by plain autograd, parameter by parameter, and its dot with U."""
+    """⟨U, g_n⟩ of one example by plain autograd, parameter by parameter."""
     parts: list[Tensor] = []
 
     def visit(name: str, gradient: Tensor) -> None:
@@ -124,7 +124,7 @@ def _alone(engine: GhostEngine, example: Example, direction: ParamVector) -> Ten
 
 
 def _per_sample(model: PreTrainedModel, pool: list[Example], direction: ParamVector) -> Tensor:
-    """vmap(grad): the candidates' gradients of a few examples at a time, and their dots with U."""
+    """⟨U, g_n⟩ by vmap(grad) over the candidates, a few examples at a time."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
     chosen = {name: weights[name] for name in direction}
 
@@ -148,5 +148,5 @@ def _per_sample(model: PreTrainedModel, pool: list[Example], direction: ParamVec
 
 
 def _tokens(pool: list[Example]) -> int:
-    """A budget that gives `PER_SAMPLE_ROWS` rows of the longest."""
+    """Token budget of a batch with `PER_SAMPLE_ROWS` rows of the longest example."""
     return PER_SAMPLE_ROWS * max(e.num_tokens for e in pool)

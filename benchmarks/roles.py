@@ -1,6 +1,6 @@
-"""The rows of a fidelity measurement, dealt out to the roles of Algorithm 1 (line 0: the split).
+"""Rows of the fidelity benchmarks, split into the roles of Algorithm 1 (its inputs).
 
-A trained model reads real rows by its own tokenizer; a shape with random weights random tokens.
+Trained models use real rows and their own tokenizer; shapes with random weights use random tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHARES = {"val": 0.1, "anchor": 0.1, "warm": 0.2}  # the rest is the pool
 
 @dataclass(frozen=True)
 class Roles:
-    """The rows of each role, and how batches are made of them."""
+    """The rows of each role, and the batching settings."""
 
     val: list[Example]
     anchor: list[Example]
@@ -40,7 +40,7 @@ class Roles:
 
 
 def conditions(options: Options, roles: Roles) -> dict[str, Any]:
-    """What the figures were measured on, for the record."""
+    """Model, data and role sizes, for the record."""
     return {
         "model": Path(options.real_model).name,
         "data": _data_name(options),
@@ -57,7 +57,7 @@ def _data_name(options: Options) -> str:
 
 
 def read_roles(options: Options) -> Roles:
-    """Rows in their order, dealt out to the roles; random tokens for a shape."""
+    """Rows in source order, split into roles; random tokens for a shape."""
     if options.real_model in SHAPES:
         vocabulary, pad_id = SHAPES[options.real_model].vocabulary, 0
         examples = make_pool(40, vocabulary, 120)
@@ -94,6 +94,6 @@ def _builtin_corpus() -> str:
 
 @torch.no_grad()
 def round_to_bf16(model: PreTrainedModel) -> None:
-    """Weights that every dtype from bf16 on holds exactly."""
+    """Round the weights to values that bf16 and wider dtypes represent exactly."""
     for parameter in model.parameters():
         parameter.copy_(parameter.to(torch.bfloat16))

@@ -1,16 +1,16 @@
-"""What scoring costs: each walk over the pool against one plain training epoch over it.
+"""Cost of scoring: each walk over the pool against one plain training epoch.
 
 Algorithm 1 lines 3, 5, 6 and 8. The reference is the plain epoch: Hugging Face forward with labels
 and backward into `.grad` for every parameter, same rows, same length-bucketed batches, at the best
-of several batch sizes. Beside it: the one-pass walk (G, s_D and the certificate's sums), the same
-without the certificate, both walks of the two-pass mode (the first is v_new's walk too), and CWSD
-with a teacher of its own. The peak of a walk holds the model and the vectors that it needs, where
-the plan puts them (`score.plan`): the default plan for all, smaller ones for the one-pass walk.
-What comes before the first batch (trial batches, pinned memory, U computed and moved) does not
-grow with the pool and does not count as the walk's time: its seconds are beside.
+of several batch sizes. Measured walks: one-pass (G, s_D and the certificate's sums), one-pass
+without the certificate, both walks of two-pass mode (the first is also the walk for v_new), and
+CWSD with a separate teacher. Peak memory includes the model and the vectors of the walk, placed by
+the plan (`score.plan`): the default plan for all walks, smaller plans for the one-pass walk. The
+preparation before the first batch (trial batches, pinned memory, computing and moving U) does not
+depend on the pool size; its time is reported separately.
 
-Flops are those that the mathematics asks for (`workload.Size.flops`), so what is recomputed and
-what is padded counts as time and not as work.
+FLOPs are the mathematically required ones (`workload.Size.flops`): recomputation and padding add
+time but not FLOPs.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ SMALL = f"{ONE_PASS}, within {SMALL_BYTES / 1e9:.0f} GB"
 
 @dataclass(frozen=True)
 class Walk:
-    """What a walk collects, the work it stands for, and what is wished of its plan."""
+    """What a walk computes, its number of products, and the requested plan."""
 
     products: int
-    """Products a candidate entry and token."""
+    """Products per candidate entry and token."""
     sums: bool = False
     direction: bool = False
     bounds: bool = False
@@ -71,7 +71,7 @@ class Walk:
 
     @property
     def head_products(self) -> int:
-        """Products a head entry and label: forward and input gradient, the teacher's forward."""
+        """Products per head entry and label: forward, input gradient, teacher's forward."""
         return 2 + self.distil
 
 
@@ -93,7 +93,7 @@ SHARE_GOAL = 0.55
 
 
 def run(options: Options) -> Section:
-    """Measure the walks; the table, the ratios and the goals."""
+    """Measure the walks; returns table, ratios and goals."""
     meter = Meter(options.device)
     rate, where = product_rate(meter, options.dtype, options.quick)
     model = build_model(options.model, options.device)
@@ -172,11 +172,11 @@ def _flops(name: str, size: Size) -> float:
         return size.flops(WALKS[name].products, WALKS[name].head_products)
     if name == BOTH:
         return _flops(FIRST, size) + _flops(SECOND, size)
-    return size.flops(3, 3, every_logit=True)  # the plain epoch: forward and both gradients
+    return size.flops(3, 3, every_logit=True)  # plain epoch: forward, input and weight gradients
 
 
 def plain(model: PreTrainedModel, pool: list[Example], batch_tokens: int) -> Contender:
-    """Forward with labels, backward into .grad: a training epoch less the optimizer."""
+    """Forward with labels, backward into .grad: a training epoch without the optimizer."""
 
     def epoch() -> None:
         for rows in make_batches(pool, batch_tokens):
@@ -199,9 +199,9 @@ def plain(model: PreTrainedModel, pool: list[Example], batch_tokens: int) -> Con
 def walking(
     options: Options, model: PreTrainedModel, pool: list[Example], what: Walk, seen: dict[str, Any]
 ) -> Contender:
-    """One walk with the vectors that it collects; its plan and preparation go into `seen`.
+    """One walk with its vectors; its plan and preparation time are stored in `seen`.
 
-    CWSD has a teacher beside the student. The seconds before the first batch do not count.
+    CWSD adds a teacher. The time before the first batch is not counted.
     """
 
     @contextmanager
@@ -215,7 +215,7 @@ def walking(
         began: list[float] = []
 
         def objective(batch: Batch, observer: HeadObserver | None) -> tuple[Tensor, Tensor]:
-            if "plan" in seen and not began:  # trial batches come before the plan
+            if "plan" in seen and not began:  # trial batches run before the plan is set
                 began.append(time.perf_counter())
             return inner(batch, observer)
 
@@ -249,7 +249,7 @@ def _only_warnings(line: str) -> None:
 
 
 def random_direction(engine: GhostEngine) -> LazyVector:
-    """U as a run has it: a lazy vector over the candidates; here one random piece, repeated."""
+    """U as in a run, a lazy vector over the candidates; one random piece is repeated."""
     piece = torch.randn(CHUNK, device=engine.device) * 1e-3
     forms = ParamVector(engine.candidates).forms
 

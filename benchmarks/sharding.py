@@ -1,9 +1,9 @@
-"""What sharding costs where it saves nothing: a world of one process, FSDP2 against the plain path.
+"""Overhead of sharding: FSDP2 on a single process against the plain model.
 
-Algorithm 1 lines 3, 8 and 12. The one-pass walk over the pool, and steps of restricted fine-tuning,
-on the same model, rows and batches: held as it is, and wrapped by `fully_shard` over one process
-(nccl on a GPU, gloo on a CPU), where every gathering and every sum is a copy. What is left is the
-bookkeeping, and the copies.
+Algorithm 1 lines 3, 8 and 12. Runs the one-pass walk over the pool, and steps of restricted
+fine-tuning, on the same model, rows and batches: plain, and wrapped by `fully_shard` over one
+process (nccl on a GPU, gloo on a CPU). All collectives are then local copies, so the difference is
+the bookkeeping and these copies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GOAL = 1.05
 
 
 def run(options: Options) -> Section:
-    """Measure both works on both forms of the model; the ratios and the goals."""
+    """Measure both workloads on both forms of the model; returns ratios and goals."""
     meter = Meter(options.device)
     with tempfile.TemporaryDirectory() as name, _world_of_one(), joined(options.on_gpu):
         model = build_model(options.model, options.device)
@@ -78,7 +78,7 @@ def run(options: Options) -> Section:
 
 @contextmanager
 def _world_of_one() -> Iterator[None]:
-    """A launcher's environment for this process alone."""
+    """Set the launcher's environment variables for a world of one process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -141,7 +141,7 @@ def _walking(options: Options, model: PreTrainedModel, pool: list[Example]) -> A
 
 
 def _tuning(model: PreTrainedModel, rows: list[Example], stack: ExitStack) -> Any:
-    """Steps over a mask of every twentieth entry: as many indices as a budget of 5 %."""
+    """Training steps with every twentieth entry selected: as many indices as a 5 % budget."""
     every = round(1 / BUDGET)
     candidates = find_candidates(model, "block_linear")
     indices = {name: torch.arange(0, p.numel(), every) for name, p in candidates.items()}

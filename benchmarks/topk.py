@@ -1,9 +1,9 @@
-"""Exact top-k of parameter scores: u ⊙ G read chunk by chunk, against torch's own topk and sort.
+"""Exact top-k of parameter scores: u ⊙ G read chunk by chunk, against torch.topk and torch.sort.
 
-Algorithm 1 line 9. The scores are never held: the source multiplies two fp32 vectors at every
-reading, as selection does. The large size is that of a 3B model's candidates on a GPU, and as much
-as a third of the free memory on a CPU. torch.topk needs the product as a whole and works on it at a
-smaller size that it can do; there both are timed and checked to select the same entries.
+Algorithm 1 line 9. The scores are never held in full: the source multiplies two fp32 vectors at
+every reading, as the selection does. The large size is the number of candidates of a 3B model on a
+GPU, and up to a third of the free memory on a CPU. torch.topk needs the full product, so it is
+compared at a smaller size, where both must select the same entries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dualsft.storage.vectors import ParamVector
 from dualsft.system.usage import free_memory
 
 SHARE = 0.05
-BLOCK = 3072 * 8192  # entries of a large matrix of a 3B model
+BLOCK = 3072 * 8192  # entries of a large weight of a 3B model
 LARGEST = 2_818_572_288  # candidate entries of the Llama-3.2-3B shape
 COMMON = {"cpu": 1 << 26, "cuda": 1 << 28}
 LIMITS = {"cpu": 60.0, "cuda": 2.0}
@@ -32,7 +32,7 @@ OURS, TOPK, SORT = "topk_signed", "torch.topk", "torch.sort"
 
 
 def run(options: Options) -> Section:
-    """The common size with all three, then the large one with ours alone."""
+    """All three at the common size, then only ours at the large size."""
     meter = Meter(options.device)
     common = 1 << 18 if options.quick else COMMON[options.device.type]
     large = 1 << 20 if options.quick else _large(options)
@@ -58,7 +58,7 @@ def run(options: Options) -> Section:
 
 
 def _per_score(rows: dict[str, Any], row: dict[str, Any], common: int) -> dict[str, float]:
-    """Time a score against torch's, at whatever sizes."""
+    """Ratios of time per score to torch's, across sizes."""
     ratios = {}
     for name in (TOPK, SORT):
         base = rows.get(f"{name}, {common:,} scores")
@@ -76,7 +76,7 @@ def _large(options: Options) -> int:
 
 
 def vectors(options: Options, count: int) -> tuple[ParamVector, ParamVector]:
-    """Two random vectors of `count` entries, in blocks of a matrix's size."""
+    """Two random vectors of `count` entries, in blocks of the size of a weight."""
     torch.manual_seed(0)
     sizes = [min(BLOCK, count - start) for start in range(0, count, BLOCK)]
     made = [
@@ -115,7 +115,7 @@ def _torch_sort(left: ParamVector, right: ParamVector, k: int) -> Tensor:
 
 
 def _check_same(options: Options, count: int) -> None:
-    """Ours and torch's select the same entries (random fp32 products hardly tie)."""
+    """Raise unless ours and torch select the same entries (ties are rare in random products)."""
     left, right = vectors(options, count)
     k = int(SHARE * count)
     theirs = _product(left, right).sort(descending=True).values[k - 1]

@@ -1,10 +1,10 @@
-"""What dtype and optimizer options change: fine-tuning's loss curve, and the warmup's θ̄ and ĉ.
+"""Effect of dtype and optimizer options on fine-tuning's loss curve and on the warmup's θ̄ and ĉ.
 
 Algorithm 1 lines 1 and 12. Curves: restricted fine-tuning from the same weights, with the same mask
-and batches, in bf16 and with moments of fewer bits, against fp32 throughout. Warmup: each option
-makes its own θ̄ and ĉ; compared with the default's are ĉ itself and the scores under
-score.step=adam, where ĉ matters most. One more row is the default warmup with its rows in another
-order: what chance alone changes.
+and batches, in bf16 and with low-precision moments, against fp32 throughout. Warmup: each option
+produces its own θ̄ and ĉ; ĉ and the scores under score.step=adam, where ĉ matters most, are compared
+with those of the default. The default warmup with its rows in another order shows the random
+variation.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from dualsft.train.loop import TrainingPlan, train
 from dualsft.train.moments import MOMENTS, Moments
 from dualsft.train.optimizer import SparseAdamW
 
-WARMUP_POOL = {"cpu": 40, "cuda": 800}  # examples scored for each option of the warmup
+WARMUP_POOL = {"cpu": 40, "cuda": 800}  # pool examples scored per warmup option
 STEPS = {"cpu": 4, "cuda": 60}
 BATCH_SIZE = {"cpu": 4, "cuda": 16}
 LR = {"warmup": 1e-4, "fine-tuning": 5e-4}
 
 
 def run(options: Options) -> Section:
-    """Curves of restricted fine-tuning, then the options of the warmup; each said when it ends."""
+    """Compare loss curves, then warmup options; logs each one when it finishes."""
     roles = read_roles(options)
     start = time.perf_counter()
 
@@ -59,7 +59,9 @@ def run(options: Options) -> Section:
     said("warmup and mask")
     compare_curves(section, options, theta_old, roles, entries)
     said("loss curves")
-    print("\n".join(section.lines()), flush=True)  # what is there, should the rest take too long
+    print(
+        "\n".join(section.lines()), flush=True
+    )  # show results so far, in case the rest takes too long
     compare_warmups(section, options, theta_old, fewer, curvature, said)
     return section
 
@@ -82,7 +84,7 @@ def plan(options: Options, roles: Roles, lr: float, clip: float, seed: int = 0) 
 def losses_of(
     model: PreTrainedModel, rows: list[Example], optimizer: SparseAdamW, steps: TrainingPlan
 ) -> np.ndarray:
-    """Train in place; the loss of every step."""
+    """Train the model in place; returns the loss of every step."""
     curve: list[float] = []
 
     def log(**values: Any) -> None:
@@ -103,7 +105,7 @@ def compare_curves(
     roles: Roles,
     entries: dict[str, Tensor],
 ) -> None:
-    """Every dtype and type of moments against fp32 with fp32 moments."""
+    """Compare every dtype and moment type with fp32 and fp32 moments."""
     rows = roles.pool
     steps = plan(options, roles, LR["fine-tuning"], clip=1.0)
     most = (3 if options.quick else STEPS[options.device.type]) * steps.batch_size
@@ -144,7 +146,7 @@ def warm_up(
     candidates_only: bool = False,
     seed: int = 0,
 ) -> ParamVector:
-    """θ̄ in place, and ĉ: one epoch over the warmup rows, as the warmup stage makes it."""
+    """Warm up the model in place, as the warmup stage does; returns ĉ."""
     candidates = find_candidates(model, "block_linear")
     indices = dict.fromkeys(candidates) if candidates_only else None
     steps = plan(options, roles, LR["warmup"], clip=0.0, seed=seed)
@@ -163,7 +165,7 @@ def compare_warmups(
     reference: ParamVector,
     said: Callable[[str], None],
 ) -> None:
-    """Each option's ĉ, and the scores it leads to, against the default's."""
+    """Compare ĉ and the resulting scores of each option with the default."""
     ways: dict[str, dict[str, Any]] = {
         "default": {},
         "bfloat16 moments": {"moments": "bfloat16"},

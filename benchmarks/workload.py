@@ -1,9 +1,9 @@
-"""What is measured on: models of a given shape with random weights, and pools with real lengths.
+"""Workloads: models of a given shape with random weights, and pools with realistic lengths.
 
-A shape costs as much to walk over as the trained model does, and is made on the device in the dtype
-of the run, without a download. The rows of a pool are random tokens; their prompt and response
-lengths are those of real rows (lengths.json says how they were taken), in equal parts of grade
-school mathematics and of code, so that padding, buckets and the share of response tokens are real.
+A shape costs as much as the trained model, and is created on the device in the dtype of the run
+without a download. The rows of a pool are random tokens; their prompt and response lengths are
+those of real rows (lengths.json documents their origin), half grade-school mathematics and half
+code, so that padding, bucketing and the share of response tokens are realistic.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SOURCES = ("gsm8k_train", "code_sft")
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder's dimensions; the head is tied to the embedding."""
+    """Dimensions of a decoder; the head is tied to the embedding."""
 
     vocabulary: int
     hidden: int
@@ -86,7 +86,7 @@ def copy_as(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def make_pool(rows: int, vocabulary: int, longest: int | None = None) -> list[Example]:
-    """Random tokens in the lengths of real rows, the sources in turn; `longest` leaves rows out."""
+    """Random tokens with the lengths of real rows, alternating sources; longer rows are skipped."""
     stored = json.loads(LENGTHS.read_text())
     lengths = [pair for pairs in zip(*(stored[s] for s in SOURCES), strict=True) for pair in pairs]
     fitting = [pair for pair in lengths if longest is None or sum(pair) <= longest]
@@ -112,7 +112,7 @@ def fixed_examples(rows: int, tokens: int, vocabulary: int) -> list[Example]:
 
 @dataclass(frozen=True)
 class Size:
-    """The numbers that floating-point operations are counted from."""
+    """Sizes for counting floating-point operations."""
 
     candidates: int
     head: int
@@ -136,7 +136,7 @@ class Size:
     def flops(self, products: int, head_products: int, every_logit: bool = False) -> float:
         """2 · (candidates · products · tokens + head entries · products · rows of logits).
 
-        Attention scores, norms and whatever is recomputed are not counted, nor is padding.
+        Attention scores, norms, recomputation and padding are not counted.
         """
         rows = self.tokens if every_logit else self.label_tokens
         return 2.0 * (self.candidates * products * self.tokens + self.head * head_products * rows)

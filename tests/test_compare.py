@@ -95,14 +95,14 @@ def test_the_whole_method_list_runs_through_compare(tmp_path: Path, words: list[
 
 
 def test_a_choice_of_examples_is_made_once(tmp_path: Path, words: list[str]) -> None:
-    """LESS with another parameter side takes LESS's examples over, accounts and all."""
+    """LESS with another parameter side reuses LESS's examples, including the accounts."""
     rows, out = ["less", "less+s2ft", "less+random"], tmp_path / "out"
     matrix = matrix_of(tmp_path, words, methods=rows)
     said: list[str] = []
     assert run_matrix(matrix, out, quiet(said), strict=True) == {}
-    assert sum("the examples of less are taken over" in line for line in said) == 2
+    assert sum("the examples of less are reused from" in line for line in said) == 2
     assert run_matrix(matrix, tmp_path / "alone", quiet(said := []), rows[1], strict=True) == {}
-    assert said and not any("taken over" in line for line in said)
+    assert said and not any("reused from" in line for line in said)
     first, second, third = (out / cell.path / "5_selection" for cell in matrix.cells())
     alone = tmp_path / "alone" / matrix.cells()[1].path / "5_selection"
     for name in ("ids.json", "selected.jsonl", "baseline_scores.parquet"):
@@ -164,7 +164,7 @@ def test_only_the_same_question_has_the_same_answer(
     said: list[str] = []
     wanted = config.load(None, [*words, "method.params=s2ft"])
     pipeline.run(wanted, tmp_path / "two", "selection", quiet(said), [RunPath(lender)])
-    taken = f"the examples of {method} are taken over from {lender / '5_selection'}"
+    taken = f"the examples of {method} are reused from {lender / '5_selection'}"
     assert (taken in said) == lent
 
 
@@ -176,7 +176,7 @@ def test_another_parameter_side_in_the_same_folder_keeps_the_examples(
     before = (out / "5_selection/selected.jsonl").read_bytes()
     other = config.load(None, [*words, "method.params=s2ft", "select.param_budget=0.1"])
     pipeline.run(other, out, "selection", quiet(said))
-    assert any("the examples of less are taken over" in line for line in said)
+    assert any("the examples of less are reused from" in line for line in said)
     assert (out / "5_selection/selected.jsonl").read_bytes() == before
 
 
@@ -207,8 +207,8 @@ def test_a_lender_that_is_not_understood_is_passed_over(
     said: list[str] = []
     wanted = config.load(None, [*words, "method.params=s2ft"])
     out = pipeline.run(wanted, tmp_path / "two", "selection", quiet(said), [RunPath(lender)])
-    assert not any("are taken over" in line for line in said)
-    assert any(f"{folder}: its choice of examples cannot be taken over" in x for x in said)
+    assert not any("are reused from" in line for line in said)
+    assert any(f"{folder}: its selection of examples cannot be reused" in x for x in said)
     assert (out / "5_selection/ids.json").read_bytes() == (folder / "ids.json").read_bytes()
 
 

@@ -112,7 +112,7 @@ def test_no_room_for_fp32_weights_is_said(
     monkeypatch.setattr("dualsft.engine.precision.free_memory", lambda _: 1000)
     run = make_run("model.dtype=bfloat16", "warmup.min_steps=4", until="gradients")
     manifest = json.loads((run / "3_gradients/manifest.json").read_text())
-    told = [w for w in manifest["facts"]["warnings"] if "stays in half precision" in w]
+    told = [w for w in manifest["facts"]["warnings"] if "continuing in half precision" in w]
     assert len(told) == 2, manifest["facts"]["warnings"]  # v_new, v_prior
 
 
@@ -228,4 +228,4 @@ def test_without_room_for_both_models_the_warmup_is_kept(
     run = make_run("model.dtype=bfloat16", "warmup.min_steps=4", until="warmup", said=said)
     facts = json.loads((run / "2_warmup/manifest.json").read_text())["facts"]
     assert facts["movement"] is None and facts["rounding"] > 0
-    assert any("no room for θ̄ and θ_old at once" in line for line in said)
+    assert any("out of memory with both θ̄ and θ_old" in line for line in said)

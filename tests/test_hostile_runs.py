@@ -186,7 +186,7 @@ class Scene:
         text = said.text.replace(str(self.root), "")
         assert "error: " in text, said.text
         text = text[text.index("error: ") :]
-        assert "unexpected " not in text and "defect of dualsft" not in text, said.text
+        assert "unexpected " not in text and "bug in dualsft" not in text, said.text
         named = [name for name in names if all(part in text for part in name.split("/"))]
         assert named or not names, f"none of {names} is named\n{said.text}"
         assert CURE.search(text), f"no cure\n{said.text}"

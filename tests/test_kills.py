@@ -164,7 +164,7 @@ def test_asked_to_stop(bench: Bench, work: str, signum: int, code: int) -> None:
     said = bench.launcher.said
     assert ended == code, said
     assert f"stopped by {signal.Signals(signum).name}" in said and "Traceback" not in said
-    assert "the same command goes on from there" in said
+    assert "run the same command to resume" in said
     assert f"saved {work}: " in said, said
     again = bench.finish(out, *settings, EVERY_STEP)
     assert f"{work}: resuming after" in again

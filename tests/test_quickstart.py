@@ -53,7 +53,7 @@ def test_corpus_is_deterministic_and_its_wrong_share_exact(tmp_path: Path) -> No
 
 def test_unknown_builtin_file() -> None:
     config = settings.load("quickstart", ["data.path=builtin:zeno/nothing"])
-    with pytest.raises(ConfigError, match="there are: builtin:zeno/corpus"):
+    with pytest.raises(ConfigError, match="use one of builtin:zeno/corpus"):
         check_paths(config)
 
 

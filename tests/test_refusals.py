@@ -147,7 +147,7 @@ def test_report_leaves_out_what_is_out_of_date(make_run: Runner) -> None:
     folder = make_run()
     said: list[str] = []
     make_run("select.data_budget=5", until="selection", said=said)
-    assert "[finetune] is now out of date; `dualsft run` makes it again" in said
+    assert "[finetune] is now out of date; `dualsft run` recomputes it" in said
     from dualsft.lab.report.markdown import write_report
 
     text = write_report(place(folder)).read_text()

@@ -309,7 +309,7 @@ def test_leftovers_of_killed_processes_go_away(make_run: Runner) -> None:
     [
         ({"input_ids": [5, 10**6]}, "outside the model's vocabulary"),
         ({"labels": [-100]}, "2 ids but 1 labels"),
-        ({"labels": [-100, -100]}, "no label"),
+        ({"labels": [-100, -100]}, "only labels of -100"),
     ],
 )
 def test_examples_of_the_api_are_checked(change: dict[str, Any], message: str) -> None:

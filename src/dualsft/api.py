@@ -1,7 +1,7 @@
-"""The parts by themselves: `score` and `select` on a model and token lists in memory.
+"""Python API: `score` and `select` on a model and tokenised examples in memory.
 
-Algorithm 1 lines 3 to 11 for callers who bring their own checkpoint, batches and training loop:
-the functions of `algorithm/`, as the stages of `dualsft run` call them, without a run folder.
+Algorithm 1 lines 3 to 11 for callers with their own checkpoint, data and training loop. Calls the
+same functions of `algorithm/` as the stages of `dualsft run`, without a run folder.
 
     scores = dualsft.score(theta_bar, pool, val, eta_ft=2e-5, anchors=anchors, theta_old=base)
     chosen = dualsft.select(scores, data_budget=0.1, param_budget=0.05)
@@ -48,12 +48,12 @@ from dualsft.system.progress import Reporter
 
 @dataclass(frozen=True)
 class Scores:
-    """s_D with a bound each, u and G; s_θ is u ⊙ G."""
+    """s_D with a bound per example, u and G; s_θ is u ⊙ G."""
 
     example_scores: np.ndarray
     """⟨U₀, g_n⟩ · eta_sc, within `bound` of the exact ⟨u, g_n⟩."""
     bound: np.ndarray
-    """What the one-pass direction may have missed and, in half precision, the measured rounding."""
+    """Error bound of the one-pass direction plus, in half precision, the measured rounding."""
     losses: np.ndarray
     grad_sum: ParamVector
     val_grad: ParamVector
@@ -62,9 +62,9 @@ class Scores:
     """u / eta_sc."""
     eta_sc: float
     ties: np.ndarray
-    """Order of equal scores: the examples' own indices."""
+    """Tie-breaking order of equal scores: the indices of the examples."""
     summary: dict[str, Any] = field(repr=False)
-    """Norms, cosines and self-checks, as 4_scores/summary.json has them."""
+    """Norms, cosines and self-checks, as in 4_scores/summary.json."""
     scored: Scored = field(repr=False)
     rescore: Callable[[np.ndarray], np.ndarray] = field(repr=False)
     """Exact scores of the pool examples at these positions (one pass over them)."""
@@ -72,7 +72,7 @@ class Scores:
 
 
 def _check_examples(name: str, examples: Sequence[Example], vocabulary: int) -> None:
-    """What would fail later without a name, or quietly score nothing."""
+    """Raise for examples that would fail later with an unclear error, or have no loss."""
     for i, example in enumerate(examples):
         if not isinstance(example, Example):
             raise ConfigError(f"score: {name}[{i}] is {type(example).__name__}; give an Example")
@@ -80,7 +80,7 @@ def _check_examples(name: str, examples: Sequence[Example], vocabulary: int) -> 
         if len(example.input_ids) != len(example.labels):
             reason = f"{len(example.input_ids)} ids but {len(example.labels)} labels"
         elif not example.num_response_tokens:
-            reason = "no label that is not -100, so there is no loss"
+            reason = "only labels of -100, so it has no loss"
         elif not all(0 <= token < vocabulary for token in example.input_ids):
             reason = f"a token outside the model's vocabulary of {vocabulary}"
         if reason:
@@ -117,9 +117,9 @@ def score(
 ) -> Scores:
     """Score a pool at `model` (θ̄) in one pass; CWSD when `theta_old` and `anchors` are given.
 
-    The same functions as the stages of `dualsft run`. In half precision the directions are taken
-    with fp32 weights (`precision`, as `score.precision`), and `seed` draws the examples of the
-    self-check.
+    Uses the same functions as the stages of `dualsft run`. In half precision the directions are
+    computed with fp32 weights (`precision`, as `score.precision`). `seed` selects the examples of
+    the self-check.
     """
     if (theta_old is None) != (not anchors):
         raise ConfigError("score: give both theta_old and anchors for CWSD, or neither")
@@ -185,8 +185,11 @@ def score(
 def select(
     scores: Scores, *, data_budget: int | float = 0.1, param_budget: int | float = 0.05
 ) -> Selection:
-    """The exact signed top-k and top-b; fractions are of the candidates and of the pool
-    (`dualsft run` counts the data budget against the whole corpus)."""
+    """The exact signed top-k and top-b.
+
+    Fractions refer to the candidates and the pool; in `dualsft run` the data budget refers to the
+    whole corpus instead.
+    """
     k = resolve_budget(param_budget, scores.grad_sum.num_entries, "param_budget")
     if k > scores.grad_sum.num_entries:
         raise ConfigError(f"param_budget: {k:,} of {scores.grad_sum.num_entries:,} candidates")

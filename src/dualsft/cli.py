@@ -1,14 +1,14 @@
-"""The command line: `dualsft run`, one command a stage, and the tools around them.
+"""The command line: `dualsft run`, one command per stage, and tools.
 
     run · split · warmup · score · select · finetune · evaluate · report
     compare · diagnose · estimate · check · export · methods · quickstart
 
-`dualsft run [RECIPE|FILE.yaml] --out DIR [--until STAGE] [key=value …]` is the whole of Algorithm
-1. A stage command works on a run folder and takes its settings from the folder's config.yaml.
-With --gpus N, or under torchrun, these work in parallel (`distributed/launch.py`); the tools do
-not. This is the only module that prints. Exit codes: 0 done, 2 the user's mistake, 1 a failure at
-run time, 75 another process was lost, 130 and 143 after Ctrl-C and SIGTERM, with the progress
-saved.
+`dualsft run [RECIPE|FILE.yaml] --out DIR [--until STAGE] [key=value …]` runs all of Algorithm 1. A
+stage command works on a run folder and reads its settings from the folder's config.yaml. With
+--gpus N, or under torchrun, `run` and the stage commands run in parallel
+(`distributed/launch.py`); the tools do not. This is the only module that prints. Exit codes: 0
+success, 1 failure at run time, 2 user error, 75 another process was lost, 130 and 143 after Ctrl-C
+and SIGTERM, with progress saved.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ AllowCode = Annotated[
     bool,
     typer.Option(
         "--allow-code-execution",
-        help="Run, in a sandbox, the programs that the models write for humaneval.",
+        help="Run the programs that the models generate for humaneval, in a sandbox.",
     ),
 ]
 
@@ -69,13 +69,13 @@ Gpus = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Work in so many processes, one a GPU of this machine (torchrun is for several).",
+        help="Number of processes, one per GPU of this machine (torchrun for several machines).",
         show_default=False,
     ),
 ]
 
 STAGE_COMMANDS = {
-    "split": ("split", "Tokenise the corpus and divide it (Algorithm 1, its inputs)."),
+    "split": ("split", "Tokenise and split the corpus (Algorithm 1, inputs)."),
     "warmup": ("warmup", "Pilot warmup: theta_bar and the curvature (line 1)."),
     "score": ("scores", "G, v_new, v_prior, u and both scores (lines 3 to 8)."),
     "select": ("selection", "Top-k parameters and top-b examples (lines 9 to 11)."),
@@ -85,13 +85,13 @@ STAGE_COMMANDS = {
 
 
 def later(module: str) -> Any:
-    """Import what is heavy only when it is needed; a signal waits, since half an import is none."""
+    """Import a heavy module on demand; signals are deferred, so no import is left incomplete."""
     with interrupt.deferred():
         return importlib.import_module(module)
 
 
 def make_reporter() -> Reporter:
-    """Lines to the terminal; a progress line that rewrites itself when there is one."""
+    """Reporter to the terminal; on a tty, progress is a single line that is rewritten."""
     transformers_logging = later("transformers.utils.logging")
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -108,7 +108,7 @@ def make_reporter() -> Reporter:
 
 
 def parse_words(words: list[str] | None) -> tuple[str | None, list[str]]:
-    """(recipe or file, overrides) out of `NAME key=value --key value --key=value …`."""
+    """Parse `NAME key=value --key value --key=value …` into (recipe or file, overrides)."""
     source: str | None = None
     overrides: list[str] = []
     rest = list(words or [])
@@ -133,7 +133,7 @@ def parse_words(words: list[str] | None) -> tuple[str | None, list[str]]:
 
 
 def folder_config(folder: Path, words: list[str] | None, until: str) -> Config:
-    """The settings of a run folder, with overrides; a new folder needs a recipe or settings."""
+    """Settings of a run folder, with overrides; a new folder needs a recipe or settings."""
     source, overrides = parse_words(words)
     own = RunPath(folder) / "config.yaml"
     new = any(word.startswith("model.path=") for word in overrides) and not own.is_file()
@@ -146,14 +146,14 @@ def folder_config(folder: Path, words: list[str] | None, until: str) -> Config:
 @app.command(context_settings=WORDS)
 def run(
     words: Words = None,
-    out: Annotated[Path, typer.Option(help="Run folder to make or go on with.")] = Path("run"),
+    out: Annotated[Path, typer.Option(help="Run folder to create or resume.")] = Path("run"),
     until: Annotated[
         str | None, typer.Option(help=f"Last stage to run: {', '.join(STAGE_NAMES)}.")
     ] = None,
     allow_code: AllowCode = False,
     gpus: Gpus = None,
 ) -> None:
-    """Algorithm 1: from a model and a JSONL to a mask, a subset and a fine-tuned model."""
+    """Run Algorithm 1: select entries and examples, and fine-tune the model."""
     check_stage(until)
     config = load_checked(*parse_words(with_consent(words, allow_code)), until)
     folder = work(config, out, until, gpus)
@@ -162,13 +162,13 @@ def run(
 
 
 def work(config: Config, folder: Path, until: str | None, gpus: int | None) -> Path:
-    """The stages up to `until`: in this process, or in the processes that --gpus asks for."""
+    """Run the stages up to `until`, in this process or in --gpus processes."""
     launch.spread(gpus, config, lambda line: console.print(line, markup=False))
     return later("dualsft.runs.pipeline").run(config, folder, until, make_reporter())
 
 
 def with_consent(words: list[str] | None, allow_code: bool) -> list[str]:
-    """--allow-code-execution is the setting of the same name."""
+    """Add the setting for --allow-code-execution."""
     consent = ["evaluation.allow_code_execution=true"] if allow_code else []
     return [*(words or []), *consent]
 
@@ -203,17 +203,19 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="Where the report goes (default: the run; of several: side_by_side)."),
+        typer.Option(
+            help="Output folder (default: the run folder; for several runs: side_by_side)."
+        ),
     ] = None,
 ) -> None:
-    """report.html, report.md and a model card from what is there; several runs side by side."""
+    """Write report.html, report.md and a model card; several runs are shown side by side."""
     for path in later("dualsft.lab.report.side_by_side").write_reports(folders, out):
         console.print(str(path), markup=False)
 
 
 @app.command(context_settings=WORDS)
 def check(words: Words = None) -> None:
-    """What a run would do: candidates, counts, rendered examples, gradient alone vs in a batch."""
+    """Preview a run: candidates, counts, rendered examples, and a per-example gradient check."""
     config = load_checked(*parse_words(words))
     problems = later("dualsft.lab.check").check(config, make_reporter())
     if problems:
@@ -231,7 +233,7 @@ def estimate(
         Path | None, typer.Option("--json", help="Write the numbers to this file.")
     ] = None,
 ) -> None:
-    """Memory, time and disk of every stage on this machine, before anything runs."""
+    """Estimate memory, time and disk space of every stage on this machine; runs no stage."""
     check_stage(until)
     config = load_checked(*parse_words(words))
     found = later("dualsft.lab.estimate.estimate").estimate(config, out, until, make_reporter())
@@ -243,7 +245,7 @@ def estimate(
 
 
 def show_estimate(found: Any) -> None:
-    """The table of `dualsft estimate`, and under it what does not fit, with its cure."""
+    """Print the table of `dualsft estimate`, then the stages that do not fit, with a fix."""
     disk, clock = later("dualsft.system.disk"), later("dualsft.system.progress").clock
 
     def gib(num_bytes: int) -> str:
@@ -268,8 +270,8 @@ def show_estimate(found: Any) -> None:
             console.print(f"{stage.name} does not fit: {stage.cure}", markup=False)
     if not found.enough_disk:
         console.print(
-            f"the disk has {disk.human(found.disk_free)} free and the run needs "
-            f"{disk.human(found.disk_bytes)}; give an --out on a larger one",
+            f"the disk has {disk.human(found.disk_free)} free but the run needs "
+            f"{disk.human(found.disk_bytes)}; give an --out on a larger disk",
             markup=False,
         )
 
@@ -289,7 +291,7 @@ def diagnose(
         bool, typer.Option("--list", help="Show every diagnostic with its options and stop.")
     ] = False,
 ) -> None:
-    """Do the scores mean anything? Numbers and figures from a finished run."""
+    """Test whether the scores of a finished run are meaningful; writes numbers and figures."""
     diagnostics = later("dualsft.lab.diagnostics")
     if show_list:
         for one in diagnostics.registry().values():
@@ -303,7 +305,7 @@ def diagnose(
                 console.print(f"  {key}={spec.default} ({spec.allowed}): {text}", markup=False)
         return
     if folder is None:
-        raise ConfigError("diagnose: name a run folder, or --list")
+        raise ConfigError("diagnose: give a run folder, or --list")
     check_run_folder(RunPath(folder))
     given = words or []
     consent = [w for w in given if w.partition("=")[0] in settings.CONSENTS]
@@ -319,27 +321,31 @@ def compare(
     words: Comparison = None,
     out: Annotated[Path, typer.Option(help="Folder of the comparison.")] = Path("comparison"),
     only: Annotated[
-        str | None, typer.Option(help="Run only the cells whose title has this (* matches all).")
+        str | None,
+        typer.Option(help="Run only the cells whose title contains this (* matches all)."),
     ] = None,
     until: Annotated[
-        str | None, typer.Option(help="Last stage of every cell; without it the tables too.")
+        str | None,
+        typer.Option(help="Last stage of every cell (default: all stages, then the tables)."),
     ] = None,
     tables: Annotated[
-        bool, typer.Option("--tables", help="Only make the tables of what is finished.")
+        bool, typer.Option("--tables", help="Only write the tables of the finished cells.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells and stop.")] = False,
     reference: Annotated[
-        str, typer.Option(help="Method that the paired differences are taken to.")
+        str, typer.Option(help="Reference method for paired differences.")
     ] = "dualsft",
-    workers: Annotated[int, typer.Option(min=1, help="Cells at a time, a process each.")] = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Cells to run at a time, one process per cell.")
+    ] = 1,
     allow_code: AllowCode = False,
 ) -> None:
-    """Methods x models x data x budgets x seeds from one YAML: cells, tables, figures."""
+    """Run a matrix of methods, models, data, budgets and seeds; writes tables and figures."""
     source, overrides = parse_words(with_consent(words, allow_code))
     if source is None:
         known = ", ".join(later("dualsft.lab.compare.matrix").recipe_names())
         raise ConfigError(
-            "compare: name a matrix file or recipe, such as quick; there are: " + known
+            "compare: give a matrix file or a recipe, such as quick; use one of " + known
         )
     if until is not None:
         check_stage(until)
@@ -362,7 +368,7 @@ def compare(
 
 @app.command()
 def methods() -> None:
-    """Every method by axis: what it does, its cost, memory, source, our deviations, its options."""
+    """List the methods of each axis: summary, cost, memory, source, deviations, options."""
     for axis, entries in registry().items():
         for entry in entries.values():
             console.print(f"[bold]method.{axis}={entry.name}[/bold]")
@@ -387,9 +393,11 @@ def merge(
     delta: Annotated[Path, typer.Argument(help="delta.safetensors of a run.")],
     out: Annotated[Path, typer.Argument(help="Folder to write the merged model to.")],
     dtype: Annotated[str, typer.Option(help="dtype of the merged weights.")] = "auto",
-    force: Annotated[bool, typer.Option(help="Merge although the base's hash differs.")] = False,
+    force: Annotated[
+        bool, typer.Option(help="Merge even if the hash of the base model differs.")
+    ] = False,
 ) -> None:
-    """Base + delta → a Hugging Face folder."""
+    """Merge a delta into its base model; writes a Hugging Face folder."""
     count = later("dualsft.model.export").merge(base, delta, out, dtype, force)
     console.print(f"{count:,} entries merged into {out}", markup=False)
 
@@ -401,7 +409,7 @@ def extract(
     out: Annotated[Path, typer.Argument(help="Delta file to write.")],
     dtype: Annotated[str, typer.Option(help="dtype to compare in.")] = "auto",
 ) -> None:
-    """The entries in which two models differ → a delta file."""
+    """Write the entries in which two models differ to a delta file."""
     count = later("dualsft.model.export").extract(base, tuned, out, dtype)
     console.print(f"{count:,} changed entries written to {out}", markup=False)
 
@@ -411,7 +419,7 @@ def quickstart(
     words: Words = None,
     out: Annotated[Path, typer.Option(help="Run folder.")] = Path("runs/quickstart"),
 ) -> None:
-    """The main job on a real small model and a corpus made on the spot; then what came of it."""
+    """Run everything on a small real model and a generated corpus, then show the results."""
     source, overrides = parse_words(words)
     if source is not None:
         raise ConfigError(
@@ -434,7 +442,7 @@ def _version(wanted: bool) -> None:
 def _root(
     ctx: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
@@ -444,13 +452,13 @@ def _root(
 
 
 def _guarded(action: Callable[[], Any], debug: bool) -> int:
-    """Run the application; turn errors into a message and an exit code."""
+    """Run the application; convert errors to a message and an exit code."""
     try:
         with interrupt.handled():
             action()
     except interrupt.Interrupted as stopped:
         saved = f"saved {stopped.saved}; " if stopped.saved else ""
-        _tell(stopped, f"stopped by {stopped}: {saved}the same command goes on from there")
+        _tell(stopped, f"stopped by {stopped}: {saved}run the same command to resume")
         return stopped.exit_code
     except DualsftError as problem:
         if debug:
@@ -471,31 +479,31 @@ def _guarded(action: Callable[[], Any], debug: bool) -> int:
 
 
 def _tell(error: BaseException, *lines: str) -> None:
-    """What an error means, on stderr; of many processes with the same error the first says it."""
+    """Print an error to stderr; only once if several processes raise the same one."""
     launch.speak(error, lines, lambda line: errors.print(line, markup=False))
 
 
 def _unforeseen(problem: Exception) -> str:
-    """What nobody caught: no memory, or a defect of ours."""
+    """Message for an uncaught exception: out of memory, or a bug."""
     text = " ".join(str(problem).split())[:300]
     if later("dualsft.system.usage").is_out_of_memory(problem):
         return (
             f"out of memory ({text}); lower score.batch_tokens and data.max_length, use "
             "model.dtype=bfloat16 on a GPU, or a machine with more memory, then run the same "
-            "command again (what was saved is kept)"
+            "command again (saved progress is kept)"
         )
     return (
-        f"unexpected {type(problem).__name__}: {text}; this is a defect of dualsft: please report "
-        "it with what `dualsft --debug …` shows"
+        f"unexpected {type(problem).__name__}: {text}; this is a bug in dualsft: please report "
+        "it with the output of `dualsft --debug …`"
     )
 
 
 def main() -> None:
     """Entry point of `dualsft` and `python -m dualsft`."""
     debug = "--debug" in sys.argv
-    sys.argv[1:] = [word for word in sys.argv[1:] if word != "--debug"]  # wherever it stands
+    sys.argv[1:] = [word for word in sys.argv[1:] if word != "--debug"]  # accepted at any position
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal without Unicode must not end a run
+        if isinstance(stream, io.TextIOWrapper):  # a non-Unicode terminal must not crash a run
             stream.reconfigure(errors="replace")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))

@@ -129,5 +129,5 @@ def test_processes_with_other_settings_are_refused(
     )
     said = done.stdout + done.stderr
     assert said.count("the configuration (its hash) differs between rank 0") == 2, said[-3000:]
-    assert said.count("1 of 2 processes do not see what the first one writes") == 2, said[-3000:]
+    assert said.count("1 of 2 processes do not see what rank 0 writes") == 2, said[-3000:]
     assert not list(tmp_path.glob("out*/1_split"))

@@ -390,10 +390,13 @@ def test_samples_that_mislead_cost_readings_and_never_the_answer(found: Found, s
 FAULTS = {
     "nan": ("RunError", "score of 'b' at flat index 59 is nan"),
     "infinity": ("RunError", "score of 'a' at flat index 39 is -inf"),
-    "later": ("RunError", "gave other scores on a later reading"),
+    "later": ("RunError", "yielded different scores on a later reading"),
     "disk": ("OSError", "the disk is gone"),
     "half": ("ValueError", "scores of 'a' are torch.bfloat16"),
-    **{f"reading {n}": ("RunError", "gave other scores on a later reading") for n in (1, 2, 3, 4)},
+    **{
+        f"reading {n}": ("RunError", "yielded different scores on a later reading")
+        for n in (1, 2, 3, 4)
+    },
 }
 
 
@@ -420,7 +423,7 @@ def test_shares_that_do_not_fit_are_refused_by_all(found: Found, size: int) -> N
     expected = {
         "double": f"rank {last} has torch.float64 scores of 2 parameters (a, b), and rank 0 has",
         "order": f"rank {last} has torch.float32 scores of 2 parameters (b, a), and rank 0 has",
-        "whole": "rank 1 has 'a' from flat index 0 on, and an earlier rank up to 40; each process",
+        "whole": "rank 1 has 'a' from flat index 0, but an earlier rank has it up to 40; each",
         "k": f"the number of scores to select differs between rank 0 (5) and rank {last} (6)",
         "large k": "k is 101, but there are only 100 scores to select from",
         "mask": "the mask differs between rank 0 (",

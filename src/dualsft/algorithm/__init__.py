@@ -1,1 +1,1 @@
-"""Algorithm 1 of the paper, line by line, as functions of values."""
+"""The steps of Algorithm 1 as functions on in-memory values; no run folder."""

@@ -1,9 +1,10 @@
-"""The one-pass certificate: which examples are surely in, surely out, or must be scored again.
+"""The one-pass certificate: which examples are certainly in, certainly out, or must be re-scored.
 
-ALGORITHM.md §4. The pool pass gave f_n = ⟨U₀, g_n⟩; the exact score is f_n + c_n with |c_n| ≤ B_n
+Algorithm 1 line 10 in one-pass mode (docs/algorithm.md, "One pass instead of two"). The pool pass
+computes f_n = ⟨U₀, g_n⟩; the exact score is f_n + c_n with |c_n| ≤ B_n
 = Σ_l ‖R_l‖ Σ_t ‖ε_t‖ ‖a_t‖, R = U₀ − u. With Lo = f − B and Up = f + B, an example is IN when its
-Lo exceeds the (b+1)-th largest Up, OUT when its Up is below the b-th largest Lo, both strictly;
-the rest are scored exactly, and the best of them fill the places that IN leaves. One round is
+Lo exceeds the (b+1)-th largest Up, OUT when its Up is below the b-th largest Lo, both strictly.
+The rest are scored exactly, and the best of them fill the b − |IN| remaining places. One round is
 enough: the result is the exact top-b.
 """
 
@@ -15,18 +16,18 @@ import numpy as np
 
 from dualsft.algorithm.topk import top_b
 
-NORM_ROUNDING = 1e-5  # the norms in B are themselves rounded; B is widened by this much of itself
+NORM_ROUNDING = 1e-5  # B is widened by this factor because its norms are rounded too
 
 
 def bounds(inner_sums_NL: np.ndarray, residual_norms_L: np.ndarray) -> np.ndarray:
-    """B_n in the units of f: [N]. Exactly zero when the residual is."""
+    """B_n in the units of f: [N]. Exactly zero if the residual is zero."""
     widened = inner_sums_NL.astype(np.float64) @ residual_norms_L.astype(np.float64)
     return widened * (1.0 + NORM_ROUNDING)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Boolean arrays over the examples; `open` is what must be scored exactly."""
+    """Boolean arrays over the examples; `open` examples must be scored exactly."""
 
     inside: np.ndarray
     outside: np.ndarray
@@ -37,7 +38,7 @@ class Verdict:
 
 
 def judge(f: np.ndarray, bound: np.ndarray, b: int) -> Verdict:
-    """Sort the examples into IN, OUT and open for a budget of b."""
+    """Classify the examples as IN, OUT or open for a budget of b."""
     count = len(f)
     if not 1 <= b <= count:
         raise ValueError(f"b must be between 1 and {count}, not {b}")
@@ -50,7 +51,7 @@ def judge(f: np.ndarray, bound: np.ndarray, b: int) -> Verdict:
 
 
 def settle(verdict: Verdict, exact: np.ndarray, tie_order: np.ndarray, b: int) -> np.ndarray:
-    """Positions of the top b, ascending; `exact` is read only where the verdict is open."""
+    """Positions of the top b, ascending; `exact` is used only for open examples."""
     inside = np.flatnonzero(verdict.inside)
     places = b - len(inside)
     candidates = np.flatnonzero(verdict.open)

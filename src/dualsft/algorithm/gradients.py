@@ -1,8 +1,8 @@
 """Gradients at θ̄: Algorithm 1 lines 3 and 5 (G and v_new); line 6 is `preservation.py`.
 
-v_new is the gradient of the mean validation loss, G the sum over the scoring pool. With a direction
-U₀ that is known before the pool is walked (`ProjectionTerms.estimate`), the same pass also gives
-f_n = ⟨U₀, g_n⟩ and the inner sums of the bound on what U₀ misses (`certificate.py`).
+v_new is the gradient of the mean validation loss, G the sum over the scoring pool. Given a
+direction U₀ known before the pool pass (`ProjectionTerms.estimate`), the same pass also computes
+f_n = ⟨U₀, g_n⟩ and the inner sums of the bound on the error of U₀ (`certificate.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dualsft.system.progress import Reporter
 def validation_gradient(
     engine: GhostEngine, val: Sequence[Example], passes: PassSettings, reporter: Reporter
 ) -> tuple[Vector, np.ndarray]:
-    """(v_new, the loss of each validation example): line 5."""
+    """(v_new, loss of each validation example): Algorithm 1 line 5."""
     sums, label = blank(engine.candidates, engine.candidates.dtype), "v_new (validation)"
     with precise(passes.precision, "directions", label, reporter.warn, engine.model) as (wide,):
         at, objective = engine.on(wide), loss_objective(wide)
@@ -39,7 +39,7 @@ def pool_gradient(
     reporter: Reporter,
     direction: Vector | None = None,
 ) -> tuple[Vector, PassResult]:
-    """(G, the loss of each example, and with a direction f_n and the inner sums): line 3."""
+    """(G, per-example losses and, given a direction, f_n and inner sums): Algorithm 1 line 3."""
     grad_sum = blank(engine.candidates, engine.candidates.dtype)
     label = "pool (G)" if direction is None else "pool (G and f)"
     with precise(passes.precision, "pool", label, reporter.warn, engine.model) as (wide,):

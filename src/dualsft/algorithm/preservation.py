@@ -1,9 +1,10 @@
 """v_prior, the preservation direction: Algorithm 1 line 6.
 
 `cwsd` is the paper's confidence-weighted self-distillation (Eq. cwsd): teacher θ_old, student θ̄,
-on the anchors' own text. `l2` is θ̄ − θ_old; `fisher` is F ⊙ (θ̄ − θ_old) with F the mean over
-the anchors of the squared gradient of one example at θ_old, true labels; `none` is zero. Without
-a warmup θ̄ = θ_old and all of them are exactly zero. Stored unscaled: λ comes later.
+on the text of the anchors. `l2` is θ̄ − θ_old; `fisher` is F ⊙ (θ̄ − θ_old) with F the mean over
+the anchors of the squared per-example gradient at θ_old, true labels; `none` is zero. Without
+a warmup θ̄ = θ_old and all of them are exactly zero. v_prior is stored without the factor λ, which
+`projection.py` applies.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def prior_gradient(
     passes: PassSettings,
     reporter: Reporter,
 ) -> tuple[Vector, float]:
-    """(v_prior over the candidates, the preservation loss itself).
+    """(v_prior over the candidates, preservation loss).
 
-    `load_theta_old` is None where there was no warmup, so that θ̄ = θ_old.
+    `load_theta_old` is None without a warmup, where θ̄ = θ_old.
     """
     if kind == "none" or load_theta_old is None:
         if kind != "none":
@@ -54,7 +55,7 @@ def prior_gradient(
             precise(
                 passes.precision, "directions", label, reporter.warn, engine.model, theta_old
             ) as (student, teacher),
-            fused_blocks(teacher, wide=True),  # the teacher computes as the student does
+            fused_blocks(teacher, wide=True),  # same numerics as the student
         ):
             objective, at = cwsd_objective(teacher, student, tau), engine.on(student)
             result = walk(at, anchors, objective, passes, reporter, label, sums=sums)
@@ -68,15 +69,17 @@ def prior_gradient(
 
 
 def _weights(engine: GhostEngine, model: PreTrainedModel) -> Vector:
-    """A model's own weights over the candidates, in G's dtype when they are asked for."""
+    """A model's weights over the candidates, converted to the dtype of G on access."""
     return weights_vector(model, engine.candidates).to(engine.device, engine.candidates.dtype)
 
 
 def _fisher(
     engine: GhostEngine, anchors: Sequence[Example], passes: PassSettings, reporter: Reporter
 ) -> Vector:
-    """Mean over the anchors of the squared gradient of one example: in batches, or one at a time
-    where a weight is used twice."""
+    """Mean over the anchors of the squared per-example gradient.
+
+    Computed in batches, or one example at a time if a weight is used more than once.
+    """
     candidates, label = engine.candidates, "v_prior (Fisher on the anchors)"
     if engine.separable:
         squares = blank(candidates, candidates.dtype)
@@ -112,6 +115,6 @@ def _fisher(
 
 
 def _squares(total: ParamVector, done: int) -> State:
-    """For a piece: each process has the squares of its own examples."""
+    """State to save: each process holds the squares of its own examples."""
     tensors = {f"squares.{name}": block for name, block in total.items()}
     return tensors, {"done": done, "layout": {"squares": "terms"}}

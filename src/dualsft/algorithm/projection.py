@@ -1,13 +1,12 @@
 """u, the shared projection: Algorithm 1 line 7, Eq. (u).
 
-Everything here works with u / eta_sc = v_val − (eta_sc / 2) ĉ ⊙ G: eta_sc is about 1e-10 and
-nothing is gained by carrying it; scores get the factor back when they are reported. `score.step:
-adam` divides the direction by ĉ. In one-pass mode (ALGORITHM.md §4) the same formula with N ·
-v_new in the place of G is the direction U₀ that is known before the pool is touched; what
-separates the two is `residual`, which the certificate bounds.
+This module works with u / eta_sc = v_val − (eta_sc / 2) ĉ ⊙ G, because eta_sc is about 1e-10;
+scores are multiplied by eta_sc when they are reported. `score.step: adam` divides the direction by
+ĉ. In one-pass mode (docs/algorithm.md, "One pass instead of two") the same formula with N · v_new
+in place of G gives the direction U₀, which is known before the pool pass. The difference of the two
+is `residual`, which the certificate bounds.
 
-All of it is lazy (`storage/vectors.py`): nothing here holds a vector, whatever the size of the
-model.
+All vectors are lazy (`storage/vectors.py`): nothing of the model's size is held in memory.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from dualsft.system.usage import free_memory
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionTerms:
-    """v_val, ĉ and the step: all that Eq. (u) needs besides the pool's own gradient."""
+    """The terms of Eq. (u) other than G: v_val, ĉ and the step."""
 
     val_grad: Vector
     v_val: Vector
     curvature: Vector | None
-    """ĉ when the second-order term is on."""
+    """ĉ if the second-order term is enabled."""
     preconditioner: Vector | None
-    """ĉ when the step is Adam's."""
+    """ĉ for score.step=adam."""
     curvature_scale: float
     eta_ft: float
     n_sc: int
     lam_effective: float
-    """The factor that v_prior really got: λ, or λ ‖v_new‖ / ‖v_prior‖."""
+    """The factor applied to v_prior: λ, or λ ‖v_new‖ / ‖v_prior‖."""
 
     @property
     def eta_sc(self) -> float:
@@ -48,7 +47,7 @@ class ProjectionTerms:
         return self._stepped(self.v_val.combine(self._minus_curved, *self._pair(grad_sum)))
 
     def estimate(self) -> Vector:
-        """U₀: the projection with N · v_new for G (exact when there is no second-order term)."""
+        """U₀: the projection with N · v_new for G (exact without a second-order term)."""
         return self.projection(self.val_grad.scaled(float(self.n_sc)))
 
     def second_order(self, grad_sum: Vector) -> Vector:
@@ -60,7 +59,7 @@ class ProjectionTerms:
         return self.v_val.combine(minus_nothing, *self._pair(grad_sum))
 
     def residual(self, grad_sum: Vector) -> Vector:
-        """U₀ − u: what the one-pass direction misses, formed without cancellation."""
+        """U₀ − u: the error of the one-pass direction, computed without cancellation."""
         difference = grad_sum.plus(self.val_grad, -float(self.n_sc))
         return self._stepped(self.second_order(difference))
 
@@ -88,7 +87,7 @@ def projection_terms(
     prior_grad: Vector,
     curvature: Vector | None,
 ) -> ProjectionTerms:
-    """Eq. (u)'s terms under these settings."""
+    """The terms of Eq. (u) for these settings."""
     lam = effective_lambda(score.lam, score.lam_relative, val_grad, prior_grad)
     v_val = val_grad.plus(prior_grad, lam) if lam else val_grad
     second = score.curvature == "adam_rms" and score.curvature_scale > 0
@@ -115,13 +114,13 @@ def effective_lambda(lam: float, relative: bool, val_grad: Vector, prior_grad: V
 
 
 def param_scores(eta_sc: float, projection: Vector, grad_sum: Vector) -> LazyVector:
-    """s_θ = u ⊙ G (Algorithm 1 line 8), with u's own factor eta_sc put back."""
+    """s_θ = u ⊙ G (Algorithm 1 line 8), including the factor eta_sc."""
     return projection.combine(lambda u, g: (u * g).mul_(eta_sc), grad_sum)
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The shared projection u and what it is made of; both sides of the selection read it."""
+    """The shared projection u and its terms; both sides of the selection use it."""
 
     terms: ProjectionTerms
     grad_sum: Vector
@@ -136,16 +135,16 @@ class Scored:
 
 
 MEMORY_SHARE = 0.5
-"""Share of a GPU's free memory that a vector may take when it could be read from disk again."""
+"""Maximum share of a GPU's free memory for a vector that could be read from disk instead."""
 
 
 def at_hand(vector: Vector) -> Vector:
-    """The vector held on its GPU when there is room for it, otherwise as it is.
+    """The vector in GPU memory if it fits, otherwise unchanged (lazy).
 
-    Every reading of a lazy u reads its parts' files, up to four of the vector's own size, and sends
-    them over: held, that happens once, for 4 bytes an entry of the GPU's memory. On a CPU a lazy
-    reading costs some 9 ns an entry more than a held one, which is nothing beside the pool's
-    gradients there, and the memory is left to the system, which keeps the files in it.
+    Every reading of a lazy u reads the files of its terms, up to four of the vector's own size, and
+    copies them to the GPU. Holding u does this once, for 4 bytes of GPU memory per entry. On a CPU
+    a lazy reading costs some 9 ns more per entry, which is negligible compared with the gradients
+    of the pool, and leaves the memory to the page cache.
     """
     on_gpu = vector.device.type == "cuda" and not world().sharded
     fits = on_gpu and vector.num_bytes <= MEMORY_SHARE * free_memory(vector.device)

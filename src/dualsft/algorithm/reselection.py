@@ -1,6 +1,6 @@
-"""Fixed-side re-selection: one side given the latest other side.
+"""Fixed-side re-selection: select one side given the latest selection of the other.
 
-The paper's Data → Param and Param → Data. u stays that of the one-shot run: Data → Param uses
+The paper's Data → Param and Param → Data. u is that of the one-shot run: Data → Param uses
 s_θ = u ⊙ G_S with G_S summed over the selected examples, Param → Data uses s_D = ⟨u ⊙ m, g_n⟩.
 """
 
@@ -55,7 +55,7 @@ def select_examples(
 
 
 def mask_jaccard(a: TopK, b: TopK) -> float:
-    """Shared entries of two masks over those of either."""
+    """Jaccard index of two masks."""
     shared = world().across(
         sum(
             int(torch.isin(index, b.indices[name], assume_unique=True).sum())

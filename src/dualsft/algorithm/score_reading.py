@@ -1,10 +1,10 @@
-"""Reading parameter scores in chunks, for the top-k: their order as integers, and a first look.
+"""Chunked reading of parameter scores for the top-k: integer keys, sampling and checks.
 
-Algorithm 1, line 9 (TopK_signed). A `ScoreSource` is read several times by `algorithm/topk.py`,
-each time in the same chunks. The first reading checks that every score is finite and takes a
-sample, spread evenly; later ones check that the sample still shows the same scores. Of several
-processes each reads its own rows (`distributed/world.py`): what they tell each other of the first
-reading, and what they refuse together, is here.
+Algorithm 1 line 9 (TopK_signed). `algorithm/topk.py` reads a `ScoreSource` several times, each time
+in the same chunks. The first reading checks that every score is finite and takes an evenly spread
+sample; later readings check that the sampled scores are unchanged. With several processes each
+reads its own rows (`distributed/world.py`); this module gathers the results of the first reading
+and raises an error on all processes if one fails.
 """
 
 from __future__ import annotations
@@ -26,40 +26,42 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ScoreSource = Callable[[], Iterator[tuple[str, int, Tensor]]]
-"""Called once a reading; yields (parameter name, flat offset, 1-D chunk of its scores).
+"""Called once per reading; yields (parameter name, flat offset, 1-D chunk of its scores).
 
 Parameters come in `named_parameters` order and chunks in flat order; every call must yield the same
 scores, all float32 or all float64. A chunk may be a temporary: no reference to it is kept.
 
-A process of several yields its own rows alone, at their offsets in the whole parameter, and an
-empty chunk of a parameter of which it has none; a rank's rows lie before those of the next.
+With several processes, each yields only its own rows, at their offsets in the full parameter, and
+an empty chunk for a parameter of which it has no rows. Rows are in rank order.
 """
 
 SAMPLE = 1 << 20
-"""Most keys in the sample; all of them when there are no more."""
+"""Maximum number of keys in the sample; with fewer scores the sample is complete."""
 SPARE = 1 << 20
-"""Least number of positions that may be kept beyond k while the k-th key is only bracketed."""
+"""Minimum of the number of positions that may be kept beyond k before the k-th key is known."""
 KEY_DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64}
-NOT_REPEATABLE = "the score source gave other scores on a later reading; each call must repeat them"
+NOT_REPEATABLE = (
+    "the score source yielded different scores on a later reading; they must not change"
+)
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What a process tells the others of its first reading."""
+    """Result of a process's first reading, gathered on all processes."""
 
     spans: dict[str, tuple[int, int]]
-    """Flat range that it has of each parameter, in reading order."""
+    """Flat range of its rows in each parameter, in reading order."""
     dtype: torch.dtype
     num_scores: int
     num_taken: int
     """Size of its sample."""
     stride: int
-    """How many of its scores one of the sample stands for: a power of two."""
+    """Number of scores per sampled score: a power of two."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """The first reading of this process's scores: what it tells of them, and a sample of keys."""
+    """First reading of this process's scores: its share, and a sample of keys."""
 
     share: _Share
     at: np.ndarray
@@ -70,12 +72,12 @@ class Look:
 
 @dataclass(frozen=True)
 class Survey:
-    """What the first reading says: of this process's own scores, and of all together."""
+    """Result of the first reading: this process's own, and the total over all processes."""
 
     own: Look
     num_total: int
     sample: Tensor
-    """Keys of all processes' samples, brought to one stride; on the CPU."""
+    """Sampled keys of all processes, thinned to a common stride; on the CPU."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,12 +85,12 @@ class Survey:
 
     @property
     def spare(self) -> int:
-        """How many positions beyond k may be held."""
+        """Number of positions that may be held beyond k."""
         return max(SPARE, self.num_total >> 6)
 
 
 def chunked(tensors: Mapping[str, Tensor], chunk: int = 1 << 22) -> ScoreSource:
-    """Make a source of scores that are already in memory; the chunks are views, not copies."""
+    """A source for scores in memory; the chunks are views, not copies."""
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1")
     for name, tensor in tensors.items():
@@ -105,14 +107,14 @@ def chunked(tensors: Mapping[str, Tensor], chunk: int = 1 << 22) -> ScoreSource:
 
 
 def together(work: Callable[P, T]) -> Callable[P, T]:
-    """Work that fails in all processes when it fails in one, so that none waits for it forever."""
+    """Decorator: if `work` fails in one process it fails in all, so that none waits forever."""
 
     @wraps(work)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             found = work(*args, **kwargs)
         except Exception as error:
-            world().any(True)
+            world().any(True)  # pairs with the collective call of the processes that succeed
             world().answers(f"{type(error).__name__}: {error}")
             raise
         if any(world().any(False)):
@@ -125,7 +127,7 @@ def together(work: Callable[P, T]) -> Callable[P, T]:
 
 
 def ordered_keys(scores: Tensor) -> Tensor:
-    """Map scores to integers of the same order; integer work only, so denormals stay exact.
+    """Map scores to integers of the same order; integer operations only, so denormals stay exact.
 
     IEEE floats are sign and magnitude, integers are two's complement: the key is +magnitude or
     -magnitude, which also makes -0 and +0 equal.
@@ -151,18 +153,18 @@ def key_of_infinity(dtype: torch.dtype) -> int:
 
 
 def _refuse_nonfinite(name: str, offset: int, scores: Tensor) -> None:
-    """Raise for the first NaN or infinity of a chunk; both show in its extremes."""
+    """Raise for the first NaN or infinity of a chunk; both show up in its minimum or maximum."""
     if all(map(math.isfinite, torch.stack(torch.aminmax(scores)).tolist())):
         return
     position = int((~torch.isfinite(scores)).nonzero()[0].item())
     raise RunError(
         f"score of {name!r} at flat index {offset + position} is {scores[position].item()}; "
-        "scores must be finite: look for a diverged warmup or an overflow in the gradients"
+        "scores must be finite: check for a diverged warmup or an overflow in the gradients"
     )
 
 
 def read(source: ScoreSource) -> Iterator[tuple[str, int, Tensor]]:
-    """Read the source once, checking the order and type of its chunks."""
+    """Read the source once and check the order and dtype of its chunks."""
     ends: dict[str, int] = {}
     current: str | None = None
     dtype: torch.dtype | None = None
@@ -176,8 +178,8 @@ def read(source: ScoreSource) -> Iterator[tuple[str, int, Tensor]]:
             raise ValueError(f"chunk of {name!r} has shape {tuple(scores.shape)}; it must be 1-D")
         if (name != current and name in ends) or offset < ends.get(name, 0):
             raise ValueError(
-                f"chunk of {name!r} at flat offset {offset} comes out of order; "
-                "ties need one run of chunks a parameter, in flat order"
+                f"chunk of {name!r} at flat offset {offset} is out of order; "
+                "the chunks of a parameter must be consecutive and in flat order, for ties"
             )
         dtype, current, ends[name] = scores.dtype, name, offset + scores.numel()
         yield name, offset, scores
@@ -185,10 +187,10 @@ def read(source: ScoreSource) -> Iterator[tuple[str, int, Tensor]]:
 
 @together
 def look(source: ScoreSource) -> Look:
-    """The first reading: all scores are finite, and a sample of them, spread evenly.
+    """The first reading: check that all scores are finite and take an evenly spread sample.
 
-    One position out of every `stride` is taken, at a place that varies, so that rows of a weight
-    are not always met in the same column. The stride doubles when the sample is full.
+    One of every `stride` positions is taken, at a varying offset, so that the sample does not
+    always hit the same column of a weight. The stride doubles when the sample is full.
     """
     at, keys = [np.empty(0, np.int64)], [torch.empty(0, dtype=torch.int32)]
     num_scores, num_taken, stride = 0, 0, 1
@@ -204,6 +206,7 @@ def look(source: ScoreSource) -> Look:
             at, keys = [np.concatenate(at)[::2]], [torch.cat(keys)[::2]]
             num_taken, stride = len(at[0]), 2 * stride
         if count := (num_scores + size) // stride - num_scores // stride:
+            # one position per window of `width`, at a pseudo-random offset (multiplicative hash)
             width, order = size // count, np.arange(count)
             places = order * width + ((order + num_scores) * 2654435761 >> 15) % width
             at.append(places + num_scores)
@@ -216,11 +219,11 @@ def look(source: ScoreSource) -> Look:
 
 
 def surveyed(own: Look) -> Survey:
-    """All processes' first readings together: they must fit, and their samples become one."""
+    """Gather the first readings of all processes, check them, and merge their samples."""
     shares = world().answers(own.share)
     _refuse_misfits(shares)
     stride = max(share.stride for share in shares)
-    most = SAMPLE + len(shares)  # a sample may be one larger than full
+    most = SAMPLE + len(shares)  # each sample may exceed its limit by one
     while sum(-(-share.num_taken * share.stride // stride) for share in shares) > most:
         stride *= 2
     return Survey(
@@ -231,22 +234,22 @@ def surveyed(own: Look) -> Survey:
 
 
 def _refuse_misfits(shares: Sequence[_Share]) -> None:
-    """Raise when the processes do not name the same parameters, or hold the same rows of one."""
+    """Raise if the processes yield different parameters, or overlapping rows of one."""
     first = shares[0]
     for rank, share in enumerate(shares):
         if list(share.spans) != list(first.spans) or share.dtype != first.dtype:
             raise ValueError(
                 f"rank {rank} has {share.dtype} scores of {_listed(share.spans)}, and rank 0 has "
                 f"{first.dtype} scores of {_listed(first.spans)}; every process must yield every "
-                "parameter, in the same order, if only an empty chunk of it"
+                "parameter, in the same order, at least as an empty chunk"
             )
     for name in first.spans:
         end = 0
         for rank, (start, stop) in enumerate(share.spans[name] for share in shares):
             if start < stop and start < end:
                 raise ValueError(
-                    f"rank {rank} has {name!r} from flat index {start} on, and an earlier rank up "
-                    f"to {end}; each process must yield its own rows alone, in the order of ranks"
+                    f"rank {rank} has {name!r} from flat index {start}, but an earlier rank has it "
+                    f"up to {end}; each process must yield only its own rows, in rank order"
                 )
             end = stop if start < stop else end
 
@@ -257,7 +260,7 @@ def _listed(names: Mapping[str, object]) -> str:
 
 
 def reread(source: ScoreSource, survey: Survey) -> Iterator[tuple[str, int, Tensor]]:
-    """A later reading; the sample must show the keys of the first one, and no score be missing."""
+    """A later reading; raises if sampled keys have changed or scores are missing."""
     done, own = 0, survey.own
     spans = {}
     for name, offset, scores in read(source):

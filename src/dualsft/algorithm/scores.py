@@ -1,9 +1,9 @@
-"""Scores and what every run checks about them: Algorithm 1 line 8, s_D ← GhostDot(u, θ̄, D_pool).
+"""Example scores and their self-checks: Algorithm 1 line 8, s_D ← GhostDot(u, θ̄, D_pool).
 
 s_θ = u ⊙ G is `projection.param_scores`. In one-pass mode the scores are the f_n of the pool pass,
-with a bound each; in two-pass mode `exact_dots` walks the pool again. Two checks run at the end of
-every scoring: Σ_n s_D,n against ⟨u, G⟩, and a few random examples scored alone by plain autograd.
-When either fails nothing can be selected.
+with a bound per example; in two-pass mode `exact_dots` walks over the pool again. Every scoring
+ends with two checks: Σ_n s_D,n against ⟨u, G⟩, and a few random examples scored individually by
+plain autograd. If either fails, an error is raised and nothing can be selected.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dualsft.storage.vectors import Products, Vector
 from dualsft.system.progress import Reporter
 
 Facts = dict[str, Any]
-"""Numbers for a summary, as JSON can hold them."""
+"""JSON-serialisable numbers for a summary."""
 
 NUM_ALONE = 3
-NUM_ALONE_HALF = 16  # in half precision, where they also tell how much rounding to expect
-SLACK_FACTOR = 4.0  # rounding is taken to be this many times what the probes show
-ROUNDING_LIMIT = 0.05  # of ‖u‖‖g‖: half precision that changes a score by more is of no use
+NUM_ALONE_HALF = 16  # in half precision, where the probes also estimate the rounding
+SLACK_FACTOR = 4.0  # assumed rounding over that measured by the probes
+ROUNDING_LIMIT = 0.05  # of ‖u‖‖g‖: a larger rounding error in half precision raises
 
 
 def exact_dots(
@@ -44,20 +44,20 @@ def exact_dots(
     reporter: Reporter,
     label: str,
 ) -> np.ndarray:
-    """⟨direction, g_n⟩ of each example: the second pass of the paper, or a part of it."""
+    """⟨direction, g_n⟩ of each example: the paper's second pass, or a part of it."""
     with precise(passes.precision, "pool", label, reporter.warn, engine.model) as (wide,):
         at, objective = engine.on(wide), loss_objective(wide)
         return walk(at, examples, objective, passes, reporter, label, direction=direction).dots
 
 
 def one_pass_bounds(engine: GhostEngine, inner_sums: np.ndarray, products: Products) -> np.ndarray:
-    """B_n of each example, from the residual U₀ − u per parameter."""
+    """B_n of each example, from the norm of the residual U₀ − u per parameter."""
     residual = products.block_norms("residual")
     return bounds(inner_sums, np.array([residual[name] for name in engine.columns]))
 
 
 def products_of(scored: Scored, direction: Vector) -> Products:
-    """Every product that the summary, the sum check and the bounds need, in one reading."""
+    """All inner products needed by the summary, the sum check and the bounds, in one reading."""
     terms, grad_sum = scored.terms, scored.grad_sum
     vectors = {
         "val_grad": terms.val_grad,
@@ -76,7 +76,7 @@ def products_of(scored: Scored, direction: Vector) -> Products:
 
 
 def check_sum(dots: np.ndarray, products: Products, eta_sc: float, tolerance: float) -> Facts:
-    """Σ_n s_D,n = ⟨direction, G⟩, within the tolerance of Σ|s_D,n|; raises otherwise."""
+    """Raise unless Σ_n s_D,n = ⟨direction, G⟩ up to `tolerance` times Σ|s_D,n|."""
     expected, total = products.dot("direction", "grad_sum"), float(dots.sum())
     magnitude = float(np.abs(dots).sum())
     error = abs(total - expected) / magnitude if magnitude else 0.0
@@ -84,8 +84,8 @@ def check_sum(dots: np.ndarray, products: Products, eta_sc: float, tolerance: fl
         raise RunError(
             f"self-check failed: the example scores sum to {total * eta_sc:.6g}, ⟨u, G⟩ is "
             f"{expected * eta_sc:.6g} (difference over Σ|score|: {error:.2g} > {tolerance:g}); "
-            "nothing was written. The model computes something its layers do not show: please "
-            "report it"
+            "nothing was written. The model computes something outside its layers: please report "
+            "it"
         )
     return {
         "sum_of_scores": total * eta_sc,
@@ -106,12 +106,12 @@ def check_alone(
     passes: PassSettings,
     reporter: Reporter,
 ) -> Facts:
-    """Random examples scored again, one at a time, by plain autograd; raises where they differ.
+    """Score random examples (probes) individually by plain autograd; raise if they differ.
 
-    `norm` is the direction's. A half-precision model is widened to fp32 for this, and the engine
-    scores the probes once more too: the first comparison shows that the engine computes the right
-    thing, without rounding, and the second what rounding does to a score. Without scores of the
-    pool (DualSFT-Param) the probes are scored here, so that the rules behind G are checked as well.
+    `norm` is that of the direction. A half-precision model is converted to fp32, and the engine
+    scores the probes in fp32 too: comparing the two fp32 results checks the engine without
+    rounding, and comparing them with the original scores measures the rounding. For DualSFT-Param,
+    which has no pool scores, the probes are scored here, so that the rules behind G are checked.
     """
     dtype = engine.model.dtype
     half = dtype in HALF_DTYPES
@@ -148,7 +148,7 @@ def check_alone(
                 | {"error": error, "rounding": off}
             )
             progress.advance(1, tokens=example.num_tokens)
-            if not error <= tolerance:
+            if not error <= tolerance:  # true for NaN, unlike `error > tolerance`
                 raise RunError(
                     f"self-check failed: example {example.id} scores {repeated * eta_sc:.6g} in "
                     f"its batch and {exact * eta_sc:.6g} alone by plain autograd (error "
@@ -158,8 +158,8 @@ def check_alone(
                 raise RunError(
                     f"self-check failed: example {example.id} scores {ours * eta_sc:.6g} in "
                     f"{dtype} and {exact * eta_sc:.6g} in fp32 (difference {off:.2g} of ‖u‖‖g‖ "
-                    f"> {ROUNDING_LIMIT:g}): rounding drowns the scores; nothing was written (use "
-                    "model.dtype=float32)"
+                    f"> {ROUNDING_LIMIT:g}): rounding dominates the scores; nothing was written "
+                    "(use model.dtype=float32)"
                 )
     floor = float(torch.finfo(engine.candidates.dtype).eps) * largest
     slack = SLACK_FACTOR * max(floor, *rounding) * eta_sc
@@ -172,14 +172,14 @@ def check_alone(
 
 
 def rounding_ratio(errors: np.ndarray, scales: np.ndarray) -> float:
-    """How far rounding is taken to move a score, in its scale: four standard deviations, by the
+    """Assumed rounding error of a score in units of its scale: four times the RMS over the
     probes."""
     return SLACK_FACTOR * float(np.sqrt(((errors / scales) ** 2).mean()))
 
 
 def rounding_scales(inner_sums: np.ndarray | None, count: int) -> np.ndarray:
-    """What the rounding of each score is taken to grow with: the size of its gradient, as the
-    certificate's inner sums bound it; without them the same for all."""
+    """Scale of each score's rounding error: the bound on its gradient norm by the certificate's
+    inner sums; without them the same for all."""
     if inner_sums is None:
         return np.ones(count)
     return np.sqrt((inner_sums.astype(np.float64) ** 2).sum(1))

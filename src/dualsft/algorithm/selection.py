@@ -1,8 +1,8 @@
 """Selection: Algorithm 1 lines 9 to 11, m_θ ← TopK(s_θ, k) and D_sel ← TopB(s_D, b).
 
-Exact, signed, global over all candidates. The parameter scores u ⊙ G are formed chunk by chunk at
-each reading of the top-k and never exist as a whole. The certificate decides which examples are
-surely in or out; the rest, and in half precision those that rounding could move across the
+Exact, signed, global over all candidates. The parameter scores u ⊙ G are computed chunk by chunk
+each time the top-k reads them and are never held in full. The certificate decides which examples
+are certainly in or out; the rest, and in half precision those that rounding could move across the
 boundary, are scored exactly.
 """
 
@@ -27,12 +27,12 @@ from dualsft.storage.vectors import CHUNK, ParamVector, Vector
 from dualsft.system.progress import Reporter
 
 CARD_CHUNK = 1 << 26
-"""Entries of a chunk of what is held on a GPU: small ones leave it waiting for launches (2.8e9
-scores took 2.3 s on an H200 in chunks of 2^22)."""
+"""Entries per chunk of vectors on a GPU. Small chunks are bound by kernel launches (2.8e9 scores
+took 2.3 s on an H200 in chunks of 2^22)."""
 
 
 def product_source(left: Vector, right: Vector, eta_sc: float) -> ScoreSource:
-    """eta_sc · left ⊙ right in chunks, recomputed at every reading; this process's rows alone."""
+    """eta_sc · left ⊙ right in chunks, recomputed at every reading; only this process's rows."""
     left, right = at_hand(left), at_hand(right)
     scores = param_scores(eta_sc, left, right)
     on_card = all(isinstance(v, ParamVector) and v.device.type == "cuda" for v in (left, right))
@@ -47,7 +47,7 @@ def product_source(left: Vector, right: Vector, eta_sc: float) -> ScoreSource:
 
 
 def choose_entries(scored: Scored, k: int, reverse: bool = False) -> TopK:
-    """The exact signed top k of u ⊙ G; of its negative for the reverse."""
+    """The exact signed top k of u ⊙ G; `reverse` takes the bottom k."""
     eta_sc = scored.terms.eta_sc * (-1.0 if reverse else 1.0)
     return topk_signed(product_source(scored.projection, scored.grad_sum, eta_sc), k)
 
@@ -60,7 +60,7 @@ class Chosen:
     scores: np.ndarray
     """Best known score of every pool example, eta_sc included."""
     bound: np.ndarray
-    """How far each may be from the exact one; zero where it was scored exactly."""
+    """Bound on the error of each score; zero where it was scored exactly."""
     rescored: np.ndarray
     """Positions scored exactly by this stage."""
     inside: int
@@ -76,11 +76,11 @@ def choose_examples(
     say: Callable[[str], None],
     reverse: bool = False,
 ) -> Chosen:
-    """The exact top b: by the certificate where it decides, by exact scores where it does not.
+    """The exact top b, by the certificate where it decides and by exact scores elsewhere.
 
-    `bound` is how far each score may be from the exact one; in half precision it includes the
-    measured rounding. `rescore` gives the exact scores at some positions. `ties` orders equal
-    scores. `reverse` takes the bottom b: every score is negated.
+    `bound` is the bound on the error of each score; in half precision it includes the measured
+    rounding. `rescore` computes exact scores at given positions. `ties` orders equal scores.
+    `reverse` takes the bottom b, by negating every score.
     """
     sign = -1.0 if reverse else 1.0
     score, bound = sign * scores, bound.copy()
@@ -106,7 +106,7 @@ def rescore(
     passes: PassSettings,
     reporter: Reporter,
 ) -> np.ndarray:
-    """s_D = ⟨u, g_n⟩ of these examples, exactly: with fp32 weights or better."""
+    """Exact s_D = ⟨u, g_n⟩ of these examples, with fp32 weights or better."""
     with widened(engine.model, tensor_cores=True) as (wide,):
         at, u = engine.on(wide), scored.projection
         dots = exact_dots(at, examples, u, passes, reporter, "re-scoring")

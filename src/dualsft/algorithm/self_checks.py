@@ -1,7 +1,8 @@
-"""What every run checks about itself: the model's own logits, and examples alone by plain autograd.
+"""Self-checks of every run: fused logits against the model's, and scores by plain autograd.
 
-ALGORITHM.md §3.1, beside Algorithm 1 lines 5 and 8: the fused loss against the logits of the model
-itself, and ⟨U, g_n⟩ of an example by the slow, independent path (`ghost.alone`).
+Checks of Algorithm 1 lines 5 and 8 (docs/algorithm.md, "What every run checks"): the logits behind
+the fused loss against those of the model, and ⟨U, g_n⟩ of single examples by the slow, independent
+path (`ghost.alone`).
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from dualsft.model.sharded import device_of
 from dualsft.storage.vectors import ParamVector, Products, Vector
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-3, torch.float16: 5e-3}
-"""What the self-checks allow, by dtype (bf16: measured at most 4e-4 on a real model)."""
+"""Tolerance of the self-checks by dtype (bf16: at most 4e-4 measured on a real model)."""
 
 
 def check_fused_loss(
     model: PreTrainedModel, example: Example, settings: PassSettings, tolerance: float
 ) -> None:
-    """Our head's logits against the model's own, on one example; refused by name.
+    """Raise if the fused head's logits differ from the model's own on one example.
 
-    A model that does more to its logits than its configuration tells (`engine/losses.py`) would be
-    trained, scored and evaluated on something else than what it computes.
+    A model that transforms its logits in a way that its configuration does not show
+    (`engine/losses.py`) would be trained, scored and evaluated with the wrong loss.
     """
     device = device_of(model)
     ours, own = both_logits(model, collate_for([example], settings, device))
@@ -37,23 +38,23 @@ def check_fused_loss(
     if not difference <= tolerance * max(1.0, largest):
         raise ConfigError(
             f"{type(model).__name__}: its own logits for example {example.id} (at most "
-            f"{largest:.6g}) are up to {difference:.6g} away from ours; the model changes its "
-            "logits in a way that its configuration does not tell, and cannot be scored"
+            f"{largest:.6g}) differ from ours by up to {difference:.6g}; the model changes its "
+            "logits in a way that its configuration does not show, and cannot be scored"
         )
 
 
 def dot_alone(
     engine: GhostEngine, example: Example, direction: Vector, settings: PassSettings
 ) -> tuple[float, float]:
-    """(⟨U, g_n⟩, ‖g_n‖) of one example by plain autograd: no batch, no rule, no fused loss."""
+    """(⟨U, g_n⟩, ‖g_n‖) of one example by plain autograd: no batch, layer rule or fused loss."""
     batch = collate_for([example], settings, engine.device)
     found: list[Products] = []
 
     def visit(name: str, gradient: Tensor) -> None:
         block = {"g": ParamVector({name: gradient}), "u": direction}
-        found.append(Products(block, [("u", "g"), ("g", "g")]))  # read when all are on their way
+        found.append(Products(block, [("u", "g"), ("g", "g")]))  # read below: no sync per block
 
-    with checkpointed(engine.model, engine.device.type == "cuda"):  # memory before speed
+    with checkpointed(engine.model, engine.device.type == "cuda"):  # less memory, slower
         alone(engine.model, engine.candidates, batch, visit)
     return (
         sum(one.dot("u", "g") for one in found),

@@ -1,9 +1,9 @@
-"""Split: D_full into val, anchor, warm and pool (Algorithm 1, its inputs and line 2).
+"""Split D_full into val, anchor, warm and pool (Algorithm 1, inputs and line 2).
 
-D_train is everything but val and anchor; D_warm is a part of it, and D_pool = D_train \\ D_warm.
-Budgets count against |D_full|, the usable rows of the corpus. Roles are assigned by hashing
-(seed, text), so they do not depend on the order of the file, and examples with identical tokens
-move as one group: no text is in two roles.
+D_train is everything but val and anchor, D_warm a part of it, and D_pool = D_train \\ D_warm.
+Budgets refer to |D_full|, the usable rows of the corpus. Roles are assigned by hashing
+(seed, text), so they do not depend on the order of the file. Examples with identical tokens get
+the same role.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dualsft.errors import ConfigError
 ROLES = ("val", "anchor", "warm", "pool")
 
 _PAPER = {"val": (1024, Decimal("0.1")), "anchor": (2048, Decimal("0.2"))}
-"""The paper's sizes, and the largest share of a small corpus that we let them take."""
+"""The paper's sizes, and the maximum share of a small corpus (ours)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The role of every example, in the order of the examples, and what the user should know."""
+    """Role of every example, in the order of the examples, and notes for the user."""
 
     roles: list[str]
     counts: dict[str, int]
@@ -33,9 +33,9 @@ class Split:
 
 
 def resolve_budget(budget: int | float, total: int, name: str = "budget") -> int:
-    """A budget as a count: an int is one, a float is a fraction of `total`, rounded down, >= 1.
+    """A budget as a count: an int is a count, a float a fraction of `total`, rounded down, >= 1.
 
-    `name` is the configuration key that an error names.
+    `name` is the configuration key for error messages.
     """
     if isinstance(budget, bool) or not isinstance(budget, int | float):
         raise ConfigError(f"{name}: {budget!r} is not a number; use a count or a fraction")
@@ -53,10 +53,10 @@ def resolve_budget(budget: int | float, total: int, name: str = "budget") -> int
 def divide(
     examples: Sequence[Example], trusted: Sequence[Example], seed: int, sizes: SplitConfig
 ) -> tuple[list[Example], Split]:
-    """(all examples, the role of each): the corpus, and after it the trusted rows as D_val.
+    """(all examples, role of each): the corpus, followed by the trusted rows as D_val.
 
-    Trusted rows count in |D_full|; a row of the corpus with the same text as one of them is left
-    out, and that is said.
+    Trusted rows count in |D_full|. Rows of the corpus with the same text as a trusted row are
+    dropped, with a note.
     """
     texts = {example.key for example in trusted}
     kept = [example for example in examples if example.key not in texts]
@@ -79,9 +79,9 @@ def assign_roles(
     warm: int | float = 0.05,
     num_trusted: int = 0,
 ) -> Split:
-    """Give every example its role; None means the paper's size, less for a small corpus.
+    """Assign a role to every example; None means the paper's size, less for a small corpus.
 
-    `num_trusted` rows outside the corpus are D_val already, and count in |D_full|.
+    `num_trusted` rows outside the corpus are already D_val and count in |D_full|.
     """
     total, notes = len(examples) + num_trusted, []
     wanted: dict[str, int] = {}

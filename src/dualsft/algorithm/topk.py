@@ -1,24 +1,23 @@
 """Exact signed top-k of parameter scores and top-b of example scores.
 
-Algorithm 1, lines 9 (TopK_signed) and 10 (TopB_signed); ALGORITHM.md section 2, "Selection".
+Algorithm 1 lines 9 (TopK_signed) and 10 (TopB_signed).
 
-The k largest of billions of scores are found without sorting them and without holding them: the
-scores are read chunk by chunk from a `ScoreSource` that recomputes them, twice as a rule. Each
-floating-point score has an integer key of the same order. The first reading checks that all are
-finite and looks at a sample of up to a million; the sample's order says between which two keys the
-k-th largest lies, six standard errors wide. The second reading keeps the positions of the keys
-above that bracket and the few keys inside it, whose order is then exact. When the bracket missed,
-or holds too many (scores that tie, or that lie in an order made against the sample), histograms of
-65,536 bins narrow the bracket of all keys, one reading each, until it holds few or one key alone
-(two readings at most in fp32, four in fp64); so the answer is exact whatever the sample says.
-Larger means better: the sign counts, not the size.
+Finds the k largest of billions of scores without sorting or holding them: the scores are read chunk
+by chunk from a `ScoreSource` that recomputes them, normally twice. Each floating-point score has an
+integer key of the same order. The first reading checks that all scores are finite and takes a
+sample of up to a million. The sorted sample gives a bracket for the k-th largest key, six standard
+errors wide. The second reading keeps the positions of the keys above the bracket and the few keys
+inside it, which are then ranked exactly. If the bracket misses the k-th key or holds too many keys
+(ties, or an order adversarial to the sample), histograms of 65,536 bins narrow the bracket of all
+keys, one reading each, until it holds few keys or a single one (at most two readings in fp32, four
+in fp64). The result is therefore exact whatever the sample. Scores are compared with their sign.
 
-Ties are broken by the order of the parameters, then by flat index. Nothing is written here.
+Ties are broken by the order of the parameters, then by flat index. Writes no files.
 
-In a world of several processes (`distributed/world.py`) each reads its own rows of every
-parameter, and the answer is that of one process with all of them. Samples, histograms, counts and
-the chosen indices meet, and nothing else. Every process is given the whole mask, of a sharded
-model the part in its own rows; what stops one stops all.
+With several processes (`distributed/world.py`) each reads its own rows of every parameter; the
+result equals that of a single process. Only samples, histograms, counts and the selected indices
+are communicated. Every process gets the full mask or, with a sharded model, the part in its own
+rows. An error in one process is raised in all.
 """
 
 from __future__ import annotations
@@ -56,35 +55,35 @@ class TopK:
     """The k largest scores, as sorted flat indices per parameter (int64, on the CPU)."""
 
     indices: dict[str, Tensor]
-    """One entry for each parameter that the source named; empty where nothing was selected. In a
-    sharded world those in this process's rows."""
+    """One entry per parameter of the source; empty where nothing was selected. In a sharded world,
+    only the indices in this process's rows."""
     threshold: float
     """Smallest selected score."""
     next_score: float | None
-    """Largest score left out; equals `threshold` when ties were cut; None when nothing was."""
+    """Largest score not selected; equals `threshold` if ties were cut; None if all are selected."""
     num_selected: int
     num_total: int
     num_nonpositive: int
-    """Selected scores that are zero or negative: the budget reached beyond the useful entries."""
+    """Number of selected scores <= 0: the budget exceeds the useful entries."""
 
 
 @dataclass(frozen=True)
 class _Bracket:
-    """The keys from `lo` to `hi`, among them the k-th largest."""
+    """A range of keys, `lo` to `hi` inclusive, that contains the k-th largest."""
 
     lo: int
     hi: int
     rank: int | None = None
-    """Which of them the k-th is, from the largest as 1; None until those above are counted."""
+    """Rank of the k-th key in the range (1 is the largest); None until keys above are counted."""
 
     @property
     def num_ties(self) -> int | None:
-        """How many of them belong to the k, where they are all equal and those above counted."""
+        """Number of ties to select, if all keys in the range are equal and `rank` is known."""
         return self.rank if self.lo == self.hi else None
 
     @property
     def shift(self) -> int:
-        """Low bits of a key that do not matter for its bin."""
+        """Number of low bits of a key that do not affect its bin."""
         return max(0, (self.hi - self.lo).bit_length() - _BIN_BITS)
 
     @property
@@ -92,16 +91,16 @@ class _Bracket:
         return (self.hi >> self.shift) - (self.lo >> self.shift) + 1
 
     def among(self, keys: Tensor) -> Tensor:
-        """Those of the keys that are inside."""
+        """The keys inside the bracket."""
         return keys[(keys >= self.lo) & (keys <= self.hi)]
 
     def histogram(self, inside: Tensor) -> Tensor:
-        """How many of these keys lie in each bin, on the CPU."""
+        """Number of keys per bin, on the CPU."""
         bins = (inside >> self.shift) - (self.lo >> self.shift)
         return torch.bincount(bins, minlength=self.num_bins).cpu()
 
     def narrowed(self, counts: Tensor) -> tuple[_Bracket, int]:
-        """The bin that the k-th key is in, by the counts of all bins; how many keys it holds."""
+        """(bracket of the bin with the k-th key, number of keys in it), from the bin counts."""
         assert self.rank is not None
         at_least = counts.flip(0).cumsum(0)  # [i]: keys in the i+1 highest bins
         from_top = int(torch.searchsorted(at_least, self.rank))
@@ -118,7 +117,7 @@ class _Bracket:
 
 @dataclass
 class _Part:
-    """Positions of one chunk that may belong to the k; those inside the bracket with their keys."""
+    """Positions of one chunk that may be in the top k, with the keys inside the bracket."""
 
     where: Tensor
     open: Tensor
@@ -128,22 +127,22 @@ class _Part:
 
 @dataclass
 class _Kept:
-    """What one reading of this process's scores leaves that may belong to the k."""
+    """Positions that may be in the top k, after one reading of this process's scores."""
 
     parts: dict[str, list[_Part]]
     num_kept: int = 0
-    """Positions, of which `num_open` are inside the bracket and the others above it."""
+    """Number of positions; `num_open` of them are inside the bracket, the others above it."""
     num_open: int = 0
     num_positive: int = 0
-    """Positive keys among them, where the bracket reaches down to others."""
+    """Number of positive keys among them, counted only if the bracket includes keys <= 0."""
     num_cut: int = 0
-    """Ties at the end that were not kept, as there are enough before them."""
+    """Number of ties dropped because enough ties precede them."""
     overfull: bool = False
-    """Whether the reading was given up, as more than k and the spare would have been kept."""
+    """Whether the reading was aborted because more than k + spare positions would be kept."""
 
 
 def topk_signed(source: ScoreSource, k: int) -> TopK:
-    """Select the k largest scores over all parameters, and all processes, together."""
+    """Select the k largest scores over all parameters and all processes."""
     world().agreed(str(k), "the number of scores to select")
     if k < 1:
         raise ValueError(f"k is {k}; at least 1 score must be selected")
@@ -155,7 +154,7 @@ def topk_signed(source: ScoreSource, k: int) -> TopK:
         found = _collect(source, survey, _narrowed(source, survey, k), k)
     if found is None:
         raise RunError(NOT_REPEATABLE)
-    if not world().sharded:  # there each has its own part
+    if not world().sharded:  # sharded: each process has its own part
         world().agreed(_fingerprint(found.indices), "the mask")
     return found
 
@@ -181,12 +180,13 @@ def top_b(scores: np.ndarray | Tensor, tie_order: Sequence[int] | np.ndarray, b:
 
 
 def _guess(survey: Survey, k: int) -> _Bracket:
-    """Where the sample says the k-th and (k+1)-th largest keys lie; exact when it is complete."""
+    """Bracket of the k-th and (k+1)-th largest keys from the sample; exact if it is complete."""
     ordered = survey.sample.sort(descending=True).values
     size, share, infinity = ordered.numel(), k / survey.num_total, key_of_infinity(survey.dtype)
     if size == survey.num_total:
         above, below = k - 1, min(k, size - 1)
     else:
+        # six standard errors of the k-th rank in the sample; + 6 for small k
         margin = 6 * math.sqrt(size * share * (1 - share)) + 6
         above, below = math.floor(share * size - margin), math.ceil(share * size + margin)
     return _Bracket(
@@ -196,7 +196,7 @@ def _guess(survey: Survey, k: int) -> _Bracket:
 
 
 def _narrowed(source: ScoreSource, survey: Survey, k: int) -> _Bracket:
-    """The bracket of all keys, narrowed by histograms until it holds few keys, or one alone."""
+    """The bracket of all keys, narrowed by histograms to few keys or a single one."""
     infinity = key_of_infinity(survey.dtype)
     bracket, num_inside = _Bracket(-infinity, infinity, rank=k), survey.num_total
     while num_inside > survey.spare and bracket.lo < bracket.hi:
@@ -209,7 +209,7 @@ def _narrowed(source: ScoreSource, survey: Survey, k: int) -> _Bracket:
 
 @together
 def _histogram(source: ScoreSource, survey: Survey, bracket: _Bracket, all_inside: bool) -> Tensor:
-    """This process's keys in each bin of the bracket, by one reading."""
+    """Number of this process's keys per bin of the bracket; one reading."""
     counts = torch.zeros(bracket.num_bins, dtype=torch.int64)
     for _, _, scores in reread(source, survey):
         keys = ordered_keys(scores)
@@ -218,7 +218,7 @@ def _histogram(source: ScoreSource, survey: Survey, bracket: _Bracket, all_insid
 
 
 def _collect(source: ScoreSource, survey: Survey, bracket: _Bracket, k: int) -> TopK | None:
-    """Positions of the k largest by one reading; None when the bracket missed or holds too many."""
+    """The k largest, by one reading; None if the bracket misses the k-th or holds too many keys."""
     kept = _kept(source, survey, bracket, k)
     own = [kept.num_kept, kept.num_open, kept.num_positive, kept.num_cut, kept.overfull]
     total = world().total(np.array(own, np.int64)).tolist()
@@ -244,12 +244,12 @@ def _collect(source: ScoreSource, survey: Survey, bracket: _Bracket, k: int) -> 
 
 @together
 def _kept(source: ScoreSource, survey: Survey, bracket: _Bracket, k: int) -> _Kept:
-    """This process's positions above the bracket and inside it, by one reading."""
+    """This process's positions above and inside the bracket; one reading."""
     lo, hi = bracket.lo, bracket.hi
     kept = _Kept({})
     for name, offset, scores in reread(source, survey):
         mine = kept.parts.setdefault(name, [])
-        # Bit patterns order positive scores as their keys do, and are negative for the others.
+        # Positive floats have bit patterns in key order; those of other floats are <= 0.
         keys = scores.view(KEY_DTYPES[survey.dtype]) if lo > 0 else ordered_keys(scores)
         where = (keys >= lo).nonzero().view(-1)
         high = keys[where]
@@ -257,7 +257,7 @@ def _kept(source: ScoreSource, survey: Survey, bracket: _Bracket, k: int) -> _Ke
         if lo <= 0:
             kept.num_positive += int((high > 0).sum())
         if bracket.num_ties is not None and kept.num_open + undecided.numel() > bracket.num_ties:
-            # The ties that stay come before those that go, so their indices into `where` hold.
+            # Kept ties precede dropped ones, so their indices into `where` stay valid.
             undecided, late = undecided.tensor_split([bracket.num_ties - kept.num_open])
             where, kept.num_cut = _without(where, late), kept.num_cut + late.numel()
         kept.num_kept += where.numel()
@@ -269,10 +269,10 @@ def _kept(source: ScoreSource, survey: Survey, bracket: _Bracket, k: int) -> _Ke
 
 
 def _ranked(inside: Tensor, bracket: _Bracket, num_inside: int) -> tuple[int, int, int | None]:
-    """The key that has the bracket's rank among all processes' keys inside it.
+    """(key at the bracket's rank over all processes, ties to select at that key, next key).
 
-    Also how many of the keys equal to it are within that rank, and the key that comes next, if
-    there is one inside. `num_inside` counts the keys of all processes, `inside` has this one's.
+    The next key is None if it is not inside the bracket. `inside` holds this process's keys in the
+    bracket, `num_inside` is their number over all processes.
     """
     keys = inside
     while bracket.lo < bracket.hi:
@@ -287,27 +287,29 @@ def _ranked(inside: Tensor, bracket: _Bracket, num_inside: int) -> tuple[int, in
 
 
 def _largest(own: int | None) -> int | None:
-    """The largest of the processes' keys; None when none has one."""
+    """The largest key over all processes; None if no process has one."""
     none = torch.iinfo(torch.int64).min  # below every key
     largest = int(world().max_(torch.tensor(none if own is None else own)))
     return None if largest == none else largest
 
 
 def _without(where: Tensor, dropped: Tensor) -> Tensor:
-    """`where` less its elements at the indices `dropped`."""
+    """`where` without the elements at the indices `dropped`."""
     keep = torch.ones_like(where, dtype=torch.bool)
     keep[dropped] = False
     return where[keep]
 
 
 def _settled(parts: dict[str, list[_Part]], key: int, ties: int) -> dict[str, Tensor]:
-    """The indices above `key` and the first `ties` equal to it: of all processes, but of a sharded
-    world's in this process's rows. Empties `parts`."""
+    """Indices of keys above `key` and of the first `ties` equal to it, from all processes; in a
+    sharded world only this process's rows. Empties `parts`."""
     equal = np.zeros((len(parts), world().size), np.int64)
     for row, mine in zip(equal, parts.values(), strict=True):
         row[world().rank] = sum(int((part.keys == key).sum()) for part in mine)
     world().total(equal)
-    before = equal.cumsum().reshape(equal.shape) - equal  # by parameter, within it by rank
+    before = (
+        equal.cumsum().reshape(equal.shape) - equal
+    )  # ties that come earlier: by parameter, then by rank
     room = (ties - before[:, world().rank]).clip(0).tolist()
     indices = {}
     for (name, mine), most in zip(parts.items(), room, strict=True):
@@ -317,7 +319,7 @@ def _settled(parts: dict[str, list[_Part]], key: int, ties: int) -> dict[str, Te
 
 
 def _own_settled(parts: list[_Part], key: int, ties: int) -> Tensor:
-    """This process's indices of one parameter: those above `key` and the first `ties` equal."""
+    """This process's indices of one parameter: keys above `key` and the first `ties` equal."""
     found = [torch.empty(0, dtype=torch.int64)]
     for part in parts:
         chosen = part.keys > key
@@ -330,7 +332,7 @@ def _own_settled(parts: list[_Part], key: int, ties: int) -> Tensor:
 
 @together
 def _own_largest_below(source: ScoreSource, survey: Survey, lo: int) -> int | None:
-    """This process's largest key under `lo`, by one more reading: the next score lies outside."""
+    """This process's largest key below `lo`; one more reading, if the next score is outside."""
     lowest = torch.iinfo(KEY_DTYPES[survey.dtype]).min
     largest = lowest
     for _, _, scores in reread(source, survey):
@@ -341,9 +343,9 @@ def _own_largest_below(source: ScoreSource, survey: Survey, lo: int) -> int | No
 
 
 def _fingerprint(indices: Mapping[str, Tensor]) -> str:
-    """A hash of a mask by the number, the sum and the sum of squares of each parameter's indices.
+    """Hash of a mask from the count, sum and sum of squares of each parameter's indices.
 
-    It costs a hundredth of the selection; a hash of the indices themselves would cost a tenth.
+    Costs 1 % of the selection; a hash of the indices themselves would cost 10 %.
     """
     moments = [
         (name, index.numel(), int(index.sum()), int(index.dot(index)))

@@ -1,7 +1,7 @@
-"""The pilot warmup's curvature ĉ: Algorithm 1 line 1.
+"""The curvature ĉ of the pilot warmup: Algorithm 1 line 1.
 
 ĉ = sqrt(r / (1 - beta2^t)) + eps, with the second moment r, beta2, step count t and eps of the
-warmup optimizer itself. The training loop is `train/loop.py`.
+warmup optimizer. The training loop is `train/loop.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PART = 1 << 24  # entries compared at a time
 
 
 def adam_rms(optimizer: SparseAdamW, candidates: Candidates) -> LazyVector:
-    """ĉ over the candidates, read from the optimizer's own state piece by piece."""
+    """ĉ over the candidates, read piece by piece from the optimizer's state."""
     group = optimizer.param_groups[0]
     beta2, eps = group["betas"][1], group["eps"]
 
@@ -27,7 +27,7 @@ def adam_rms(optimizer: SparseAdamW, candidates: Candidates) -> LazyVector:
         if start == stop:
             return torch.empty(0, dtype=candidates.dtype)
         second = optimizer.second_moment(name, start - first, stop - first)
-        # a parameter that the warmup never reached has second moment zero: any divisor will do
+        # a parameter without updates has second moment zero: avoid dividing by zero
         unbiased = second / (1.0 - beta2 ** float(optimizer.num_updates(name) or 1))
         return unbiased.sqrt_().add_(eps).to(candidates.dtype)
 
@@ -37,7 +37,7 @@ def adam_rms(optimizer: SparseAdamW, candidates: Candidates) -> LazyVector:
 
 @torch.no_grad()
 def rounding_norm(optimizer: SparseAdamW) -> float:
-    """‖θ̄ − its fp32 masters‖: how far θ̄ is from where the optimizer went."""
+    """‖θ̄ − its fp32 master weights‖: the rounding error of θ̄."""
     total = torch.zeros((), dtype=torch.float64)
     for name in optimizer.names:
         weight = optimizer.weight(name)

@@ -52,8 +52,8 @@ def precise(
     fits = world().told(more <= MOST_OF_FREE * free_memory(models[0].device))
     if wanted and not fits:
         warn(
-            f"{label}: fp32 weights would take {more / 2**30:.1f} GiB more and leave too little; "
-            "it stays in half precision (score.precision=half says so from the start)",
+            f"{label}: fp32 weights would take {more / 2**30:.1f} GiB more and leave too little "
+            "memory; continuing in half precision (set score.precision=half to start so)",
             code="half_precision",
         )
     used = widened(*models, tensor_cores=True) if wanted and fits else nullcontext(models)

@@ -241,8 +241,8 @@ class _Walk:
         if wishes.placement not in ("auto", plans[0].placement):
             self.reporter.warn(
                 f"{self.label}: score.plan={wishes.placement} takes "
-                f"{demand.host(wishes.placement) / GIB:.1f} GiB of the host's memory, of which "
-                f"{host / GIB:.1f} GiB are free; going on with {plans[0].describe(memory)}"
+                f"{demand.host(wishes.placement) / GIB:.1f} GiB of host memory, of which "
+                f"{host / GIB:.1f} GiB are free; continuing with {plans[0].describe(memory)}"
             )
         return memory, plans
 
@@ -296,7 +296,7 @@ class _Walk:
         if chain and (rows == 1 or rows // 2 * tokens < floor):
             following = chain.pop(0)
             self.reporter.warn(
-                f"{self.label}: out of memory with {plan.describe()}; going on with "
+                f"{self.label}: out of memory with {plan.describe()}; continuing with "
                 f"{following.describe(memory)}, the same sums in another order (set "
                 f"{following.settings} to start so)",
                 code="out_of_memory",

@@ -1,1 +1,1 @@
-"""A run: the pipeline of stages over a run folder."""
+"""Runs: the pipeline of stages and the run folder."""

@@ -1,8 +1,8 @@
-"""What a stage is given: the settings, the run folder, and one way to load each thing it reads.
+"""The context of a run: settings, run folder, reporter, and loaders for everything stages read.
 
-Stages share nothing in memory: each reads what earlier stages wrote, so `dualsft run` and the
-single stage commands are the same computation, and any number can be recomputed from the folder
-alone.
+Stages share no state in memory. Each stage reads the files that earlier stages wrote, so
+`dualsft run` and the single-stage commands compute the same thing, and every number can be
+recomputed from the run folder.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ from dualsft.system.usage import limit_memory
 
 @dataclass
 class RunContext:
-    """One run: its settings, its folder, its voice."""
+    """Settings, folder and reporter of one run."""
 
     config: Config
     rundir: RunDir
     reporter: Reporter
     pieces: Pieces = field(default_factory=Pieces)
-    """Saved progress of the stage that runs now."""
+    """Saved progress of the current stage."""
     lenders: Sequence[RunPath] = ()
-    """Run folders whose finished stages may be taken over instead of computed."""
+    """Cached runs: run folders whose finished stages are reused instead of recomputed."""
     answers: RunPath | None = None
-    """Folder in which the base model's answers to benchmarks are kept for other runs."""
+    """Folder that caches the base model's benchmark answers for other runs."""
     plans: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The memory plan of each walk of the stage that runs now, by its label."""
+    """Memory plan of each walk of the current stage, by label."""
 
     def folder(self, stage: str) -> RunPath:
         return self.rundir.path / FOLDERS[stage]
@@ -75,19 +75,19 @@ class RunContext:
         model = self.config.model
         if self.trusted:
             self.reporter.warn(
-                "model.trust_remote_code is on: Python code that came with the model runs with "
-                "your rights",
+                "model.trust_remote_code is on: Python code shipped with the model runs with your "
+                "permissions",
                 code="remote_code",
             )
         return resolve_model(model.path, model.revision, self.trusted)
 
     @property
     def trusted(self) -> bool:
-        """Whether the model's own Python code may run."""
+        """Whether Python code shipped with the model may run."""
         return self.config.model.trust_remote_code
 
     def data_path(self, path: str) -> str:
-        """A source of rows; `builtin:NAME/FILE` in it is a file that the package generates."""
+        """Resolve `builtin:NAME/FILE` items of a data path to files that the package generates."""
         return ",".join(
             str(builtin_file(item, cache_root())) if item.startswith(BUILTIN) else item
             for item in split_paths(path)
@@ -113,50 +113,50 @@ class RunContext:
 
     @property
     def pad_id(self) -> int:
-        """What batches are padded with; the tokenizer itself is left as it came."""
+        """Token id for padding batches; the tokenizer itself is not modified."""
         return pad_token_id(self.tokenizer)
 
     @cached_property
     def methods(self) -> Composition:
-        """The methods of this run, one an axis."""
+        """The methods of this run, one per axis."""
         return compose(to_flat(self.config))
 
     @cached_property
     def parameter_shapes(self) -> dict[str, torch.Size]:
-        """Every parameter's shape by name, without the weights."""
+        """Shape of every parameter by name; loads no weights."""
         empty = empty_model(self.model_folder, self.trusted)
         return {name: p.shape for name, p in empty.named_parameters()}
 
     @cached_property
     def candidate_shapes(self) -> dict[str, torch.Size]:
-        """The shapes of the parameters that compete."""
+        """Shapes of the candidate parameters by name; loads no weights."""
         empty = empty_model(self.model_folder, self.trusted)
         chosen = find_candidates(empty, self.config.score.candidates)
         return {name: p.shape for name, p in chosen.items()}
 
     @property
     def num_candidates(self) -> int:
-        """Entries that compete."""
+        """Number of candidate entries."""
         return sum(shape.numel() for shape in self.candidate_shapes.values())
 
     @property
     def num_parameters(self) -> int:
-        """All entries of the model."""
+        """Number of entries of the model."""
         return sum(shape.numel() for shape in self.parameter_shapes.values())
 
     @property
     def vector_bytes(self) -> int:
-        """A vector over the candidates on disk."""
+        """Bytes on disk of a vector over the candidates."""
         return self.num_candidates * accumulation_dtype(self.dtype).itemsize
 
     @property
     def model_bytes(self) -> int:
-        """The model's weights on disk, in the run's dtype."""
+        """Bytes on disk of the model's weights in the run's dtype."""
         return self.num_parameters * self.dtype.itemsize
 
     @cached_property
     def model_config(self) -> Any:
-        """The text model's configuration, read without its weights."""
+        """Configuration of the text model; loads no weights."""
         return read_model_config(self.model_folder, self.trusted)
 
     @property
@@ -169,16 +169,16 @@ class RunContext:
 
     @cached_property
     def batch_tokens(self) -> int:
-        """Padded tokens a batch: as set, or what suits the device."""
+        """Padded tokens per scoring batch: score.batch_tokens, or the device's default."""
         return self.config.score.batch_tokens or DEFAULT_BATCH_TOKENS[self.device.type]
 
     @property
     def training_tokens(self) -> int:
-        """Padded tokens a forward pass of training: as set, or what suits the device."""
+        """Padded tokens per training forward pass: score.batch_tokens, or the device's default."""
         return self.config.score.batch_tokens or TRAINING_BATCH_TOKENS[self.device.type]
 
     def local(self, folder: Place) -> Path:
-        """A model folder as a path; one inside the run folder is checked first."""
+        """A model folder as a local path; a folder inside the run is verified first."""
         return folder if isinstance(folder, Path) else model_in(folder)
 
     def load(self, folder: Place) -> PreTrainedModel:
@@ -191,18 +191,18 @@ class RunContext:
         return self.load(self.model_folder)
 
     def theta_bar(self) -> PreTrainedModel:
-        """The warmed-up model; equal to θ_old when there was no warmup."""
+        """The warmed-up model; equals θ_old without a warmup."""
         return self.load(self.folder("warmup") / "theta_bar")
 
     @property
     def warmed_up(self) -> bool:
-        """Whether there was a warmup, and so a curvature ĉ."""
+        """Whether a warmup ran, so that the curvature ĉ exists."""
         return (self.folder("warmup") / "curvature.safetensors").is_file()
 
     def precise(
         self, what: Literal["directions", "pool"], label: str, *models: PreTrainedModel
     ) -> AbstractContextManager[tuple[PreTrainedModel, ...]]:
-        """The models to walk with, in the precision that `score.precision` asks for."""
+        """The models for a walk, in the precision set by `score.precision`."""
         precision, warn = self.config.score.precision, self.reporter.warn
         return precise(precision, what, label, warn, *models)
 
@@ -210,23 +210,23 @@ class RunContext:
         return find_candidates(model, self.config.score.candidates)
 
     def roles(self) -> dict[str, list[Example]]:
-        """val, anchor, warm, pool: the examples of each role, in source order."""
+        """Examples of each role (val, anchor, warm, pool), in source order."""
         return read_split(self.folder("split"))
 
     def vector(self, stage: str, name: str, candidates: Candidates) -> LazyVector:
-        """A stored vector over the candidates, read piece by piece onto the device when asked."""
+        """Open a stored vector over the candidates; pieces are read onto the device on access."""
         return LazyVector.open(
             self.folder(stage) / f"{name}.safetensors", candidates.names, self.device
         )
 
     def curvature(self, candidates: Candidates) -> LazyVector | None:
-        """ĉ, or None when there was no warmup."""
+        """ĉ, or None without a warmup."""
         return self.vector("warmup", "curvature", candidates) if self.warmed_up else None
 
 
 @contextmanager
 def repeatable(wanted: bool) -> Iterator[None]:
-    """Let torch use only operations that give the same bits every time (model.deterministic)."""
+    """Restrict torch to deterministic operations inside the block (model.deterministic)."""
     if not wanted:
         yield
         return
@@ -240,7 +240,7 @@ def repeatable(wanted: bool) -> Iterator[None]:
 
 
 def pass_settings(ctx: RunContext) -> PassSettings:
-    """How this run makes batches, and under which plan it walks over them."""
+    """Batching and memory-plan settings of this run's walks."""
     score = ctx.config.score
     wishes = Wishes(
         placement=score.plan,

@@ -1,9 +1,8 @@
-"""What each stage's result depends on: the settings, and the hashes of what it reads from outside.
+"""The inputs of each stage's fingerprint: settings, and hashes of files outside the run folder.
 
-The fingerprint of a stage (`runs/pipeline.py`) is made of these and of the stages before it: a
-changed value re-runs exactly the stages that name it here, and a setting that changes no result
-(where things are kept, how many processes there are) is named by none. Every line of Algorithm 1
-has its stage.
+The fingerprint of a stage (`runs/pipeline.py`) combines these with the fingerprints of the stages
+it reads. A changed value re-runs exactly the stages that list it here. Settings that do not affect
+results (storage locations, number of processes) are not listed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Settings = dict[str, Any]
 
 
 def pick(ctx: RunContext, *keys: str) -> Settings:
-    """Config values by full key; `section.*` takes the whole section."""
+    """Config values by full key; `section.*` selects the whole section."""
     flat = settings.to_flat(ctx.config)
     chosen: Settings = {}
     for key in keys:
@@ -39,7 +38,7 @@ def pick(ctx: RunContext, *keys: str) -> Settings:
 
 def split_settings(ctx: RunContext) -> Settings:
     chosen = pick(ctx, "seed", "data.*", "split.*")
-    del chosen["data.padding_side"]
+    del chosen["data.padding_side"]  # affects batches, not the split
     for key in ("data.path", "data.val_path"):
         name = chosen.pop(key)
         if name is None:
@@ -56,26 +55,26 @@ def split_settings(ctx: RunContext) -> Settings:
 
 
 def hash_template(ctx: RunContext, chosen: Settings) -> None:
-    """A template file counts by its content."""
+    """Replace the path of the template file by a hash of its content."""
     if ctx.config.data.template_file is not None:
         chosen["data.template_file"] = sha256_file(Path(ctx.config.data.template_file).expanduser())
 
 
 def _compute(ctx: RunContext) -> Settings:
-    """What decides the bits of any pass through the model."""
+    """Settings that affect the numerics of every pass through the model."""
     dtype = str(ctx.dtype).removeprefix("torch.")
     chosen = pick(ctx, "model.attention", "model.deterministic", "data.padding_side")
     return {"dtype": dtype, "device": ctx.device.type, "batch_tokens": ctx.batch_tokens} | chosen
 
 
 def _training(ctx: RunContext) -> Settings:
-    """How rows are packed for training, where that is not as usual: dropout is drawn a pass."""
+    """Tokens per training pass if not the default; dropout is drawn per pass."""
     usual = TRAINING_BATCH_TOKENS[ctx.device.type]
     return {} if ctx.training_tokens == usual else {"training tokens": ctx.training_tokens}
 
 
 def _precision(ctx: RunContext) -> Settings:
-    """Which walks have fp32 weights; without half precision all of them do."""
+    """Which walks use fp32 weights; relevant only for half-precision models."""
     return pick(ctx, "score.precision") if ctx.dtype in HALF_DTYPES else {}
 
 
@@ -83,14 +82,14 @@ def warmup_settings(ctx: RunContext) -> Settings:
     chosen = pick(
         ctx, "warmup.*", "finetune.warmup_ratio", "finetune.micro_batch_size", "score.candidates"
     )
-    del chosen["warmup.offload"]  # where the optimizer's state is changes no result
+    del chosen["warmup.offload"]  # location of the optimizer state: no effect on results
     chosen["warmup.lr"] = ctx.config.warmup.lr or ctx.config.finetune.lr
     chosen["warmup.batch_size"] = ctx.config.warmup.batch_size or ctx.config.finetune.batch_size
     return chosen | _compute(ctx) | _training(ctx) | _weights(ctx)
 
 
 def _weights(ctx: RunContext) -> Settings:
-    """θ_old by its content."""
+    """Hashes of θ_old's weights and config."""
     return {
         "weights of model.path": weights_hash(ctx.model_folder),
         "config.json of model.path": sha256_file(ctx.model_folder / "config.json"),
@@ -117,7 +116,10 @@ def gradients_settings(ctx: RunContext, product: bool | None = None) -> Settings
 
 
 def gradients_with_product(ctx: RunContext) -> Settings | None:
-    """G alone is wanted, and a pool pass that also made the product has it too."""
+    """Settings of a pool pass that also computes the per-example product, if only G is needed.
+
+    Its result contains G, so a finished stage with these settings can be reused.
+    """
     wanted = gradients.one_pass_wanted(ctx)
     return None if wanted else gradients_settings(ctx, product=True)
 
@@ -143,14 +145,16 @@ def selection_settings(ctx: RunContext) -> Settings:
 
 
 def data_choice_settings(ctx: RunContext) -> Settings:
-    """The part of the selection's that its examples depend on (`runs/stages/reuse.py`)."""
+    """The selection settings that affect its examples (`runs/stages/reuse.py`)."""
     own = _own_passes(ctx, [ctx.methods.entries["data"]])
     return pick(ctx, "select.data_budget") | ctx.methods.settings("data") | own
 
 
 def _own_passes(ctx: RunContext, entries: Iterable[Entry]) -> Settings:
-    """What methods depend on that look at the model themselves; DualSFT's own reads stages that
-    depend on these."""
+    """Settings of methods that run the model themselves.
+
+    DualSFT's own methods read the scores instead, a stage whose fingerprint covers these settings.
+    """
     others = [entry for entry in entries if "scores" not in entry.needs and entry.name != "all"]
     chosen: Settings = {}
     if others:
@@ -163,7 +167,7 @@ def _own_passes(ctx: RunContext, entries: Iterable[Entry]) -> Settings:
 
 
 def _adapter_budget(ctx: RunContext) -> Settings:
-    """The budget of an adapter, which the fine-tuning itself makes."""
+    """Budget settings of an adapter, which is created by the fine-tuning stage."""
     adapter = ctx.methods.load("params").adapter
     keys = ("select.param_budget", "method.denominator", "score.candidates")
     return pick(ctx, *keys) | ctx.methods.settings("params") if adapter else {}
@@ -171,10 +175,10 @@ def _adapter_budget(ctx: RunContext) -> Settings:
 
 def finetune_settings(ctx: RunContext) -> Settings:
     chosen = pick(ctx, "finetune.*", "seed")
-    del chosen["finetune.checkpointing"]  # changes memory, no result
+    del chosen["finetune.checkpointing"]  # affects memory only
     chosen["learning rate"] = finetune.learning_rate(ctx)
     chosen |= (
         _weights(ctx) | _compute(ctx) | _training(ctx)
-    )  # nothing else need name the model: all, all
+    )  # with all/all no earlier stage hashes the weights
     chosen |= {} if ctx.methods.entries["params"].uses_budget else _adapter_budget(ctx)
     return chosen | ctx.methods.settings("weights") | ctx.methods.settings("after")

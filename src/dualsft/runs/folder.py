@@ -1,11 +1,11 @@
-"""The run folder: stages that are whole or absent, and a reason for each one that is run again.
+"""The run folder: atomic stage folders, with a reason for every stage that must be re-run.
 
-The layout is that of ARCHITECTURE.md: one numbered folder for each step of Algorithm 1. A stage is
-written as `<folder>.part`, sealed by a manifest (`storage/manifest.py`), and swapped into place by
-rename; a finished stage is not removed before its successor is complete, and a reader finishes or
-undoes a swap that a crash cut short. What a stage has so far lies in `<folder>.work`
-(`storage/resume.py`). One process at a time writes.
-Writes `config.yaml`, `manifest.json`, `metrics.jsonl` and the stage folders; reads them back.
+One numbered folder per step of Algorithm 1 (docs/run_folder.md). A stage is written to
+`<folder>.part`, sealed by a manifest (`storage/manifest.py`), and renamed into place. The old stage
+is removed only after the new one is complete; after a crash during the swap, the next reader
+completes it or rolls it back. Progress of an unfinished stage is in `<folder>.work`
+(`storage/resume.py`). Only one process writes at a time.
+Reads and writes `config.yaml`, `manifest.json`, `metrics.jsonl` and the stage folders.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from dualsft.system.peak_memory import PeakMemory
 
 try:
     import fcntl
-except ImportError:  # Windows: two runs on one folder go unnoticed there
+except ImportError:  # Windows has no fcntl: concurrent runs in one folder are not detected
     fcntl = None
 
 __all__ = [
@@ -74,13 +74,13 @@ RUN_FILES = frozenset({"config.yaml", MANIFEST, "metrics.jsonl", *REPORTS})
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """What is on disk for a stage; only `ready` may be read."""
+    """State of a stage on disk; only a `ready` stage may be read."""
 
     status: Literal["missing", "stale", "corrupt", "ready"]
     reasons: tuple[str, ...] = ()
     manifest: Mapping[str, Any] | None = None
     extra: tuple[str, ...] = ()
-    """Files in the folder that its manifest does not list; they are ignored."""
+    """Files in the folder that the manifest does not list; ignored."""
 
     @property
     def ready(self) -> bool:
@@ -88,7 +88,7 @@ class StageState:
 
 
 class StageWriter:
-    """A stage while it is written: `path` is its folder, and `writer / "name"` a file in it."""
+    """A stage being written: `path` is its folder, `writer / "name"` a file in it."""
 
     def __init__(self, path: RunPath) -> None:
         self.path = path
@@ -96,19 +96,19 @@ class StageWriter:
         self.memory = PeakMemory()
         self.seconds = 0.0
         self.elsewhere = 0.0
-        """Seconds that parts of it took where they were made."""
+        """Seconds spent on reused parts in the runs that computed them."""
         self.kept = False
-        """Whether the stage is whole and in its place."""
+        """Whether the stage is complete and in place."""
 
     def __truediv__(self, name: str) -> RunPath:
         return self.path / name
 
     def note(self, facts: Mapping[str, Any]) -> None:
-        """Keep facts about the stage in its manifest."""
+        """Add facts to the stage's manifest."""
         self.facts |= jsonable(facts)
 
     def count(self, seconds: float, peak_bytes: int, on_gpu: bool) -> None:
-        """A part that another run has made counts as it did there, like a stage taken over."""
+        """Add the cost of a reused part, as measured in the run that computed it."""
         self.elsewhere += seconds
         if on_gpu:
             self.memory.cuda_bytes = max(self.memory.cuda_bytes or 0, peak_bytes)
@@ -117,7 +117,7 @@ class StageWriter:
 
     @property
     def peak_memory(self) -> int:
-        """Bytes: of the GPU when the stage used one, otherwise of the process."""
+        """Peak bytes: of the GPU if the stage used one, otherwise of the process."""
         return self.memory.cuda_bytes or self.memory.rss_bytes
 
 
@@ -126,8 +126,8 @@ def _beside(path: RunPath, suffix: str) -> RunPath:
 
 
 def _is_run(names: list[str]) -> bool:
-    """Whether a folder without a sound manifest.json is a run's all the same: it holds nothing but
-    a run's files, and a stage or the settings among them."""
+    """Whether a folder without a valid manifest.json is still a run folder: it contains only files
+    of a run, including a stage or the settings."""
     stages = {name for name in names if STAGE_FOLDER.fullmatch(name.partition(".")[0])}
     return bool(stages or "config.yaml" in names) and set(names) - stages <= RUN_FILES
 
@@ -141,13 +141,13 @@ class RunDir:
         self._lock_file = -1
 
     def create(self) -> RunDir:
-        """Make the folder, or take up a run's; refuses a folder that holds something else."""
+        """Create the folder or open a run folder; any other non-empty folder is refused."""
         try:
             str(self.path).encode("utf-8")
         except UnicodeEncodeError:
             raise ConfigError(
-                f"--out: {str(self.path)!r} is not UTF-8, as the files inside must be; give "
-                "another name"
+                f"--out: {str(self.path)!r} is not valid UTF-8, which file names in a run must be; "
+                "give another name"
             ) from None
         try:
             if os.path.lexists(self.path.location) and not self.path.is_dir():
@@ -167,11 +167,11 @@ class RunDir:
         return self
 
     def write_config(self, text: str) -> None:
-        """Write `config.yaml`, with a seal by which damage to it is found."""
+        """Write `config.yaml` with a seal that detects damage."""
         atomic_write_text(self.path / "config.yaml", sealed_text(text))
 
     def _write_manifest(self) -> None:
-        """Write the run's `manifest.json`: a summary of the stages that are there."""
+        """Write the run's `manifest.json`: a summary of the finished stages."""
         stages: dict[str, Any] = {}
         for folder in sorted(filter(STAGE_FOLDER.fullmatch, self.path.names())):
             manifest, wrong = read_stage_manifest(self.path / folder)
@@ -188,23 +188,23 @@ class RunDir:
         atomic_write_text(self.path / MANIFEST, render_manifest(body))
 
     def log_metrics(self, stage: str, **values: Any) -> None:
-        """Append one line to `metrics.jsonl`; nan and inf, which JSON lacks, become their names."""
+        """Append one line to `metrics.jsonl`; nan and inf, not valid in JSON, become strings."""
         assert "time" not in values
         record = {"time": round(time.time(), 3), "stage": stage, **values}
         line = json.dumps(jsonable(record), allow_nan=False) + "\n"
         try:
             with (self.path / "metrics.jsonl").open("ab+") as file:
-                if file.seek(0, os.SEEK_END) > 0:  # a crash may have cut the last line
+                if file.seek(0, os.SEEK_END) > 0:  # a crash may have truncated the last line
                     file.seek(-1, os.SEEK_END)
                     line = line if file.read(1) == b"\n" else "\n" + line
                 file.write(line.encode("ascii"))
         except OSError as problem:
             if problem.errno not in FULL:
                 raise
-            log.warning("%s: the disk is full, a line of metrics.jsonl is lost", self.path)
+            log.warning("%s: the disk is full; a line of metrics.jsonl was not written", self.path)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The records of `metrics.jsonl`; a line that a crash cut is left out."""
+        """The records of `metrics.jsonl`; a line truncated by a crash is skipped."""
         records: list[dict[str, Any]] = []
         with contextlib.suppress(FileNotFoundError):
             for line in (self.path / "metrics.jsonl").read_bytes().splitlines():
@@ -213,19 +213,19 @@ class RunDir:
         return records
 
     def stage_path(self, folder: str) -> RunPath:
-        """Where a finished stage lies."""
+        """Folder of a finished stage."""
         assert STAGE_FOLDER.fullmatch(folder), folder
         return self.path / folder
 
     def stage_state(self, folder: str, fingerprint: Fingerprint) -> StageState:
-        """Whether a stage can be reused and, if not, why; hashes every file before `ready`."""
+        """Whether a stage can be reused and, if not, why; hashes every file for `ready`."""
         final = self.stage_path(folder)
         self._recover_if_free(folder)
         try:
             if not final.exists():
                 return StageState("missing")
         except RunError as problem:
-            return StageState("corrupt", (f"{folder} is no folder: {problem}",))
+            return StageState("corrupt", (f"{folder} is not a folder: {problem}",))
         manifest, wrong = read_stage_manifest(final)
         if wrong:
             return StageState("corrupt", (wrong,))
@@ -233,7 +233,7 @@ class RunDir:
             return StageState("stale", tuple(reasons), manifest)
         reasons, extra = damage(final, manifest)
         if extra:
-            log.info("%s: ignored, not written by the stage: %s", final, ", ".join(extra))
+            log.info("%s: ignoring files that the stage did not write: %s", final, ", ".join(extra))
         status = "corrupt" if reasons else "ready"
         return StageState(status, tuple(reasons), manifest, tuple(extra))
 
@@ -241,10 +241,10 @@ class RunDir:
     def write_stage(
         self, folder: str, fingerprint: Fingerprint, need: int = 0
     ) -> Iterator[StageWriter]:
-        """Give an empty folder to write a stage into; on a clean exit it replaces the old stage.
+        """Yield an empty folder for a stage; on a clean exit it replaces the old stage.
 
-        `need` is what it will take on disk, in bytes, as far as that is known. On an exception the
-        new folder is removed and the old stage stays as it was.
+        `need` is the expected size on disk in bytes, as far as it is known. On an exception the
+        new folder is removed and the old stage is kept.
         """
         final = self.stage_path(folder)
         part = _beside(final, ".part")
@@ -260,7 +260,7 @@ class RunDir:
                     with writer.memory:
                         yield writer
                     writer.seconds = time.perf_counter() - start + writer.elsewhere
-                    # the work is done: a signal waits until it is kept
+                    # computation is done: defer signals until the stage is in place
                     waiting.enter_context(interrupt.deferred())
                     seal(part, self._stage_body(folder, fingerprint, writer))
                 except BaseException as problem:
@@ -276,11 +276,11 @@ class RunDir:
                 self._write_manifest()
 
     def adopt(self, folder: str, lender: RunPath) -> bool:
-        """Take over the finished stage of another run folder, by hard links where there are such.
+        """Reuse the finished stage of another run folder, by hard links where supported.
 
-        Its manifest comes with it: fingerprint, hashes, and what it took when it was made. False,
-        and nothing is taken, where files of it have gone meanwhile: another process replaces the
-        stage, or removes what a comparison does not keep.
+        The manifest is copied too: fingerprint, hashes, and the cost at the time of computation.
+        Returns False and copies nothing if files have disappeared in the meantime: another process
+        is replacing the stage, or removing files that a comparison does not keep.
         """
         final = self.stage_path(folder)
         part = _beside(final, ".part")
@@ -290,7 +290,7 @@ class RunDir:
             try:
                 _copy_stage(lender / folder, part)
             except FileNotFoundError:
-                if _has_all(lender / folder):  # then it was something else
+                if _has_all(lender / folder):  # no file is missing: another error
                     raise
             if not _has_all(part):
                 part.remove()
@@ -299,16 +299,16 @@ class RunDir:
             return True
 
     def work_path(self, folder: str) -> RunPath:
-        """Where a stage keeps its progress while it runs."""
+        """Folder for a running stage's saved progress."""
         return _beside(self.stage_path(folder), ".work")
 
     def discard_work(self, folder: str) -> None:
-        """Remove what an unfinished attempt has left beside a stage that is whole."""
+        """Remove leftover progress of an unfinished attempt next to a complete stage."""
         self.work_path(folder).remove()
         _beside(self.stage_path(folder), ".part").remove()
 
     def sweep(self) -> None:
-        """Remove the temporary files of processes that were killed; the caller holds the lock."""
+        """Remove temporary files of killed processes; the caller must hold the lock."""
         for file in self.path.glob(".*.tmp"):
             file.remove()
 
@@ -326,25 +326,25 @@ class RunDir:
         }
 
     def _swap(self, part: RunPath, final: RunPath) -> None:
-        """Put a sealed folder in the place of the old one; a crash in between is recoverable."""
+        """Replace the old folder by a sealed one; recoverable after a crash at any point."""
         old = _beside(final, ".old")
         old.remove()
         if final.is_taken():
             final.rename(old)
         part.rename(final)
-        self.path.fsync()
+        self.path.fsync()  # the renames must be on disk before the old stage is deleted
         old.remove()
 
     def _recover(self, folder: str) -> None:
-        """Finish a swap that a crash cut short, or undo it; the caller holds the lock."""
+        """Complete or roll back a swap interrupted by a crash; the caller must hold the lock."""
         final = self.stage_path(folder)
         part, old = _beside(final, ".part"), _beside(final, ".old")
         if not old.is_taken() and final.is_taken():
             return
         if not is_whole(final):
-            for candidate in (part, old):
+            for candidate in (part, old):  # a sealed .part is newer than .old
                 if is_whole(candidate):
-                    log.warning("%s: taking up %s after a crash", final, candidate.name)
+                    log.warning("%s: recovering %s after a crash", final, candidate.name)
                     final.remove()
                     candidate.rename(final)
                     self.path.fsync()
@@ -352,7 +352,7 @@ class RunDir:
         old.remove()
 
     def _recover_if_free(self, folder: str) -> None:
-        """`_recover` for a reader: not while somebody writes, nor in a read-only copy."""
+        """`_recover` for readers; skipped while another process writes, or if read-only."""
         final = self.stage_path(folder)
         swapping = _beside(final, ".old").is_taken()
         if not swapping and (final.is_taken() or not _beside(final, ".part").is_taken()):
@@ -369,7 +369,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the folder for writing; another process is refused by name. May nest."""
+        """Lock the folder for writing; raises with the owner's name if locked. Reentrant."""
         if not self._try_lock():
             owner = (self.path / ".lock").read_text(encoding="utf-8", errors="replace").strip()
             raise RunError(
@@ -401,9 +401,9 @@ class RunDir:
 
 
 def locked(file: int, path: Place) -> bool:
-    """Lock an open file until it is closed; False when another process has it.
+    """Lock an open file until it is closed; False if another process holds the lock.
 
-    Without locks, on Windows and on some file systems, everybody has it.
+    Always True where locks are not supported (Windows, some file systems).
     """
     try:
         if fcntl is not None:
@@ -411,27 +411,27 @@ def locked(file: int, path: Place) -> bool:
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
-        log.warning("%s: this file system has no locks: %s", path, error)
+        log.warning("%s: this file system does not support locks: %s", path, error)
     return True
 
 
 class FollowedRunDir(RunDir):
-    """The run's folder as a process sees it that takes part in the stages and writes none."""
+    """The run folder for ranks other than 0, which take part in stages but write nothing."""
 
     def create(self) -> RunDir:
         return self
 
     def write_config(self, text: str) -> None:
-        """The first process does."""
+        """No-op; rank 0 writes it."""
 
     def log_metrics(self, stage: str, **values: Any) -> None:
-        """The first process does."""
+        """No-op; rank 0 writes it."""
 
     @contextlib.contextmanager
     def write_stage(
         self, folder: str, fingerprint: Fingerprint, need: int = 0
     ) -> Iterator[StageWriter]:
-        """A folder to write a stage into that is thrown away."""
+        """Yield a temporary folder that is discarded."""
         with tempfile.TemporaryDirectory(prefix="dualsft-") as name:
             writer = StageWriter(RunPath(name))
             with writer.memory:
@@ -439,18 +439,19 @@ class FollowedRunDir(RunDir):
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """The first process holds it."""
+        """No-op; rank 0 holds the lock."""
         yield
 
 
 READ_BY_LOADERS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".safetensors")
-"""Files that decide what a model folder is; others, such as a README, may lie beside them."""
+"""Suffixes of files that affect how a model loads; other files, such as a README, are allowed."""
 
 
 def model_in(folder: RunPath, hashed: bool = False) -> Path:
-    """A model folder inside a stage as a path, once everything in it is the run's own.
+    """Path of a model folder inside a stage, after checking that the run wrote every file in it.
 
-    `hashed` compares the hashes of all but the weights too, where nothing has done so before.
+    `hashed` also compares the hashes of all files but the weights, for callers that have not
+    verified the stage before.
     """
     stage, prefix = folder.parent, f"{folder.name}/"
     manifest, wrong = read_stage_manifest(stage)
@@ -460,18 +461,18 @@ def model_in(folder: RunPath, hashed: bool = False) -> Path:
     wanted = {name for name in small if name.startswith(prefix)} if hashed else set[str]()
     reasons, extra = damage(stage, manifest, only=wanted)
     reasons += [
-        f"{name} is not a file that the run wrote; remove it"
+        f"{name} was not written by the run; remove it"
         for name in extra
         if name.startswith(prefix) and name.endswith(READ_BY_LOADERS)
     ]
     if reasons:
-        cure = "the same `dualsft run` makes again what was changed since it was written"
+        cure = "the same `dualsft run` recomputes files that were changed after they were written"
         raise RunError("\n".join([*(f"{stage}: {reason}" for reason in reasons), cure]))
     return folder.checked()
 
 
 def _has_all(stage: RunPath) -> bool:
-    """Whether every file that the manifest names is there, in its size."""
+    """Whether every file in the manifest exists with the recorded size."""
     manifest, wrong = read_stage_manifest(stage)
     if wrong:
         return False
@@ -480,7 +481,7 @@ def _has_all(stage: RunPath) -> bool:
 
 
 def _copy_stage(source: RunPath, target: RunPath) -> None:
-    """A stage's files under a second name, or copied; what is no plain file is left behind."""
+    """Hard-link or copy a stage's files; anything but plain files is skipped."""
     target.mkdir()
     for name, file in source.tree()[0].items():
         copy = target / name

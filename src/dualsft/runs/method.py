@@ -1,9 +1,10 @@
-"""What a method is: one of four questions, answered from a `Job` that counts what it costs.
+"""Base classes of methods, one per axis, and the `Job` that they work on.
 
-ARCHITECTURE.md, "A method". `DataMethod` chooses examples, `ParamMethod` entries (once, or again
-while training: a moving mask; or none, an adapter), `WeightMethod` says how much each token counts
-in training (Algorithm 1 line 12 with another loss), `AfterMethod` edits the trained weights. The
-selection stage asks the first two, the fine-tuning stage the others; neither knows a name.
+`DataMethod` chooses examples. `ParamMethod` chooses entries: once, repeatedly during training (a
+moving mask), or none (an adapter). `WeightMethod` sets the weight of each token in training
+(Algorithm 1 line 12 with another loss). `AfterMethod` edits the trained weights. The selection
+stage calls the first two, the fine-tuning stage the others; neither refers to methods by name.
+`Job` measures the cost of each method.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ T = TypeVar("T")
 
 @dataclass
 class Accounts:
-    """What a method took, measured the same way for all of them."""
+    """Cost of a method, measured in the same way for all methods."""
 
     forward_examples: int = 0
-    """Examples that went forward through a model without a backward pass."""
+    """Examples in forward-only passes."""
     backward_examples: int = 0
-    """Examples that were differentiated, training steps included."""
+    """Examples in backward passes, training steps included."""
     seconds: float = 0.0
     peak_bytes: int = 0
-    """Of the device, or of the process on a CPU."""
+    """Peak of the GPU, or of the process on a CPU."""
 
     def as_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -49,41 +50,41 @@ class Accounts:
 
 @dataclass
 class Job:
-    """What a method is given: the run, its own folder, and accounts."""
+    """Input of a method: the run, an output folder, and cost accounts."""
 
     ctx: RunContext
     axis: Axis
     part: RunPath
-    """Where the stage's files are written."""
+    """Folder that the stage writes to."""
     examples: list[Example] = field(default_factory=list)
-    """What will be trained on; empty while examples are being chosen."""
+    """The training examples; empty while a data method chooses them."""
     common: dict[str, Any] = field(default_factory=dict)
-    """What the methods of one stage share."""
+    """Values shared by the methods of one stage (`shared`)."""
     accounts: Accounts = field(default_factory=Accounts)
 
     @property
     def roles(self) -> dict[str, list[Example]]:
-        """val, anchor, warm, pool."""
+        """Examples of each role: val, anchor, warm, pool."""
         return self.shared("roles", lambda job: job.ctx.roles())
 
     def shared(self, key: str, make: Callable[[Job], T]) -> T:
-        """Made once for all methods of this stage."""
+        """The value of `make`, computed once for all methods of this stage."""
         if key not in self.common:
             self.common[key] = make(self)
         return self.common[key]
 
     def rng(self, purpose: str) -> np.random.Generator:
-        """Chance that depends on the seed, the axis and the purpose alone."""
+        """Random generator seeded by the run's seed, the axis and the purpose only."""
         words = np.frombuffer(digest(self.ctx.config.seed, f"{self.axis}/{purpose}"), np.uint32)
         return np.random.default_rng(words.tolist())
 
     def shapes(self) -> dict[str, torch.Size]:
-        """The candidates' shapes by name, without their weights."""
+        """Shapes of the candidates by name; loads no weights."""
         return self.ctx.candidate_shapes
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Seconds and peak memory of the block go to the accounts."""
+        """Add the time and peak memory of the block to the accounts."""
         start = time.perf_counter()
         try:
             with PeakMemory() as memory:
@@ -96,7 +97,7 @@ class Job:
     def batches(
         self, model: PreTrainedModel, examples: Sequence[Example], label: str, backward: bool
     ) -> Iterator[tuple[list[int], Batch]]:
-        """The examples in length-bucketed batches on the model's device: counted, with progress."""
+        """Length-bucketed batches on the model's device, with accounting and progress."""
         ctx = self.ctx
         with ctx.reporter.track(label, len(examples), "examples") as progress:
             for rows in make_batches(examples, ctx.batch_tokens):
@@ -113,7 +114,7 @@ class Job:
     def token_losses(
         self, model: PreTrainedModel, examples: Sequence[Example], label: str
     ) -> list[np.ndarray]:
-        """−log p of every response token, by example: one forward pass, fp32."""
+        """−log p of every response token, one array per example: one forward pass, fp32."""
         found: list[np.ndarray] = [np.empty(0)] * len(examples)
         for rows, batch in self.batches(model, examples, label, backward=False):
             for i, losses in zip(rows, token_losses(model, batch), strict=True):
@@ -121,54 +122,54 @@ class Job:
         return found
 
     def losses(self, model: PreTrainedModel, examples: Sequence[Example], label: str) -> np.ndarray:
-        """The example loss (mean over its own response tokens) of each: one forward pass."""
+        """Loss of each example (mean over its response tokens): one forward pass."""
         return np.array([t.mean() for t in self.token_losses(model, examples, label)])
 
 
 @dataclass(frozen=True)
 class DataChoice:
-    """Positions in the pool that a method was given, and what it has to say about them."""
+    """Chosen positions in the pool, with facts for the summary."""
 
     positions: np.ndarray
     facts: Mapping[str, Any] = field(default_factory=dict)
     """For 5_selection/summary.json."""
     scores: np.ndarray | None = None
-    """One a pool example, larger is better, where the method has such; baseline_scores.parquet."""
+    """Score per pool example, larger is better, if the method has one: baseline_scores.parquet."""
 
 
 @dataclass(frozen=True)
 class ParamChoice:
-    """Sorted flat indices by parameter, and what the method has to say about them."""
+    """Sorted flat indices by parameter, with facts for the summary."""
 
     indices: Mapping[str, Tensor]
     facts: Mapping[str, Any] = field(default_factory=dict)
     literal: bool = False
-    """The method's own options said how much, not select.param_budget."""
+    """Whether the method's own options set the size instead of select.param_budget."""
 
 
 class _Method:
-    """A method with its options."""
+    """A method and its options."""
 
     def __init__(self, entry: Entry, options: Any) -> None:
         self.entry, self.options = entry, options
 
 
 class DataMethod(_Method, ABC):
-    """Which examples, for this budget?"""
+    """Chooses the training examples for a budget."""
 
     pool_roles: tuple[str, ...] = ("pool", "warm")
-    """Roles that it chooses from; never val or anchor."""
+    """Roles to choose from; never val or anchor."""
 
     @abstractmethod
     def choose(self, job: Job, pool: list[Example], b: int) -> DataChoice | None:
-        """b different positions of `pool`; None is all of it."""
+        """b distinct positions of `pool`; None means all of them."""
 
 
 class ParamMethod(_Method, ABC):
-    """Which entries, for this budget; does the mask move?"""
+    """Chooses the entries to train for a budget, once or repeatedly."""
 
     adapter = False
-    """Trains parameters of its own instead of entries of the model (`attach`, `detach`)."""
+    """Whether it trains added parameters instead of entries of the model (`attach`, `detach`)."""
 
     @property
     def carry(self) -> bool:
@@ -176,51 +177,51 @@ class ParamMethod(_Method, ABC):
         return True
 
     def eligible(self, job: Job) -> dict[str, torch.Size]:
-        """The parameters it chooses from, and their shapes: the candidates unless it says."""
+        """Parameters to choose from, with shapes; the candidates by default."""
         return job.shapes()
 
     def check(self, job: Job) -> None:
-        """Refuse what it cannot do with these settings; asked after the split."""
+        """Raise if the settings are not supported; called after the split."""
 
     @abstractmethod
     def choose(self, job: Job, k: int) -> ParamChoice | None:
-        """At most k entries; None is every parameter (or an adapter).
+        """At most k entries; None means every parameter (or an adapter).
 
-        Called after the examples are chosen (`job.examples`). A method that trains on from other
-        weights than θ_old leaves them as a Hugging Face folder `start` in `job.part`.
+        Called after the examples are chosen (`job.examples`). A method whose fine-tuning starts
+        from weights other than θ_old writes them to a Hugging Face folder `start` in `job.part`.
         """
 
     def refresh_every(self, job: Job) -> int | None:
-        """Optimizer steps between two masks; None is a mask that stays."""
+        """Optimizer steps between two masks; None for a static mask."""
         return None
 
     def refresh(self, job: Job, model: PreTrainedModel, k: int, step: int) -> Mapping[str, Tensor]:
-        """The mask from the next step on, `step` steps being done."""
-        raise TypeError(f"{type(self).__name__} says that it does this, and does not")
+        """The mask to use after `step` completed steps."""
+        raise TypeError(f"{type(self).__name__} does not implement this method")
 
     def attach(self, job: Job, model: PreTrainedModel) -> dict[str, nn.Parameter]:
-        """Put the adapter into the model; its trainable parameters by name."""
-        raise TypeError(f"{type(self).__name__} says that it does this, and does not")
+        """Add the adapter to the model; returns its trainable parameters by name."""
+        raise TypeError(f"{type(self).__name__} does not implement this method")
 
     def detach(self, job: Job, model: PreTrainedModel) -> PreTrainedModel:
-        """Save the adapter into `job.part`, merge it, and return the plain model."""
-        raise TypeError(f"{type(self).__name__} says that it does this, and does not")
+        """Save the adapter to `job.part`, merge it, and return the plain model."""
+        raise TypeError(f"{type(self).__name__} does not implement this method")
 
 
 class WeightMethod(_Method, ABC):
-    """How does each token or example count?"""
+    """Sets the weight of each token or example in the training loss."""
 
     facts: Mapping[str, Any] = {}
-    """What it has to say after `hooks`, for 6_finetune/summary.json."""
+    """Facts for 6_finetune/summary.json, available after `hooks`."""
 
     @abstractmethod
     def hooks(self, job: Job, model: PreTrainedModel) -> Hooks:
-        """The objective of training on `job.examples` from this model (θ_old, not yet trained)."""
+        """Training hooks for `job.examples`; `model` is θ_old, not yet trained."""
 
 
 class AfterMethod(_Method, ABC):
-    """What is done to the trained weights?"""
+    """Edits the weights after training."""
 
     @abstractmethod
     def apply(self, job: Job, before: PreTrainedModel, after: PreTrainedModel) -> dict[str, Any]:
-        """Edit `after` in place, `before` being θ_old; returns facts for the summary."""
+        """Edit `after` in place (`before` is θ_old); returns facts for the summary."""

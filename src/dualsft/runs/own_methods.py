@@ -1,7 +1,7 @@
-"""DualSFT's own choice of examples and entries, and the controls that need no method of others.
+"""DualSFT's own selection methods, and the controls: reversed, random and all.
 
-Algorithm 1, lines 9 to 11: the largest signed scores on both sides; their reverses; everything; and
-uniform chance. The methods of other papers are in `lab/methods/`.
+Algorithm 1 lines 9 to 11: the largest signed scores on both sides. Methods of other papers are in
+`lab/methods/`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dualsft.runs.stages.selection import Scoring
 
 
 def scoring(job: Job) -> Scoring:
-    """u, G and the engine, read once for both sides."""
+    """u, G and the engine, loaded once for both sides."""
     return job.shared("scoring", lambda job: Scoring.of(job.ctx))
 
 
 class DualData(DataMethod):
-    """The b largest signed scores, exact: the certificate, then re-scoring what it leaves open."""
+    """The exact b largest signed scores: certificate, then re-scoring of undecided examples."""
 
     pool_roles = ("pool",)
     reverse = False
@@ -34,7 +34,7 @@ class DualData(DataMethod):
 
 
 class ReversedData(DualData):
-    """The b smallest."""
+    """The b smallest signed scores."""
 
     reverse = True
 
@@ -50,7 +50,7 @@ class DualParams(ParamMethod):
 
 
 class ReversedParams(DualParams):
-    """The k smallest."""
+    """The k smallest signed scores over all candidates."""
 
     reverse = True
 
@@ -63,7 +63,7 @@ class AllData(DataMethod):
 
 
 class RandomData(DataMethod):
-    """b examples, uniformly, without replacement."""
+    """b examples, uniformly at random, without replacement."""
 
     def choose(self, job: Job, pool: list[Example], b: int) -> DataChoice | None:
         return DataChoice(job.rng("examples").choice(len(pool), b, replace=False))
@@ -77,7 +77,7 @@ class AllParams(ParamMethod):
 
 
 class RandomParams(ParamMethod):
-    """k candidate entries, uniformly, without replacement."""
+    """k candidate entries, uniformly at random, without replacement."""
 
     def choose(self, job: Job, k: int) -> ParamChoice | None:
         shapes = job.shapes()
@@ -93,10 +93,11 @@ class RandomParams(ParamMethod):
 
 
 def distinct(rng: np.random.Generator, total: int, count: int) -> np.ndarray:
-    """`count` different numbers below `total`, sorted: every such set is as likely.
+    """`count` distinct integers below `total`, sorted; every such set is equally likely.
 
-    Drawn with replacement until so many differ (numpy's own draws without it either hold an order
-    of everything or end at 1e9). More than half is what a draw of the rest leaves.
+    Draws with replacement until enough values are distinct, because numpy's draws without
+    replacement either hold a permutation of `total` or are limited to 1e9. For more than half of
+    `total`, the complement is drawn instead.
     """
     if 2 * count > total:
         left = np.ones(total, dtype=bool)
@@ -106,5 +107,7 @@ def distinct(rng: np.random.Generator, total: int, count: int) -> np.ndarray:
     while len(found) < count:
         drawn = rng.integers(0, total, count - len(found), dtype=np.int64)
         found = np.sort(np.concatenate([found, drawn]))
-        found = found[np.append(True, found[1:] != found[:-1])]  # np.unique hashes: far slower
+        found = found[
+            np.append(True, found[1:] != found[:-1])
+        ]  # np.unique hashes and is far slower
     return found

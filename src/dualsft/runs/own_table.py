@@ -1,6 +1,6 @@
-"""The entries of DualSFT's own methods and controls; their classes are in `runs/own_methods.py`.
+"""Table of DualSFT's own methods and controls; the classes are in `runs/own_methods.py`.
 
-Nothing heavy is imported here: the settings are checked against these names.
+The settings are validated against these names, so this module must not import torch.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ ENTRIES: tuple[Entry, ...] = (
         target="dualsft.runs.own_methods:RandomParams",
         summary="k candidate entries, uniformly, without replacement",
         cost="none",
-        memory="8 bytes a selected entry",
+        memory="8 bytes per selected entry",
         source="control",
     ),
     Entry(

@@ -1,12 +1,11 @@
-"""The table of contents: Algorithm 1 as ordered stages over a run folder.
+"""Algorithm 1 as an ordered list of stages over a run folder.
 
     split → warmup → gradients → scores → selection → finetune → evaluation → report
 
-Each stage names the settings it depends on and the stages it reads. Its fingerprint is made of
-both, so a finished stage is reused while nothing it depends on has changed, and a changed setting
-re-runs exactly what depends on it, saying why. A stage is written whole or not at all
-(`runs/folder.py`); one that was interrupted goes on from its last saved piece
-(`storage/resume.py`).
+Each stage lists the settings it depends on and the stages it reads; its fingerprint is a hash of
+both. A finished stage is reused as long as its fingerprint matches, and a changed setting re-runs
+exactly the stages that depend on it, with the reason in the log. Stages are written atomically
+(`runs/folder.py`); an interrupted stage resumes from its last saved state (`storage/resume.py`).
 """
 
 from __future__ import annotations
@@ -65,22 +64,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of the flow: what it runs, what it depends on, what it reads."""
+    """One stage of the pipeline: its function, its settings and the stages it reads."""
 
     name: str
     run: Callable[[RunContext, RunPath], dict[str, Any]]
     settings: Callable[[RunContext], Settings]
     reads: tuple[str, ...]
     richer: Callable[[RunContext], Settings | None] = lambda _: None
-    """Settings of a finished stage that holds all this one would, and more."""
+    """Settings of a finished stage whose result contains this one's and can be reused for it."""
     need: Callable[[RunContext], int] = lambda _: 0
-    """Bytes that its result takes on disk, as far as shapes tell."""
+    """Size of its result on disk in bytes, as far as it follows from the shapes."""
     needed: str | None = None
-    """What a method must read for this stage to run; None is always."""
+    """Name that a method's `needs` must contain for this stage to run; None means always."""
     together: Callable[[RunContext], bool] = lambda _: True
-    """Whether all processes take part; otherwise the first computes it while the others wait."""
+    """Whether all processes take part; otherwise rank 0 computes it and the others wait."""
     check: Callable[[RunContext], None] = lambda _: None
-    """Refuses what would fail in this stage, before the first stage runs."""
+    """Raises before the first stage runs if this stage would fail."""
 
 
 STAGES: tuple[Stage, ...] = (
@@ -129,7 +128,7 @@ STAGES: tuple[Stage, ...] = (
 
 
 def stages() -> tuple[Stage, ...]:
-    """Every stage of a run in order: those above, and what the top of the package adds to them."""
+    """All stages in order: those above, and the ones registered by `lab`."""
     return (*STAGES, *parts("stages"))
 
 
@@ -143,9 +142,9 @@ def run(
 ) -> Path:
     """Run Algorithm 1 into the folder `out`, up to and including the stage `until`.
 
-    Finished stages whose settings have not changed are reused, those of the run folders `lenders`
-    too; the base model's answers to benchmarks are kept in the folder `answers` for other runs.
-    Returns the run folder.
+    Reuses finished stages whose fingerprint matches, also from the cached runs `lenders`. The base
+    model's benchmark answers are cached in the folder `answers` for other runs. Returns the run
+    folder.
     """
     settings.validate(config)
     check_paths(config)
@@ -176,13 +175,14 @@ def run(
 
 
 def _check_same(rundir: RunDir, config: Config) -> None:
-    """Every process must have the same settings, packages and run folder."""
+    """Raise unless all processes have the same settings, packages and run folder."""
     present = world()
     if present.size == 1:
         return
     text = "\n".join([settings.to_yaml(config), *settings.consent_of(config)])
     present.agreed(sha256_text(text), "the configuration (its hash)")
     present.agreed(json.dumps(versions(), sort_keys=True), "what is installed")
+    # probe file: check that every process sees what rank 0 writes
     word = rundir.path / f".{present.told(secrets.token_hex(8))}.tmp"
     if present.main:
         atomic_write_text(word, "")
@@ -192,13 +192,13 @@ def _check_same(rundir: RunDir, config: Config) -> None:
         word.unlink()
     if missing:
         raise RunError(
-            f"--out: {missing} of {present.size} processes do not see what the first one writes to "
+            f"--out: {missing} of {present.size} processes do not see what rank 0 writes to "
             f"{rundir.path}; give a folder on a file system that all machines share"
         )
 
 
 def _warn_of_noise(ctx: RunContext) -> None:
-    """Dropout is drawn by each process for its own examples."""
+    """Warn about dropout: each process draws it for its own examples."""
     rates = {
         name: value
         for name, value in ctx.model_config.to_dict().items()
@@ -207,16 +207,18 @@ def _warn_of_noise(ctx: RunContext) -> None:
     if rates:
         name, value = next(iter(rates.items()))
         ctx.reporter.warn(
-            f"the model has dropout ({name}={value}): what is drawn depends on the number of "
-            "processes, and so does the result, by more than rounding"
+            f"the model has dropout ({name}={value}): the dropout masks depend on the number of "
+            "processes, so results differ between numbers of processes by more than rounding"
         )
 
 
 @contextmanager
 def _settled(ctx: RunContext) -> Iterator[None]:
-    """The present world with the model held as `parallel.mode` says."""
+    """Set the world to replicated or sharded, as chosen by `parallel.mode`."""
     parallel, present = ctx.config.parallel, world()
-    present.decided(lambda: str(ctx.model_folder))  # brought here once, before the others look
+    present.decided(
+        lambda: str(ctx.model_folder)
+    )  # rank 0 downloads the model before the others look for it
     sharded = launched(parallel.mode == "shard") and present.decided(lambda: _is_sharded(ctx))
     if sharded and (problems := _not_sharded(ctx.config)):
         raise ConfigError(problems)
@@ -226,12 +228,14 @@ def _settled(ctx: RunContext) -> Iterator[None]:
             ctx.reporter.say(f"{present.size} processes, {how}")
             _warn_of_noise(ctx)
         elif parallel.mode == "shard" and not sharded:
-            ctx.reporter.warn("parallel.mode=shard has no effect: there is no launcher (torchrun)")
+            ctx.reporter.warn(
+                "parallel.mode=shard has no effect: not started by a launcher (torchrun)"
+            )
         yield
 
 
 def _not_sharded(config: Config) -> list[str]:
-    """What a sharded model cannot have."""
+    """Problems with settings that sharded models do not support."""
     cure = "with a sharded model; or use parallel.mode=replicate"
     problems = [
         f"{name}.moments: int8 has one scale for a whole parameter; use bfloat16 or float32 {cure}"
@@ -240,14 +244,14 @@ def _not_sharded(config: Config) -> list[str]:
     ]
     if config.score.preservation == "fisher" and config.score.candidates != "block_linear":
         problems.append(
-            "score.preservation: fisher squares whole gradients, also of embeddings and heads; use "
+            "score.preservation: fisher squares full gradients, also of embeddings and heads; use "
             f"cwsd or l2, or score.candidates=block_linear, {cure}"
         )
     return problems
 
 
 def _is_sharded(ctx: RunContext) -> bool:
-    """`parallel.mode`; auto: what scoring or the warmup holds would fill most of one GPU."""
+    """Whether to shard: `parallel.mode`; auto shards if scoring or the warmup would fill a GPU."""
     mode, device = ctx.config.parallel.mode, ctx.device
     if mode != "auto" or device.type != "cuda" or world().size == 1:
         return mode == "shard"
@@ -260,13 +264,14 @@ def _is_sharded(ctx: RunContext) -> bool:
     return max(needs) > MOST_OF_GPU * torch.cuda.mem_get_info(device)[1]
 
 
-MOST_OF_GPU = 0.7  # what a stage may hold of a GPU beside its activations when nothing is sharded
+MOST_OF_GPU = 0.7  # share of a GPU that weights and state may take before mode auto shards
 
 
 def finished(config: Config, out: RunPath) -> bool:
-    """Whether a run folder's stages were all made with these settings, by their manifests alone.
+    """Whether all stages of a run folder were computed with these settings.
 
-    Large files may have been removed since (`dualsft compare` with keep: results).
+    Compares manifests only, because large files may have been removed since (`dualsft compare`
+    with keep: results).
     """
     ctx = RunContext(config, RunDir(out), Reporter(lambda _: None))
     hashes: dict[str, str] = {}
@@ -287,11 +292,11 @@ def finished(config: Config, out: RunPath) -> bool:
 
 
 def _run_stages(ctx: RunContext, last: str) -> None:
-    """Every stage up to the last, then the report when all are wanted."""
+    """Run every stage up to `last`; with the last stage, also write the report."""
     rundir = ctx.rundir
     if world().main:
         rundir.sweep()
-    assert ctx.device, "a device that is not there is said before any work"
+    assert ctx.device, "an unavailable device is reported before any work"
     hashes: dict[str, str] = {}
     for stage in stages():
         if stage.needed is None or stage.needed in ctx.methods.needs:
@@ -302,7 +307,7 @@ def _run_stages(ctx: RunContext, last: str) -> None:
             check_budgets(ctx, last)
         if stage.name == last:
             for name in outdated(read_manifests(rundir.path)[0]):
-                ctx.reporter.say(f"[{name}] is now out of date; `dualsft run` makes it again")
+                ctx.reporter.say(f"[{name}] is now out of date; `dualsft run` recomputes it")
             return
     if world().main:
         for write_report in parts("report"):
@@ -312,7 +317,7 @@ def _run_stages(ctx: RunContext, last: str) -> None:
 
 @contextmanager
 def _described_by(rundir: RunDir, config: Config) -> Iterator[None]:
-    """config.yaml holds the settings of this run; a run that fails leaves the earlier ones."""
+    """Write config.yaml for this run; restore the previous file if the run fails."""
     if not world().main:
         yield
         return
@@ -328,7 +333,7 @@ def _described_by(rundir: RunDir, config: Config) -> Iterator[None]:
 
 
 def check_budgets(ctx: RunContext, last: str = "report") -> None:
-    """b must fit the pool and k the candidates: said after the split, not after the scoring."""
+    """Raise if b exceeds the pool or k the candidates; called after the split, before scoring."""
     if STAGE_NAMES.index(last) < STAGE_NAMES.index("selection"):
         return
     counts = {role: len(rows) for role, rows in ctx.roles().items()}
@@ -343,7 +348,7 @@ def check_budgets(ctx: RunContext, last: str = "report") -> None:
 
 
 def _lender(ctx: RunContext, folder: str, fingerprint: Fingerprint) -> RunPath | None:
-    """Another run that has this very stage, finished and whole."""
+    """A cached run with this stage, finished and intact; None if there is none."""
     for other in ctx.lenders:
         same = other.location.absolute() == ctx.rundir.path.location.absolute()
         manifest, wrong = ({}, "itself") if same else read_stage_manifest(other / folder)
@@ -355,14 +360,14 @@ def _lender(ctx: RunContext, folder: str, fingerprint: Fingerprint) -> RunPath |
 
 @dataclass(frozen=True)
 class _Due:
-    """A stage's fingerprint, and whether it is there already."""
+    """A stage's fingerprint, and whether a finished stage with it exists."""
 
     fingerprint: Fingerprint
     ready: bool
 
 
 def _due(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> _Due:
-    """Look for the finished stage, here and in the lenders, and say what is found."""
+    """Look for the finished stage here and in the cached runs, and log the outcome."""
     folder = FOLDERS[stage.name]
     reads = {name: hashes[name] for name in stage.reads if name in hashes}
     fingerprint = Fingerprint(stage.settings(ctx), reads)
@@ -372,7 +377,7 @@ def _due(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> _Due:
         other = Fingerprint(richer, reads)
         if ctx.rundir.stage_state(folder, other).ready:
             ctx.rundir.discard_work(folder)
-            ctx.reporter.say(f"[{stage.name}] reused: it holds all that is needed, and more")
+            ctx.reporter.say(f"[{stage.name}] reused: it holds all that is needed")
             return _Due(other, ready=True)
     if state.ready:
         ctx.rundir.discard_work(folder)
@@ -400,10 +405,10 @@ def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
         elif present.main:
             if present.size > 1 and stage.name != "split":
                 what = ctx.methods.title
-                ctx.reporter.say(f"[{stage.name}] by the first process alone: {what} is not shared")
+                ctx.reporter.say(f"[{stage.name}] runs on rank 0 only: {what} is not distributed")
             with alone():
                 _compute_stage(ctx, stage, due.fingerprint)
-        present.barrier()  # the stage is in its place
+        present.barrier()  # wait until rank 0 has moved the stage into place
     return due.fingerprint.hash
 
 
@@ -427,7 +432,7 @@ def _compute_stage(ctx: RunContext, stage: Stage, fingerprint: Fingerprint) -> N
             warned = {"warnings": list(ctx.reporter.warnings)}
             warned |= {"warning_codes": [ctx.reporter.codes[w] for w in ctx.reporter.warnings]}
             writer.note(facts | plans | many | warned)
-    except Interrupted as stopped:  # outside of a loop: what the last one had is not lost
+    except Interrupted as stopped:  # outside a loop: save the state of the last loop
         if writer is not None and writer.kept:
             stopped.saved = f"the stage {stage.name}"
         stopped.saved = stopped.saved or ctx.pieces.rescue()

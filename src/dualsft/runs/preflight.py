@@ -1,7 +1,7 @@
-"""Before anything heavy is imported: the stages, and whether what the settings name is there.
+"""Checks before torch is imported: stage names, and the files and folders named in the settings.
 
-A wrong path, a wrong stage or a folder that is no run folder is answered in a fraction of a second,
-all misses in one message, before torch is imported and before anything is written.
+A wrong path, a wrong stage name or a folder that is not a run folder is reported within a fraction
+of a second, all problems in one message, before anything is written. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ FOLDERS = {
     "finetune": "6_finetune",
     "evaluation": "7_evaluation",
 }
-"""Each stage's folder in the run folder, in the order of Algorithm 1."""
+"""Folder of each stage inside the run folder, in the order of Algorithm 1."""
 
 STAGE_NAMES: tuple[str, ...] = (*FOLDERS, "report")
 
 
 def check_stage(until: str | None) -> str:
-    """The last stage to run; None is all of them."""
+    """Validate the last stage to run; None means all stages."""
     last = STAGE_NAMES[-1] if until is None else until
     if last not in STAGE_NAMES:
         raise ConfigError(f"--until: {last!r} is not a stage; use one of {', '.join(STAGE_NAMES)}")
@@ -46,7 +46,7 @@ def check_stage(until: str | None) -> str:
 def load_checked(
     source: str | Place | None, overrides: Sequence[str], until: str | None = None
 ) -> Config:
-    """`config.load`, and what the settings name is there: all problems of both in one attempt."""
+    """`config.load` and the path checks; raises one error with the problems of both."""
     try:
         config = settings.load(source, overrides)
     except ConfigError as error:
@@ -58,20 +58,20 @@ def load_checked(
 
 
 def check_consent(config: Config, until: str | None) -> None:
-    """What a run up to this stage would let a model's programs do must have been allowed."""
+    """Raise if a run up to `until` would execute generated code without the user's consent."""
     evaluated = STAGE_NAMES.index(check_stage(until)) >= STAGE_NAMES.index("evaluation")
     if evaluated and (problems := missing_consent(settings.to_flat(config))):
         raise ConfigError(problems)
 
 
 def check_paths(config: Config) -> None:
-    """Everything the settings name must be there before any work begins; all misses at once."""
+    """Raise if a file or folder named in the settings is missing; reports all of them at once."""
     if problems := path_problems(settings.to_flat(config)):
         raise ConfigError(problems)
 
 
 def path_problems(values: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the files and folders that these settings, perhaps not all, name."""
+    """Problems with the files and folders named in these settings, which may be incomplete."""
     problems: list[str] = []
     if (model := values.get("model.path")) is not None:
         revision, trusted = values.get("model.revision"), values.get("model.trust_remote_code")
@@ -91,7 +91,7 @@ def path_problems(values: Mapping[str, Any]) -> list[str]:
                 continue
             if item.startswith(BUILTIN):
                 known = ", ".join(builtin_names())
-                problems.append(f"{key}: {item!r} is no built-in file; there are: {known}")
+                problems.append(f"{key}: {item!r} is not a built-in file; use one of {known}")
                 continue
             try:
                 find_files(item, data, key, fetch=False)
@@ -106,12 +106,12 @@ def path_problems(values: Mapping[str, Any]) -> list[str]:
 def _is_file(path: str) -> bool:
     try:
         return Path(path).expanduser().is_file()
-    except OSError:  # a name too long for the file system, a loop of links
+    except OSError:  # name too long for the file system, or a symlink loop
         return False
 
 
 def check_run_folder(folder: RunPath) -> None:
-    """A stage command without settings of its own needs a folder that a run has made."""
+    """Raise unless this is a run folder; a stage command reads its settings from there."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
             f"{folder}: not a run folder (it has no config.yaml); make one with `dualsft run "

@@ -1,7 +1,7 @@
-"""What a run folder says of itself: manifests, settings and the summaries of finished stages.
+"""Read the manifests, settings and stage summaries of a run folder.
 
-Reads the JSON that the stages wrote and checks it against the manifests; computes nothing new and
-works on a run that stopped early. It belongs to no line of Algorithm 1.
+Reads the JSON files that the stages wrote and checks them against the manifests. Also works on a
+run that stopped early. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SUMMARIES = {
 
 
 def read_manifests(run: RunPath) -> tuple[dict[str, Any], list[str]]:
-    """(manifest of every stage that is there and whole, in the order of the flow; the damage)."""
+    """(manifests of all intact stages, in pipeline order; descriptions of damaged stages)."""
     found: dict[str, Any] = {}
     problems: list[str] = []
     for stage, folder in FOLDERS.items():
@@ -47,7 +47,7 @@ def read_manifests(run: RunPath) -> tuple[dict[str, Any], list[str]]:
 
 
 def outdated(manifests: dict[str, Any]) -> list[str]:
-    """Stages made from an earlier version of what they read: they tell of another selection."""
+    """Stages whose inputs have been recomputed since: they describe another selection."""
     old: list[str] = []
     for stage, manifest in manifests.items():
         for name, read in manifest["fingerprint"]["reads"].items():
@@ -59,21 +59,21 @@ def outdated(manifests: dict[str, Any]) -> list[str]:
 
 
 def read_settings(run: RunPath) -> tuple[str, Mapping[str, Any]]:
-    """config.yaml of a run, as text and as what it says; both empty when there is none."""
+    """config.yaml of a run, as text and parsed; both empty if the file does not exist."""
     path = run / "config.yaml"
     try:
         text = path.read_text() if path.is_file() else ""
         config = yaml.safe_load(text) or {}
         if not isinstance(config, Mapping):
-            raise ValueError("it is no mapping")
+            raise ValueError("not a mapping")
         for part in ("model", "data", "finetune"):
             if not isinstance(config.get(part, {}), Mapping):
-                raise ValueError(f"{part} is no mapping")
+                raise ValueError(f"{part} is not a mapping")
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
         reason = " ".join(str(problem).split())
         raise RunError(
-            f"{path}: not the settings of a run ({reason}); put back the file as `dualsft run` "
-            "wrote it, or move it away: the report does without it"
+            f"{path}: not the settings of a run ({reason}); restore the file that `dualsft run` "
+            "wrote, or move it away: the report works without it"
         ) from problem
     return text, config
 
@@ -82,11 +82,11 @@ def load_summaries(run: RunPath) -> dict[str, Any]:
     """The settings, the summaries of the finished stages, and their manifests and warnings."""
     manifests, problems = read_manifests(run)
     if problems:
-        cure = f"`dualsft run {run}/config.yaml --out {run}` makes what is damaged again"
+        cure = f"`dualsft run {run}/config.yaml --out {run}` recomputes the damaged stages"
         raise RunError("\n".join([*problems, cure]))
     old = outdated(manifests)
     current = {stage: m for stage, m in manifests.items() if stage not in old}
-    if "selection" in current:  # what another method's run left in the folder is not of this one
+    if "selection" in current:  # ignore stages that an earlier run with another method left
         read = current["selection"]["fingerprint"]["reads"]
         for stage in ("warmup", "gradients", "scores"):
             if stage not in read:

@@ -255,8 +255,8 @@ def _fitting_step(
             if plan.checkpointing is None:
                 reporter.warn(
                     f"step {step + 1}: out of memory with {full.shape[0]} examples of "
-                    f"{full.shape[1]:,} tokens in a batch; going on with activations recomputed in "
-                    "the backward pass (set finetune.checkpointing=true to start so)",
+                    f"{full.shape[1]:,} tokens in a batch; continuing with activations recomputed "
+                    "in the backward pass (set finetune.checkpointing=true to start so)",
                     code="out_of_memory",
                 )
                 plan = replace(plan, checkpointing=True)

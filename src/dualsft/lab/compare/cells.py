@@ -63,7 +63,7 @@ def run_matrix(
             ended.append(cell)
             if why is not None:
                 failed[cell.title] = why
-                reporter.warn(f"{cell.title} failed: {why}; going on with the next")
+                reporter.warn(f"{cell.title} failed: {why}; continuing with the next cell")
             elif lean:
                 _prune(out / cell.path, "6_finetune", "5_selection/start")
             block = [other for other in cells if _block(other) == _block(cell)]

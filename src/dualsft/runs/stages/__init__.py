@@ -1,1 +1,1 @@
-"""The steps of Algorithm 1, one module each, in the order in which `runs/pipeline.py` runs them."""
+"""The stages of Algorithm 1, one module each; `runs/pipeline.py` runs them in order."""

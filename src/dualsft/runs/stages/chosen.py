@@ -1,9 +1,8 @@
-"""What a selection leaves on disk, and the parameter scores it is made from.
+"""Files of a selection: mask and subset, written by selection and re-selection.
 
-s_θ = u ⊙ G (Algorithm 1 line 8) is formed chunk by chunk at each reading of the top-k. A mask is
-written as sorted flat indices under the parameters' names, a subset as the source's own lines, byte
-for byte: the files of 5_selection and of each of its rounds, for the selection, re-selection and
-fine-tuning.
+Algorithm 1 lines 9 to 11. A mask is stored as sorted flat indices by parameter name, a subset as
+the lines of the source file, byte for byte. Writes the files of 5_selection and of its rounds;
+fine-tuning reads them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from dualsft.system.paths import Place, RunPath
 def write_mask(
     ctx: RunContext, folder: RunPath, indices: Mapping[str, Tensor], denominator: int
 ) -> dict[str, Any]:
-    """mask.safetensors, and the numbers that say how much was selected where."""
+    """Write mask.safetensors; returns the number of selected entries per layer and module."""
     every = of_all(own_part(indices, ctx.parameter_shapes))
     every.write(folder / "mask.safetensors", {})
     counts = {name: form.num_entries for name, form in every.forms.items()}
@@ -56,7 +55,7 @@ def write_mask(
 
 
 def describe_entries(ctx: RunContext, mask: TopK) -> dict[str, Any]:
-    """What the scores say about a top-k: threshold, gap, entries that they do not recommend."""
+    """Threshold, boundary gap and number of nonpositive scores of a top-k; warns of the last."""
     if mask.num_nonpositive:
         ctx.reporter.warn(
             f"{mask.num_nonpositive:,} of the {mask.num_selected:,} selected entries have a score "
@@ -72,14 +71,16 @@ def describe_entries(ctx: RunContext, mask: TopK) -> dict[str, Any]:
 
 
 def write_baseline_scores(path: RunPath, pool: list[Example], scores: np.ndarray) -> None:
-    """id, score of every example that a data method ranked; larger is better."""
+    """Write id and score of every example ranked by a data method; larger is better."""
     columns = {"id": [e.id for e in pool], "score": np.asarray(scores, dtype=np.float64)}
     path.write_table(pa.table(columns))
 
 
 def write_selected(ctx: RunContext, folder: RunPath, chosen: list[Example]) -> None:
-    """selected.jsonl: the chosen rows in source order, JSON lines byte for byte as they came, rows
-    of another kind as compact JSON; ids.json."""
+    """Write selected.jsonl and ids.json, in source order.
+
+    JSON lines are copied byte for byte; rows of other formats are written as compact JSON.
+    """
     rows = sorted(chosen, key=lambda e: e.index)
     data = ctx.config.data
     lines = source_lines(ctx.data_path(data.path), {e.index: e.id for e in rows}, data)
@@ -92,9 +93,9 @@ def write_selected(ctx: RunContext, folder: RunPath, chosen: list[Example]) -> N
 def read_mask(
     folder: Place, shapes: Mapping[str, Sequence[int]] | None = None
 ) -> dict[str, Tensor]:
-    """The selected flat indices by parameter name; parameters without any are left out.
+    """Selected flat indices by parameter name; parameters without selected entries are omitted.
 
-    Given the parameters' shapes, a process of a sharded world keeps those in its own rows.
+    Given the parameters' shapes, each process of a sharded world keeps the indices in its rows.
     """
     found: dict[str, Tensor] = {}
     for name, index in TensorFile(folder / "mask.safetensors").tensors().items():
@@ -106,7 +107,7 @@ def read_mask(
 def own_part(
     indices: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Tensor]:
-    """The indices that lie in what this process holds of each parameter."""
+    """The indices in this process's rows of each parameter."""
     found = {}
     for name, index in indices.items():
         borders = torch.tensor(world().held(shapes[name])).to(index)

@@ -1,11 +1,11 @@
-"""Fine-tuning: Algorithm 1 line 12, θ* ← MaskedFT(θ_old, D_sel, m_θ), and every other method's.
+"""Fine-tuning: Algorithm 1 line 12, θ* ← MaskedFT(θ_old, D_sel, m_θ), for all methods.
 
-Restarts from θ_old (or from where the method of the entries left its own start). What is trained,
-and on what, is the selection's: a mask or every parameter, D_sel or all of D_train. The run's
-methods may move the mask, put an adapter in, weigh tokens, or edit the result (`runs/method.py`).
-Gradients, moments and decay exist only at the selected entries; all others keep their bits. Reads
-1_split and 5_selection; writes delta.safetensors where few entries changed, model/ (the merged
-Hugging Face folder) and summary.json.
+Starts from θ_old, or from the weights that the parameter method wrote to `start`. Trains the mask
+or every parameter, on D_sel or all of D_train. The run's methods may move the mask, add an
+adapter, weight tokens, or edit the result (`runs/method.py`). Gradients, moments and weight decay
+exist only at the selected entries; all other entries stay bit-identical. Reads 1_split and
+5_selection; writes delta.safetensors (if the change is sparse), model/ (the merged Hugging Face
+folder) and summary.json.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dualsft.train.sharded import make_optimizer
 
 
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
-    """Fine-tune and write the delta and the merged model into `part`."""
+    """Fine-tune; write the delta and the merged model to `part`."""
     selection = ctx.folder("selection")
     chosen = (selection / "summary.json").read_json()
     final = selection / chosen["final"]
@@ -73,7 +73,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
             if every >= num_steps:
                 ctx.reporter.warn(
                     f"the mask of {params.entry.name} never moves: its interval is {every:,} "
-                    f"steps, and there are {num_steps:,} (lower the interval, or train longer)",
+                    f"steps, but training has {num_steps:,} (lower the interval, or train longer)",
                     code="static_mask",
                 )
             hooks = _moving(params, job, model, optimizer, indices, every, hooks, num_steps)
@@ -96,7 +96,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     delta, changed = _delta(ctx, model, indices if still else None)
     if every is not None and changed is not None:
         ctx.reporter.say(
-            f"moving mask: {trained:,} entries at a time, {changed:,} in all differ from θ_old"
+            f"moving mask: {trained:,} entries at a time; {changed:,} in total differ from θ_old"
         )
     if delta is not None:
         delta.save(part / "delta.safetensors")
@@ -122,7 +122,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
 
 
 def together(ctx: RunContext) -> bool:
-    """Whether all processes train: a mask that stays, and nothing but the mean loss."""
+    """Whether all processes train; requires a static mask and the plain mean loss."""
     params: ParamMethod = ctx.methods.load("params")
     job = Job(ctx, "params", ctx.folder("selection"))
     still = not params.adapter and params.refresh_every(job) is None
@@ -144,7 +144,7 @@ def _moving(
     hooks: Hooks,
     num_steps: int,
 ) -> Hooks:
-    """`hooks`, and a new mask every so many steps, as long as one more step follows."""
+    """`hooks` plus a new mask every `every` steps, except after the last step."""
     k = sum(index.numel() for index in indices.values())
 
     def after_step(done: int) -> None:
@@ -159,9 +159,12 @@ def _moving(
 def _delta(
     ctx: RunContext, model: PreTrainedModel, indices: Mapping[str, Tensor] | None
 ) -> tuple[Delta | None, int | None]:
-    """What changed, and how much: the mask's entries, or those that differ from θ_old (of a mask
-    that moved: the union); no delta when that is not sparse (it takes up to five times an entry's
-    own bytes)."""
+    """(delta, number of changed entries).
+
+    The delta holds the mask's entries, or all entries that differ from θ_old (for a moving mask,
+    the union of its masks). It is None if the change is not sparse, because a delta takes up to
+    five times the bytes of an entry.
+    """
     origin = (Path(ctx.config.model.path).name, weights_hash(ctx.model_folder))
     if indices is not None:
         delta = take_delta(model, indices, *origin)
@@ -175,11 +178,11 @@ def _delta(
     return None if dense else delta, delta.num_entries
 
 
-DENSE = 0.2  # of all parameters: more changed entries than this are better kept as a model
+DENSE = 0.2  # share of all parameters; with more changed entries only the model is saved
 
 
 def training_examples(ctx: RunContext, final: RunPath) -> list[Example]:
-    """D_sel, or all of D_train where the data method chose everything."""
+    """D_sel, or all of D_train if the data method chose everything."""
     roles = ctx.roles()
     everything = sorted(roles["pool"] + roles["warm"], key=lambda e: e.index)
     if not (final / "ids.json").is_file():
@@ -189,7 +192,7 @@ def training_examples(ctx: RunContext, final: RunPath) -> list[Example]:
 
 
 def learning_rate(ctx: RunContext) -> float:
-    """finetune.lr times the ratio of what trains (`method.lr_ratio`)."""
+    """finetune.lr times `method.lr_ratio`, by default the ratio of the parameter method."""
     given = ctx.config.method.lr_ratio
     ratio = ctx.methods.entries["params"].lr_ratio if given is None else given
     return ctx.config.finetune.lr * ratio

@@ -1,11 +1,11 @@
 """Gradients at θ̄: Algorithm 1 lines 3 to 6 (G, v_new, v_prior).
 
 v_new is the gradient of the mean validation loss, G the sum over the scoring pool. In one-pass mode
-(ALGORITHM.md §4) the same pool pass also gives f_n = ⟨U₀, g_n⟩ for a direction U₀ known in advance,
-and the inner sums of the bound on what U₀ misses. DualSFT-Param needs G alone. Each vector is
-written as soon as it is there and read again when it is needed: during the pool pass, G and the
-direction are all that is held of their size, and the teacher of v_prior is gone. Reads 1_split and
-2_warmup; writes grad_sum, val_grad, prior_grad (safetensors), pool.parquet and summary.json.
+(docs/algorithm.md, "One pass instead of two") the pool pass also computes f_n = ⟨U₀, g_n⟩ for a
+direction U₀ known in advance, and the inner sums of the bound on the error of U₀. DualSFT-Param
+needs only G. Each vector is written as soon as it is computed and read back on access, so during
+the pool pass only G and the direction are in memory, and the teacher of v_prior is freed. Reads
+1_split and 2_warmup; writes grad_sum, val_grad, prior_grad (safetensors) and pool.parquet.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dualsft.system.usage import give_back
 
 
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
-    """Write the three gradients, and in one-pass mode the pool's f, into `part`."""
+    """Write the three gradients, and in one-pass mode f of the pool, to `part`."""
     roles = ctx.roles()
     model = ctx.theta_bar()
     engine = GhostEngine(model, ctx.candidates(model))
@@ -43,7 +43,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     prior, prior_loss = prior_of(ctx, engine, roles["anchor"], passes)
     prior_grad = _stored(ctx, prior, part / "prior_grad.safetensors")
     del prior
-    give_back(ctx.device)  # the teacher, and the buffers of the two walks
+    give_back(ctx.device)  # free the teacher and the buffers of the two walks
 
     pool = roles["pool"]
     direction = None
@@ -67,18 +67,18 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
 
 
 def _stored(ctx: RunContext, vector: Vector, path: RunPath) -> Vector:
-    """Write a vector, and give it back as what is read from there when it is asked for."""
+    """Write a vector and return it as a lazy vector that reads from the file."""
     vector.save(path)
-    path = world().told(path)  # the first process's own: it has written it
+    path = world().told(path)  # broadcast: only rank 0's file is kept
     if ctx.device.type == "cuda":
-        ctx.pieces.forget()  # the saved progress of its walk would hold its memory
+        ctx.pieces.forget()  # the saved progress of the walk still references its memory
     return LazyVector.open(path, list(vector), ctx.device)
 
 
 def prior_of(
     ctx: RunContext, engine: GhostEngine, anchors: list[Example], passes: PassSettings
 ) -> tuple[Vector, float]:
-    """v_prior under the run's settings, and the preservation loss."""
+    """(v_prior, preservation loss) under the run's settings."""
     score = ctx.config.score
     load = ctx.theta_old if ctx.warmed_up else None
     kind, tau = score.preservation, score.tau
@@ -86,14 +86,14 @@ def prior_of(
 
 
 def one_pass_wanted(ctx: RunContext) -> bool:
-    """Whether the pool pass also makes the per-example product."""
+    """Whether the pool pass also computes the per-example product."""
     return ctx.config.score.mode == "one_pass" and ctx.methods.scored("data")
 
 
 def write_pool(
     path: RunPath, pool: list[Example], result: PassResult, columns: list[str], one_pass: bool
 ) -> None:
-    """id, loss, response_tokens; in one-pass mode f and the inner sums (names in the schema)."""
+    """Write id, loss, response_tokens; in one-pass mode also f and the inner sums."""
     table: dict[str, Any] = {
         "id": [e.id for e in pool],
         "loss": result.values,

@@ -1,10 +1,10 @@
-"""Fixed-side re-selection: rounds that re-select one side given the latest other side.
+"""Fixed-side re-selection: each round re-selects one side given the latest other side.
 
-ALGORITHM.md §2 "Re-selection" (the paper's Data → Param and Param → Data). u stays that of the
-one-shot run: Data → Param uses s_θ = u ⊙ G_S with G_S summed over the selected examples, Param →
-Data uses s_D = ⟨u ⊙ m, g_n⟩. `select.order` says which side moves first. Each round_<t>/ holds
-the complete pair it ends with; the one-shot selection stays in 5_selection itself, and
-summary.json's `final` names the round that fine-tuning uses.
+The paper's Data → Param and Param → Data. u is that of the one-shot run: Data → Param uses
+s_θ = u ⊙ G_S with G_S summed over the selected examples, Param → Data uses s_D = ⟨u ⊙ m, g_n⟩.
+`select.order` sets which side is re-selected first. Each round_<t>/ holds the complete pair after
+that round; 5_selection itself holds the one-shot selection, and `final` in summary.json names the
+round that fine-tuning uses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def reselect(
     mask: TopK,
     positions: np.ndarray,
 ) -> dict[str, Any]:
-    """Run the rounds and write their folders; returns what the selection's summary adds."""
+    """Run the rounds and write their folders; returns entries for the selection's summary."""
     data_to_param = ctx.config.select.order == "data_to_param"
     passes = pass_settings(ctx)
     history = []

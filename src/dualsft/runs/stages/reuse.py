@@ -1,11 +1,12 @@
-"""A choice of examples that another run of a comparison has made: Algorithm 1 line 11, once.
+"""Reuse the selected examples (Algorithm 1 line 11) of a cached run.
 
-Rows of a table that differ on the parameter side alone (LESS, LESS + S²FT, LESS + NanoAdam) have
-the same question on the data side, and its answer may cost more than all the rest. A selection
-therefore notes in its manifest what its choice of examples depends on (`data_choice`), and one that
-finds the same note, in a lender (`pipeline.run`) or in the selection that it replaces, takes the
-examples, the scores, the warnings and the accounts from there. DualSFT's own choice reads the
-scores, a stage that is shared as a whole. Reads 5_selection of other runs; writes nothing.
+Runs that differ only on the parameter side (LESS, LESS + S²FT, LESS + NanoAdam) select the same
+examples, and that selection may cost more than the rest of the run. A selection therefore stores a
+fingerprint of the inputs of its example selection in its manifest (`data_choice`). A selection
+with the same fingerprint reuses the examples, scores, warnings and cost accounts of a cached run
+(`pipeline.run`) or of the selection that it replaces. DualSFT's own methods do not need this: they
+read the scores, a stage that is reused as a whole. Reads 5_selection of cached runs; writes
+nothing.
 """
 
 from __future__ import annotations
@@ -36,19 +37,20 @@ IDS, SCORES = "ids.json", "baseline_scores.parquet"
 
 @dataclass(frozen=True)
 class Lent:
-    """What another run chose, what it took and warned of there, and where that is."""
+    """A reusable example selection of a cached run: choice, cost, warnings and folder."""
 
     choice: DataChoice
     accounts: Accounts
     warnings: Mapping[str, str]
-    """Message to code."""
+    """Warning code by message."""
     folder: RunPath
 
 
 def identity(ctx: RunContext) -> str | None:
-    """A hash of everything that the choice of examples depends on.
+    """Hash of everything that the example selection depends on.
 
-    None where it is not to be lent, and where several processes would have to agree on it.
+    None if it must not be reused: the method does not allow it, an input stage is missing, or
+    there is more than one process.
     """
     if not ctx.methods.entries["data"].lends or world().size > 1:
         return None
@@ -64,7 +66,7 @@ def identity(ctx: RunContext) -> str | None:
 def note(
     asked: str | None, choice: DataChoice, warnings: Mapping[str, str], lent: Lent | None
 ) -> dict[str, Any]:
-    """What a selection's manifest says of its choice of examples."""
+    """Facts about the example selection for the manifest."""
     if asked is None:
         return {}
     noted = {"fingerprint": asked, "facts": dict(choice.facts), "warnings": list(warnings)}
@@ -77,7 +79,7 @@ def note(
 
 
 def find(ctx: RunContext, asked: str | None, pool: Sequence[Example], b: int) -> Lent | None:
-    """The same choice in a lender, whole; None where there is none."""
+    """Find the same example selection, intact, in this run or a cached run; None if not found."""
     for run in (ctx.rundir.path, *ctx.lenders) if asked is not None else ():
         folder = run / FOLDERS["selection"]
         manifest, wrong = read_stage_manifest(folder)
@@ -93,8 +95,8 @@ def find(ctx: RunContext, asked: str | None, pool: Sequence[Example], b: int) ->
                 warnings = dict(zip(noted["warnings"], codes, strict=True))
                 return Lent(choice, accounts, warnings, folder)
         except (OSError, KeyError, TypeError, ValueError, AttributeError, RunError) as problem:
-            why = f"{type(problem).__name__}: {problem}"  # another version's, or damaged
-            ctx.reporter.say(f"{folder}: its choice of examples cannot be taken over ({why})")
+            why = f"{type(problem).__name__}: {problem}"  # written by another version, or damaged
+            ctx.reporter.say(f"{folder}: its selection of examples cannot be reused ({why})")
     return None
 
 
@@ -119,8 +121,8 @@ def _read(
 
 
 def _verified(folder: RunPath, files: Mapping[str, Any], name: str) -> bytes:
-    """The very bytes that the manifest's hash is of."""
+    """Content of a file, verified against the hash in the manifest."""
     content = (folder / name).read_bytes(limit=files[name]["size"])
     if hashlib.sha256(content).hexdigest() != files[name]["sha256"]:
-        raise ValueError(f"{name} has another SHA-256 than when it was written")
+        raise ValueError(f"{name} has a different SHA-256 than when it was written")
     return content

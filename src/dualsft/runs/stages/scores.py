@@ -1,11 +1,12 @@
 """Scores: Algorithm 1 line 8, s_θ ← u ⊙ G and s_D ← GhostDot(u, θ̄, D_pool).
 
-Two-pass mode streams the pool again and gives exact s_D. One-pass mode turns the f of the pool
-pass into scores with a bound each; what a budget leaves ambiguous is scored exactly by the
-selection. Every run checks itself (ALGORITHM.md §3.1): Σ_n s_D,n against ⟨u, G⟩, and three random
-examples scored again alone by plain autograd; when either fails nothing is written and nothing
-can be selected. Reads 1_split, 2_warmup, 3_gradients; writes examples.parquet, summary.json and,
-on request, params.safetensors and projection.safetensors.
+Two-pass mode walks over the pool again and computes exact s_D. One-pass mode turns f of the pool
+pass into scores with an error bound per example; the selection computes exact scores for examples
+that the bounds leave undecided. Every run checks itself (docs/algorithm.md, "What every run
+checks"): Σ_n s_D,n against ⟨u, G⟩, and a few random examples scored individually by plain
+autograd. If a check fails, nothing is written, so nothing can be selected. Reads 1_split,
+2_warmup, 3_gradients; writes examples.parquet, summary.json and, on request, params.safetensors
+and projection.safetensors.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def load_scored(
     n_sc: int,
     keep: Callable[[Vector], Vector] = lambda v: v,
 ) -> Scored:
-    """Algorithm 1 line 7 from the vectors on disk, each as `keep` gives it."""
+    """u (Algorithm 1 line 7) from the vectors on disk, each passed through `keep`."""
     val_grad = keep(ctx.vector("gradients", "val_grad", candidates))
     prior_grad = keep(ctx.vector("gradients", "prior_grad", candidates))
     grad_sum = keep(ctx.vector("gradients", "grad_sum", candidates))
@@ -54,7 +55,7 @@ def load_scored(
 
 
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
-    """Write the scores, their bounds, and the summary with its self-checks into `part`."""
+    """Write the scores, their bounds, and the summary with the self-checks to `part`."""
     pool_examples = ctx.roles()["pool"]
     pool = read_pool(ctx.folder("gradients") / "pool.parquet")
     model = ctx.theta_bar()
@@ -120,7 +121,7 @@ def _write_examples(
     dots: np.ndarray | None,
     bound: np.ndarray | None,
 ) -> None:
-    """examples.parquet; without per-example products (DualSFT-Param) score and bound are null."""
+    """Write examples.parquet; score and bound are null for DualSFT-Param."""
     count = len(examples)
     none = pa.nulls(count, pa.float64())
     table = {
@@ -135,7 +136,7 @@ def _write_examples(
 
 
 def kept_vectors(ctx: RunContext) -> set[str]:
-    """What `score.keep` asks for beyond the gradients: param_scores, projection."""
+    """Vectors to save by `score.keep`, in addition to the gradients: param_scores, projection."""
     asked = {word.strip() for word in ctx.config.score.keep.split(",")}
     vectors = {"param_scores", "projection"}
     return vectors if "all" in asked else asked & vectors

@@ -1,12 +1,13 @@
 """Selection: Algorithm 1 lines 9 to 11, m_θ ← TopK(s_θ, k) and D_sel ← TopB(s_D, b).
 
-The run's methods choose (`runs/method.py`), examples first; what follows them here is DualSFT's own
-choice. Exact, signed, global over all candidates. The parameter scores u ⊙ G are formed chunk by
-chunk at each reading of the top-k and never exist as a whole. In one-pass mode the certificate
-(ALGORITHM.md §4) says which examples this budget leaves open; those, and in half precision those
-that rounding could move across the boundary, are scored exactly here. Reads 1_split to 4_scores and
-the source file; writes mask.safetensors, selected.jsonl, rescored.parquet, summary.json, and
-round_<t>/ for each round of fixed-side re-selection (`runs/stages/reselection.py`).
+`run` calls the run's methods (`runs/method.py`), examples first; `Scoring` implements DualSFT's own
+methods. Their selection is exact, signed, and global over all candidates. The parameter scores
+u ⊙ G are computed chunk by chunk each time the top-k reads them and are never held in full. In
+one-pass mode the certificate (docs/algorithm.md, "One pass instead of two") leaves some examples
+undecided; these, and in half precision those that rounding could move across the boundary, are
+scored exactly here. Reads 1_split to 4_scores and the source file; writes mask.safetensors,
+selected.jsonl, rescored.parquet, summary.json, and round_<t>/ for each round of fixed-side
+re-selection (`runs/stages/reselection.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from dualsft.system.paths import RunPath
 
 
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
-    """Ask the run's methods for examples and entries, for this budget; write both into `part`."""
+    """Select examples and entries with the run's methods; write both to `part`."""
     common: dict[str, Any] = {}
     accounts: dict[str, Any] = {}
     summary: dict[str, Any] = {
@@ -63,7 +64,9 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
         )
     (part / "summary.json").write_json(summary)
     facts = {key: summary[key] for key in ("k", "b", "rescored") if key in summary}
-    facts |= {"accounts": accounts}  # seconds differ from run to run: not for a result's file
+    facts |= {
+        "accounts": accounts
+    }  # timings vary between runs, so they go to the manifest, not to summary.json
     return facts | noted
 
 
@@ -74,7 +77,10 @@ def _choose_data(
     summary: dict[str, Any],
     accounts: dict[str, Any],
 ) -> tuple[list[Example], np.ndarray | None, dict[str, Any]]:
-    """(what is trained on, its positions in the method's pool, notes); everything is None."""
+    """(training examples, their positions in the pool, manifest facts).
+
+    The positions are None if the method chose everything.
+    """
     method: DataMethod = ctx.methods.load("data")
     job = Job(ctx, "data", part, common=common)
     num_full = sum(len(rows) for rows in job.roles.values())
@@ -83,7 +89,7 @@ def _choose_data(
     asked = lent.identity(ctx)
     told = len(ctx.reporter.warnings)
     if (found := lent.find(ctx, asked, pool, b)) is not None:
-        ctx.reporter.say(f"the examples of {method.entry.name} are taken over from {found.folder}")
+        ctx.reporter.say(f"the examples of {method.entry.name} are reused from {found.folder}")
         choice, job.accounts = found.choice, found.accounts
         for warning, code in found.warnings.items():
             ctx.reporter.warn(warning, code)
@@ -97,8 +103,8 @@ def _choose_data(
     positions = np.sort(np.asarray(choice.positions))
     if len(np.unique(positions)) != b or not 0 <= positions[0] <= positions[-1] < len(pool):
         raise RunError(
-            f"method.data={method.entry.name} chose {len(np.unique(positions)):,} different "
-            f"examples instead of {b:,} of {len(pool):,}: a defect of the method"
+            f"method.data={method.entry.name} chose {len(np.unique(positions)):,} distinct "
+            f"examples instead of {b:,} of {len(pool):,}: this is a bug in the method"
         )
     lengths = np.array([e.num_response_tokens for e in pool])
     summary |= {
@@ -142,7 +148,7 @@ def _choose_params(
     if method.entry.uses_budget and count > k and not choice.literal:
         raise RunError(
             f"method.params={method.entry.name} chose {count:,} entries, more than the budget of "
-            f"{k:,}: a defect of the method"
+            f"{k:,}: this is a bug in the method"
         )
     summary |= write_mask(ctx, part, choice.indices, denominator(ctx, eligible))
     asked = None if choice.literal else k or None
@@ -155,7 +161,7 @@ def _source_order(example: Example) -> int:
 
 
 def data_budget(ctx: RunContext, num_full: int, num_pool: int) -> int:
-    """b, a share of |D_full|; it must fit the pool."""
+    """b, from a share of |D_full|; raises if it exceeds the pool."""
     budget = ctx.config.select.data_budget
     b = resolve_budget(budget, num_full, "select.data_budget")
     if b > num_pool:
@@ -167,7 +173,7 @@ def data_budget(ctx: RunContext, num_full: int, num_pool: int) -> int:
 
 
 def denominator(ctx: RunContext, eligible: Mapping[str, torch.Size]) -> int:
-    """What a fraction in select.param_budget is of (`method.denominator`)."""
+    """Number of entries that a fractional select.param_budget refers to (`method.denominator`)."""
     counts = {
         "candidates": ctx.num_candidates,
         "all": ctx.num_parameters,
@@ -177,7 +183,7 @@ def denominator(ctx: RunContext, eligible: Mapping[str, torch.Size]) -> int:
 
 
 def param_budget(ctx: RunContext, eligible: Mapping[str, torch.Size]) -> int:
-    """k, a share of the declared denominator; it must fit what the method chooses from."""
+    """k, from a share of the denominator; raises if it exceeds the eligible entries."""
     budget, total = ctx.config.select.param_budget, denominator(ctx, eligible)
     most = sum(shape.numel() for shape in eligible.values())
     k = resolve_budget(budget, total, "select.param_budget")
@@ -190,12 +196,12 @@ def param_budget(ctx: RunContext, eligible: Mapping[str, torch.Size]) -> int:
     return k
 
 
-WIDER = 8.0  # what is scored again with TF32 products or better is this much less rounded than bf16
+WIDER = 8.0  # rounding of bf16 scores over that of re-scored ones (TF32 products or better)
 
 
 @dataclass
 class Scoring:
-    """DualSFT's scores as both sides read them: u, G, the engine, the pool."""
+    """Inputs of DualSFT's own selection on both sides: u, G, the engine, the pool."""
 
     ctx: RunContext
     engine: GhostEngine
@@ -203,11 +209,11 @@ class Scoring:
     scored: Scored
     num_full: int
     mask: TopK | None = None
-    """What `choose_entries` found."""
+    """Result of `choose_entries`."""
 
     @classmethod
     def of(cls, ctx: RunContext, keep: Callable[[Vector], Vector] = lambda v: v) -> Scoring:
-        """`keep` is what every stored vector goes through: `at_hand` where all are read often."""
+        """Load the scores; `keep` maps every stored vector (`at_hand` if all are read often)."""
         roles = ctx.roles()
         model = ctx.theta_bar()
         engine = GhostEngine(model, ctx.candidates(model))
@@ -215,12 +221,12 @@ class Scoring:
         return cls(ctx, engine, roles["pool"], scored, sum(len(rows) for rows in roles.values()))
 
     def choose_entries(self, k: int, reverse: bool = False) -> TopK:
-        """The exact signed top k of u ⊙ G; of its negative for the reverse."""
+        """The exact signed top k of u ⊙ G; `reverse` takes the bottom k."""
         self.mask = choose_entries(self.scored, k, reverse)
         return self.mask
 
     def choose_examples(self, b: int, reverse: bool = False) -> Chosen:
-        """The exact top b of the pool; the bottom b for the reverse."""
+        """The exact top b of the pool; `reverse` takes the bottom b."""
         ctx, pool = self.ctx, self.pool
         table = (ctx.folder("scores") / "examples.parquet").read_table()
         scores, bound = table["score"].to_numpy(), table["bound"].to_numpy()
@@ -242,8 +248,7 @@ class Scoring:
 
 
 def half_rounding(ctx: RunContext, count: int) -> np.ndarray:
-    """How far half precision may have moved each score, by the probes of the self-check; zero when
-    the model is in fp32 or fp64."""
+    """Estimated rounding error of each score, from the self-check; zero for fp32 or fp64 models."""
     if ctx.dtype not in HALF_DTYPES:
         return np.zeros(count)
     pool = read_pool(ctx.folder("gradients") / "pool.parquet")
@@ -258,7 +263,7 @@ def _summary_of_scores(ctx: RunContext) -> dict[str, Any]:
 def _describe_data(
     ctx: RunContext, folder: RunPath, pool: list[Example], data: Chosen, b: int, num_full: int
 ) -> dict[str, Any]:
-    """rescored.parquet and the data side of the summary."""
+    """Write rescored.parquet; returns the data side of the summary."""
     slack = _summary_of_scores(ctx)["rounding_slack"]
     columns = {
         "id": pa.array([pool[i].id for i in data.rescored], pa.string()),

@@ -1,7 +1,8 @@
-"""The split stage: tokenise the corpus and assign roles (`algorithm/split.py`).
+"""Split: tokenise the corpus and assign roles (Algorithm 1, inputs and line 2).
 
-Writes `split.parquet` (id, role, index), `tokens.parquet` (id, role, input_ids, labels) and
-`summary.json`, in source order; `read_split` reads them back.
+The assignment is in `algorithm/split.py`. Writes `split.parquet` (id, role, index),
+`tokens.parquet` (id, role, input_ids, labels) and `summary.json`, in source order; `read_split`
+reads them back.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
     from dualsft.runs.context import RunContext
 
 TRUSTED = "val-"
-"""What the ids of rows of data.val_path begin with: they are rows of another file."""
+"""Prefix of the ids of rows from data.val_path, which is a separate file."""
 
 LONG_ROWS = 20_000
-"""Reading and tokenising fewer rows takes moments and shows no progress."""
+"""With fewer rows, no progress is shown while reading and tokenising."""
 
 
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
-    """Read and tokenise the corpus, give every row its role, write both into `part`."""
+    """Read and tokenise the corpus, assign a role to every row, and write both to `part`."""
     config = ctx.config
     examples, report = load_examples(ctx, config.data.path)
     trusted: list[Example] = []
@@ -50,7 +51,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
 
 
 def _check_vocabulary(ctx: RunContext, examples: Sequence[Example]) -> None:
-    """A token that the model has no embedding for would fail later, without a name."""
+    """Raise for token ids without an embedding; later errors would not name the row."""
     width = getattr(ctx.model_config, "vocab_size", None)
     for example in examples:
         if width is not None and max(example.input_ids) >= width:
@@ -64,9 +65,9 @@ def _check_vocabulary(ctx: RunContext, examples: Sequence[Example]) -> None:
 def load_examples(
     ctx: RunContext, path: str, key: str = "data.path"
 ) -> tuple[list[Example], DataReport]:
-    """A source of rows as tokenised examples, under the run's template and limits.
+    """Read and tokenise a data source with the run's template and limits.
 
-    `key` is the setting that named it.
+    `key` is the setting that names the source, for messages.
     """
     with ctx.reporter.track(f"reading {key}", 100, "% of the bytes") as reading:
 
@@ -90,7 +91,7 @@ def load_examples(
 
 
 def _place(example: Example) -> tuple[bool, int]:
-    """Rows of the corpus in their order, then those of data.val_path."""
+    """Sort key: rows of the corpus in order, then those of data.val_path."""
     return example.id.startswith(TRUSTED), example.index
 
 
@@ -148,7 +149,7 @@ def read_split(folder: RunPath) -> dict[str, list[Example]]:
 
 
 def _lists(column: pa.ChunkedArray) -> list[list[int]]:
-    """Python lists of a list column, through numpy: to_pylist is an order of magnitude slower."""
+    """Python lists of a list column, via numpy: to_pylist is an order of magnitude slower."""
     result: list[list[int]] = []
     for chunk in column.chunks:
         offsets, values = chunk.offsets.to_numpy(), chunk.values.to_numpy()

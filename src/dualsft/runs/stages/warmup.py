@@ -1,12 +1,13 @@
 """Pilot warmup: Algorithm 1 line 1, (θ̄, ĉ) ← Warmup(θ_old, D_warm).
 
-One epoch of AdamW over D_warm, all parameters (`warmup.trainable: candidates`: only those that
-compete), unclipped; bf16 weights have an fp32 master. ĉ = sqrt(r / (1 − β₂^t)) + ε comes from this
-very optimizer's second moment, with its own β₂, step count and ε, and is written piece by piece.
-`warmup.moments` and `warmup.offload` make the optimizer smaller (`train/optimizer.py`). Reads
-1_split; writes 2_warmup/theta_bar (a Hugging Face folder), curvature.safetensors. `warmup.epochs:
-0` writes θ_old as θ̄ and no ĉ, and that is said. In half precision θ̄ is the masters rounded; how
-much that is beside the warmup's own movement is measured, and told when it is much.
+One epoch of AdamW over D_warm without gradient clipping; trains all parameters, or only the
+candidates (`warmup.trainable: candidates`). bf16 weights have an fp32 master copy.
+ĉ = sqrt(r / (1 − β₂^t)) + ε uses the second moment r, β₂, step count and ε of this optimizer and is
+written piece by piece. `warmup.moments` and `warmup.offload` reduce the optimizer's memory
+(`train/optimizer.py`). With `warmup.epochs: 0`, θ̄ is θ_old, and ĉ does not exist. In half precision
+θ̄ is the rounded master copy; the rounding is compared with the distance that the warmup moved, and
+a warning is logged if it is large. Reads 1_split; writes 2_warmup/theta_bar (a Hugging Face folder)
+and curvature.safetensors.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from dualsft.train.loop import FEW_STEPS, TrainingPlan, train
 from dualsft.train.sharded import make_optimizer
 
 ROUNDED_SHARE = 0.3
-"""Of θ̄'s movement: more than this from rounding is told. At 0.6 a bf16 run of SmolLM2-135M chose
+"""Warn if rounding exceeds this share of θ̄'s movement. At 0.6, a bf16 run of SmolLM2-135M selected
 half of an fp32 run's examples (docs/results.md)."""
 
 
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
-    """Write θ̄ and ĉ into `part`."""
+    """Write θ̄ and ĉ to `part`."""
     examples = ctx.roles()["warm"]
     plan = warmup_plan(ctx)
     num_steps = plan.num_steps(len(examples))
     if num_steps == 0:
         ctx.reporter.say(
-            "warmup.epochs is 0: gradients are taken at θ_old, there is no curvature ĉ and CWSD is "
+            "warmup.epochs is 0: gradients are taken at θ_old, without curvature ĉ, and CWSD is "
             "exactly zero"
         )
         _save(ctx, ctx.theta_old(), part)
@@ -56,7 +57,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
         )
     model = ctx.theta_old()
     candidates = ctx.candidates(model)
-    GhostEngine(model, candidates)  # what no rule covers is said now, not after the warmup
+    GhostEngine(model, candidates)  # fail on unsupported layers before the warmup
     check_fused_loss(model, examples[0], pass_settings(ctx), TOLERANCE[ctx.dtype])
     only_candidates = ctx.config.warmup.trainable == "candidates"
     with make_optimizer(
@@ -84,16 +85,20 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
 
 
 def _movement(ctx: RunContext, model: PreTrainedModel, names: list[str]) -> float | None:
-    """‖θ̄ − θ_old‖ over the parameters that were trained; None, and said, without room for both."""
+    """‖θ̄ − θ_old‖ over the trained parameters; None, with a warning, if out of memory."""
     wide = accumulation_dtype(ctx.dtype)
     try:
         here, before = (weights_vector(m, names) for m in (model, ctx.theta_old()))
         return here.to(ctx.device, wide).plus(before.to(ctx.device, wide), -1.0).norm()
     except Exception as problem:
-        if not is_out_of_memory(problem) or world().sharded:  # sharded, all must take part
+        if (
+            not is_out_of_memory(problem) or world().sharded
+        ):  # sharded: all processes must take part
             raise
     give_back(ctx.device)
-    ctx.reporter.warn("no room for θ̄ and θ_old at once: how far the warmup moved is not measured")
+    ctx.reporter.warn(
+        "out of memory with both θ̄ and θ_old: the movement of the warmup is not measured"
+    )
     return None
 
 
@@ -102,8 +107,8 @@ def _warn_of_rounding(ctx: RunContext, movement: float, rounding: float) -> None
         return
     dtype = str(ctx.dtype).removeprefix("torch.")
     ctx.reporter.warn(
-        f"rounding θ̄ to {dtype} moved it by {rounding:.3g}, and warmup and rounding together by "
-        f"{movement:.3g}: scores at θ̄ depend on that rounding, and a run in float32 may choose "
+        f"rounding θ̄ to {dtype} moved it by {rounding:.3g}; warmup and rounding together moved it "
+        f"by {movement:.3g}: scores at θ̄ depend on the rounding, and a run in float32 may select "
         "other examples (set model.dtype=float32, or lengthen the warmup: split.warm, "
         "warmup.min_steps, warmup.lr)",
         code="rounded_theta_bar",
@@ -116,7 +121,7 @@ def _save(ctx: RunContext, model: PreTrainedModel, part: RunPath) -> None:
 
 
 def warmup_plan(ctx: RunContext) -> TrainingPlan:
-    """warmup.* where it is set, otherwise fine-tuning's own settings; never clipped."""
+    """Training plan from warmup.*, with finetune.* as defaults; no gradient clipping."""
     config: Config = ctx.config
     return TrainingPlan(
         lr=config.warmup.lr or config.finetune.lr,

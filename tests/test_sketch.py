@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dualsft.config import settings
 from dualsft.data.examples import Example, collate
+from dualsft.engine import sketch as sketch_module
 from dualsft.engine.ghost import alone
 from dualsft.engine.sketch import Sketch, Sketcher, sides
 from dualsft.errors import RunError
@@ -103,7 +104,7 @@ def test_formed_gradients_give_the_same_in_any_chunks(
         return gradient.mul_(2.0)
 
     for limit in (1, 5000, 1 << 22):
-        monkeypatch.setattr(module, "FORMED_ENTRIES", {"cpu": limit})
+        monkeypatch.setattr(sketch_module, "FORMED_ENTRIES", {"cpu": limit})
         with sketcher.tapped(transform) as taps:
             torch.testing.assert_close(sketcher.of_batch(taps, batch), 2 * plain)
     assert {1, 5} <= set(seen)
@@ -180,7 +181,7 @@ def test_sketches_of_many_maps_keep_the_order_of_inner_products() -> None:
 def test_a_dense_sketch_is_one_product_with_all_signs(
     arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BLOCK_SIGNS", 24 * 100)  # several blocks a map
+    monkeypatch.setattr(sketch_module, "BLOCK_SIGNS", 24 * 100)  # several blocks a map
     model, rows = tiny_model(arch), rows_of(4)
     sketch = Sketch(24, 3, "test", dense=True)
     sketcher = Sketcher(model, maps_of(model), sketch)

@@ -108,7 +108,8 @@ def test_processes_with_other_settings_are_refused(
     script = tmp_path / "apart.py"
     script.write_text(
         "import os, sys\n"
-        "from dualsft import config, pipeline\n"
+        "from dualsft.config import settings as config\n"
+        "from dualsft.runs import pipeline\n"
         "from dualsft.errors import RunError\n"
         "from dualsft.system.progress import Reporter\n"
         "rank, out = os.environ['RANK'], sys.argv[1]\n"

@@ -45,12 +45,20 @@ def many(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A comparison of METHODS by three real workers, none of which writes a word."""
     folder = tmp_path_factory.mktemp("many")
     matrix = load_matrix(write_matrix(folder, methods=METHODS), words)
+    start, made, beside = comparing_workers._start, list[comparing_workers.Worker](), list[int]()
+
+    def counted(*given: Any) -> comparing_workers.Worker:
+        made.append(start(*given))
+        beside.append(sum(worker.process.poll() is None for worker in made))
+        return made[-1]
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparing_workers, "_start", counted)
         mute = "import os; [os.dup2(os.open(os.devnull, os.O_WRONLY), n) for n in (1, 2)]; "
         patch.setattr(comparing_workers, "START", mute + comparing_workers.START)
         assert run_matrix(matrix, folder / "many", Reporter([].append), workers=3) == {}
     logs = [log.read_bytes() for log in folder.glob("many/logs/**/*.log")]
-    assert logs == [b""] * len(METHODS)
+    assert logs == [b""] * len(METHODS) and max(beside) > 1, "cells ran beside each other"
     return folder / "many"
 
 

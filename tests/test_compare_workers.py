@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,16 @@ import yaml
 from conftest import corpus_rows, small_run, write_jsonl
 
 from dualsft.config import settings
+from dualsft.config.settings import Config, DataConfig
 from dualsft.lab.compare import pages as comparison_tables
 from dualsft.lab.compare import workers as comparing_workers
 from dualsft.lab.compare.cells import run_matrix
-from dualsft.lab.compare.matrix import Matrix, load_matrix
+from dualsft.lab.compare.matrix import Cell, Matrix, load_matrix
+from dualsft.runs import fingerprints
+from dualsft.runs.folder import RunDir
+from dualsft.runs.pipeline import Finished
+from dualsft.runs.preflight import FOLDERS
+from dualsft.system.paths import RunPath
 from dualsft.system.progress import Reporter
 
 METHODS = ["dualsft", "dualsft-param", "less", "less+s2ft", "random"]
@@ -34,12 +41,25 @@ def words(model_folder, corpus: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="module")
-def many(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A comparison of METHODS by three real workers: its folder, and what the parent said."""
-    folder, said = tmp_path_factory.mktemp("many"), list[str]()
+def many(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A comparison of METHODS by three real workers, none of which writes a word."""
+    folder = tmp_path_factory.mktemp("many")
     matrix = load_matrix(write_matrix(folder, methods=METHODS), words)
-    assert run_matrix(matrix, folder / "many", Reporter(said.append), workers=3) == {}
-    return folder / "many", said
+    start, made, beside = comparing_workers._start, list[comparing_workers.Worker](), list[int]()
+
+    def counted(*given: Any) -> comparing_workers.Worker:
+        made.append(start(*given))
+        beside.append(sum(worker.process.poll() is None for worker in made))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparing_workers, "_start", counted)
+        mute = "import os; [os.dup2(os.open(os.devnull, os.O_WRONLY), n) for n in (1, 2)]; "
+        patch.setattr(comparing_workers, "START", mute + comparing_workers.START)
+        assert run_matrix(matrix, folder / "many", Reporter([].append), workers=3) == {}
+    logs = [log.read_bytes() for log in folder.glob("many/logs/**/*.log")]
+    assert logs == [b""] * len(METHODS) and max(beside) > 1, "cells ran beside each other"
+    return folder / "many"
 
 
 def write_matrix(tmp_path: Path, **content: object) -> Path:
@@ -56,12 +76,9 @@ def tables_of(matrix: Matrix, out: Path) -> list[object]:
     return [(row["name"], row["values"]) for row in results["rows"]]
 
 
-def test_the_same_comparison_as_in_turn(
-    tmp_path: Path, words: list[str], many: tuple[Path, list[str]]
-) -> None:
+def test_the_same_comparison_as_in_turn(tmp_path: Path, words: list[str], many: Path) -> None:
     """And what two cells share is computed once: those that need it wait for it."""
-    matrix = load_matrix(write_matrix(tmp_path, methods=METHODS), words)
-    out, said = many
+    matrix, out = load_matrix(write_matrix(tmp_path, methods=METHODS), words), many
     assert run_matrix(matrix, tmp_path / "turn", Reporter([].append), strict=True) == {}
     assert tables_of(matrix, out) == tables_of(matrix, tmp_path / "turn")
     folders = {c.method.name: out / c.path for c in matrix.cells()}
@@ -72,8 +89,6 @@ def test_the_same_comparison_as_in_turn(
         assert os.path.samefile(*(folders[m] / name for m in ("dualsft", "dualsft-param")))
     facts = json.loads((folders["less+s2ft"] / "5_selection/manifest.json").read_text())["facts"]
     assert "taken_over" in facts
-    for cell in matrix.cells():
-        assert any(line.startswith(f"{cell.title}: done in") for line in said)
     status = json.loads((out / "cells.json").read_text())["cells"]
     assert list(status) == [cell.title for cell in matrix.cells()]
 
@@ -87,12 +102,11 @@ def test_only_results_are_kept_and_failures_are_told(tmp_path: Path, words: list
     assert "greedy" in title and "select.data_budget" in why
     kept = {p.name for p in out.rglob("*.safetensors")}
     assert kept == {"mask.safetensors", "delta.safetensors"}
-    param = next(out / c.path for c in matrix.cells() if c.method.name == "dualsft-param")
-    log = (out / "logs" / param.relative_to(out / "cells")).with_suffix(".log").read_text()
-    assert "[gradients] taken over" in log
+    assert os.path.samefile(*out.glob("cells/**/3_gradients/manifest.json"))
+    made = {path: path.stat().st_ino for path in out.glob("cells/**/[1-7]_*/manifest.json")}
     run_matrix(matrix, out, Reporter([].append), workers=2)
-    logs = [log.read_text() for log in out.glob("logs/**/*.log")]
-    assert sum("keeping its results" in log for log in logs) == 2
+    assert made == {path: path.stat().st_ino for path in made}, "nothing is made again"
+    assert kept == {p.name for p in out.rglob("*.safetensors")}
     status = json.loads((out / "cells.json").read_text())["cells"]
     assert [bool(cell["failed"]) for cell in status.values()] == [True, False, False]
 
@@ -121,16 +135,15 @@ def workers_of(parent: int) -> list[int]:
     return found
 
 
-def both_training(out: Path, running: subprocess.Popen[str]) -> list[int]:
-    """Wait until two workers are at work on a stage; their numbers."""
+def both_training(out: Path, parent: subprocess.Popen[str]) -> list[int]:
+    """Wait until two workers are fine-tuning; their numbers."""
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and running.poll() is None:
-        logs = [log.read_text() for log in out.glob("logs/**/*.log")]
-        split = sum("[split] done" in log or "[split] taken over" in log for log in logs)
-        if split == 2 and len(workers_of(running.pid)) == 2:
-            return workers_of(running.pid)
+    while time.monotonic() < deadline and parent.poll() is None:
+        training = len(list(out.glob("cells/**/6_finetune.part")))
+        if training == 2 and len(workers_of(parent.pid)) == 2:
+            return workers_of(parent.pid)
         time.sleep(0.05)
-    raise AssertionError(f"no two workers: {running.communicate()[1]}")
+    raise AssertionError(f"no two workers: {parent.communicate()[1]}")
 
 
 @pytest.mark.slow
@@ -150,7 +163,7 @@ def test_a_stopped_comparison_goes_on(how: int, tmp_path: Path, words: list[str]
     while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
-    assert any("stopped by" in log.read_text() for log in out.glob("logs/**/*.log"))
+    assert list(out.glob("cells/**/6_finetune.work"))
     short = load_matrix(path, [*words, "finetune.epochs=1"])
     assert run_matrix(short, out, Reporter([].append), workers=2) == {}
 
@@ -167,60 +180,127 @@ def test_a_worker_that_is_killed_is_named(tmp_path: Path, words: list[str]) -> N
     assert sum(bool(cell["failed"]) for cell in status.values()) == 1
 
 
-def log_of(out: Path, method: str) -> list[bytes]:
-    """The lines that the worker of this method has left."""
-    (log,) = out.glob(f"logs/**/{method}/*.log")
-    return log.read_bytes().split(b"\n")
+def stages_of(run: Path, last: str, target: Path) -> RunPath:
+    """A copy of a run folder as it was when this stage had just been finished."""
+    for folder in list(FOLDERS.values())[: list(FOLDERS).index(last) + 1]:
+        if (run / folder).is_dir():
+            shutil.copytree(run / folder, target / folder)
+    return RunPath(target)
 
 
-def up_to(said: list[bytes], stage: str, passed: bool) -> list[bytes]:
-    """A worker's lines when it has this stage, or just before: a stage ends with its last line."""
-    last = max(i for i, line in enumerate(said) if line.startswith(f"[{stage}] ".encode()))
-    return said[: last + passed]
+def running(cell: Cell, config: Config, folder: RunPath) -> comparing_workers.Worker:
+    """A worker that is known by its run folder alone: it has no process and no log."""
+    none: Any = None
+    return comparing_workers.Worker(cell, none, None, none, Finished(config, folder))
 
 
-def test_who_waits_for_whom(tmp_path: Path, words: list[str], many: tuple[Path, list[str]]) -> None:
-    """A cell waits for the stage that it can take over, and for nothing else.
-
-    The lines are those of real workers, cut where a stage ends or just before: that stages are
-    found in them is what is tested, so none is written here.
-    """
-    matrix = load_matrix(write_matrix(tmp_path, methods=[*METHODS, "smt", "top_loss"]), words)
+def test_who_waits_for_whom(tmp_path: Path, words: list[str], many: Path) -> None:
+    """A cell waits for the stage that it can take over, and for nothing else."""
+    names = [*METHODS, "smt", "top_loss"]
+    matrix = load_matrix(write_matrix(tmp_path, methods=names), words)
     cells = {c.method.name: c for c in matrix.cells()}
     shared = {c: comparing_workers.shared_work(c, matrix.config(c)) for c in matrix.cells()}
-    log = tmp_path / "log"
 
-    def awaiting(running: str, said: list[bytes]) -> set[str]:
-        log.write_bytes(b"\n".join(said))
-        worker: Any = comparing_workers.Worker(cells[running], None, None, log, 0.0)  # pyright: ignore[reportArgumentType]
+    def waiting(worker: comparing_workers.Worker) -> set[str]:
         found = {n for n, c in cells.items() if comparing_workers._awaits(c, [worker], shared)}
-        return found - {running}
+        return found - {worker.cell.method.name}
+
+    def awaiting(name: str, last: str) -> set[str]:
+        folder = stages_of(many / cells[name].path, last, tmp_path / f"{name} {last}")
+        return waiting(running(cells[name], matrix.config(cells[name]), folder))
 
     for name in METHODS:
-        said = log_of(many[0], name)
-        assert awaiting(name, []) == set(cells) - {name}
-        assert awaiting(name, up_to(said, "split", False)) == set(cells) - {name}
-        assert awaiting(name, up_to(said, "evaluation", True)) == set()
-    assert awaiting("random", up_to(log_of(many[0], "random"), "split", True)) == set()
-    pair = {"dualsft", "dualsft-param"}
-    for name in pair:  # the first computes, the second takes over
-        said, other = log_of(many[0], name), pair - {name}
-        assert awaiting(name, up_to(said, "split", True)) == other | {"top_loss"}
-        assert awaiting(name, up_to(said, "warmup", False)) == other | {"top_loss"}
-        assert awaiting(name, up_to(said, "warmup", True)) == other
-        assert awaiting(name, up_to(said, "scores", False)) == other
-        assert awaiting(name, up_to(said, "scores", True)) == set()
-    again, cell = tmp_path / "again", cells["less"].path
-    shutil.copytree(many[0] / cell, again / cell)
+        nothing = running(cells[name], matrix.config(cells[name]), RunPath(tmp_path / "none"))
+        assert waiting(nothing) == set(cells) - {name}
+        assert awaiting(name, "evaluation") == set()
+    assert awaiting("random", "split") == set()
+    for name, other in [("dualsft", "dualsft-param"), ("dualsft-param", "dualsft")]:
+        assert awaiting(name, "split") == {other, "top_loss"}
+        assert awaiting(name, "warmup") == awaiting(name, "gradients") == {other}
+        assert awaiting(name, "scores") == set()
+    assert awaiting("less", "split") == {"less+s2ft"}
+    assert awaiting("less", "selection") == set()
+
+
+def test_a_stage_of_other_settings_is_not_taken_for_the_cells_own(
+    tmp_path: Path, words: list[str], many: Path
+) -> None:
+    """Until it has been made again. What the cell does not need counts as past."""
     changed = [*words, "method.less.epochs=1"]
     matrix = load_matrix(write_matrix(tmp_path, methods=["less"]), changed)
-    assert run_matrix(matrix, again, Reporter([].append), until="selection", workers=2) == {}
-    for out in (many[0], again):  # there the split is found, and the selection made once more
-        said = log_of(out, "less")
-        assert sum(line.startswith(b"[selection] ") for line in said) == 2
-        assert awaiting("less", up_to(said, "split", True)) == {"less+s2ft"}
-        assert awaiting("less", up_to(said, "selection", False)) == {"less+s2ft"}
-        assert awaiting("less", up_to(said, "selection", True)) == set()
+    (cell,) = matrix.cells()
+    folder = tmp_path / "out" / cell.path
+    shutil.copytree(many / cell.path, folder)
+    worker = running(cell, matrix.config(cell), RunPath(folder))
+    stages = ("split", "warmup", "scores", "selection", "finetune")
+    assert [worker.is_past(stage) for stage in stages] == [True, True, True, False, False]
+    assert run_matrix(matrix, tmp_path / "out", Reporter([].append), until="selection") == {}
+    assert [worker.is_past(stage) for stage in stages] == [True, True, True, True, False]
+
+
+def test_a_stage_without_its_files_will_be_computed_again(
+    tmp_path: Path, words: list[str], many: Path
+) -> None:
+    """`keep: results` leaves the manifests: a cell that needs the vectors again makes them."""
+    matrix = load_matrix(write_matrix(tmp_path, methods=["dualsft"]), words)
+    (cell,) = matrix.cells()
+    config, folder = (
+        matrix.config(cell),
+        stages_of(many / cell.path, "evaluation", tmp_path / "run"),
+    )
+    (folder / "3_gradients/grad_sum.safetensors").unlink()
+    worker = running(cell, config, folder)
+    assert worker.is_past("warmup") and not worker.is_past("scores")
+    assert Finished(config, folder).up_to("evaluation")
+
+
+def test_looking_is_cheap_and_harmless(
+    tmp_path: Path, words: list[str], many: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The corpus is hashed once a cell, and only when there is a manifest to compare with."""
+    hashed, source_hash = list[str](), fingerprints.source_hash
+
+    def counted(path: str, *more: Any) -> str:
+        hashed.append(path)
+        return source_hash(path, *more)
+
+    monkeypatch.setattr(fingerprints, "source_hash", counted)
+    matrix = load_matrix(write_matrix(tmp_path, methods=["random"]), words)
+    (cell,) = matrix.cells()
+    target = tmp_path / "run"
+    worker = running(cell, matrix.config(cell), RunPath(target))
+    assert not any(worker.is_past("split") for _ in range(3)) and not hashed
+    stages_of(many / cell.path, "split", target)
+    (target / "1_split/manifest.json").rename(target / "manifest")
+    assert not worker.is_past("split") and not hashed
+    (target / "manifest").rename(target / "1_split/manifest.json")
+    assert worker.is_past("split") and not worker.is_past("selection")
+    shutil.rmtree(target)
+    assert worker.is_past("split") and len(hashed) == 1
+    missing = replace(matrix.config(cell), data=DataConfig(path=str(tmp_path / "gone.jsonl")))
+    folder = stages_of(many / cell.path, "split", target)
+    assert not running(cell, missing, folder).is_past("split"), "the cell itself says what is wrong"
+
+
+def test_the_progress_of_a_running_cell(tmp_path: Path, words: list[str]) -> None:
+    """The first stage that is being written, and its last record if this process wrote it."""
+    matrix = load_matrix(write_matrix(tmp_path, methods=["random"]), words)
+    (cell,) = matrix.cells()
+    run = RunDir(tmp_path / "run")
+    worker = running(cell, matrix.config(cell), run.path)
+    nothing = worker.progress()
+    for folder in ("6_finetune.part", "7_evaluation.part", "5_selection.work"):
+        (run.path / folder).mkdir(parents=True)
+    run.log_metrics("finetune", work="old", percentage=99.0)
+    worker.begun = time.monotonic() + 5
+    early = worker.progress()
+    assert "finetune" in early and "old" not in early and "finetune" not in nothing
+    worker.begun -= 65
+    run.log_metrics("finetune", work="epoch 1", percentage=25.0)
+    run.log_metrics("finetune", loss=0.5)
+    run.log_metrics("evaluation", work="losses", percentage=75.0)
+    told = worker.progress()
+    assert all(part in told for part in ("finetune", "epoch 1", "25.0", "1:00"))
 
 
 def test_cells_that_no_budget_tells_apart_are_made_once(tmp_path: Path, words: list[str]) -> None:
@@ -228,8 +308,7 @@ def test_cells_that_no_budget_tells_apart_are_made_once(tmp_path: Path, words: l
     matrix = load_matrix(write_matrix(tmp_path, methods=["sft"], budgets=budgets), words)
     out = tmp_path / "out"
     assert run_matrix(matrix, out, Reporter([].append), workers=2) == {}
-    logs = [log.read_text() for log in out.glob("logs/**/*.log")]
-    assert sorted("[finetune] taken over" in log for log in logs) == [False, True]
+    assert os.path.samefile(*out.glob("cells/**/6_finetune/manifest.json"))
 
 
 def test_a_file_with_the_name_of_a_module_is_not_imported(

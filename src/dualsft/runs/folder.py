@@ -212,6 +212,23 @@ class RunDir:
                     records.append(json.loads(line))
         return records
 
+    def under_way(self, since: float) -> dict[str, Any]:
+        """The `stage` that is being written and its last progress record, for an onlooker.
+
+        Older records than `since` are of an earlier attempt. One that was killed may have left a
+        later stage, so the first is the present one.
+        """
+        parts = sorted(name for name in self.path.names() if name.endswith(".part"))
+        if not parts:
+            return {}
+        stage = parts[0].partition("_")[2].removesuffix(".part")
+        for record in reversed(self.read_metrics()):
+            if record["time"] < since:
+                break
+            if record["stage"] == stage and "percentage" in record:
+                return record
+        return {"stage": stage}
+
     def stage_path(self, folder: str) -> RunPath:
         """Folder of a finished stage."""
         assert STAGE_FOLDER.fullmatch(folder), folder
@@ -290,9 +307,9 @@ class RunDir:
             try:
                 _copy_stage(lender / folder, part)
             except FileNotFoundError:
-                if _has_all(lender / folder):  # no file is missing: another error
+                if has_all(lender / folder):  # no file is missing: another error
                     raise
-            if not _has_all(part):
+            if not has_all(part):
                 part.remove()
                 return False
             self._swap(part, final)
@@ -471,7 +488,7 @@ def model_in(folder: RunPath, hashed: bool = False) -> Path:
     return folder.checked()
 
 
-def _has_all(stage: RunPath) -> bool:
+def has_all(stage: RunPath) -> bool:
     """Whether every file in the manifest exists with the recorded size."""
     manifest, wrong = read_stage_manifest(stage)
     if wrong:

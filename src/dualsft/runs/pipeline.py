@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from dualsft.runs.fingerprints import (
     split_settings,
     warmup_settings,
 )
-from dualsft.runs.folder import Fingerprint, FollowedRunDir, RunDir, atomic_write_text
+from dualsft.runs.folder import Fingerprint, FollowedRunDir, RunDir, atomic_write_text, has_all
 from dualsft.runs.method import Job
 from dualsft.runs.preflight import FOLDERS, STAGE_NAMES, check_consent, check_paths, check_stage
 from dualsft.runs.stages import finetune, gradients, scores, selection, split, warmup
@@ -80,6 +81,16 @@ class Stage:
     """Whether all processes take part; otherwise rank 0 computes it and the others wait."""
     check: Callable[[RunContext], None] = lambda _: None
     """Raises before the first stage runs if this stage would fail."""
+
+    def runs(self, ctx: RunContext) -> bool:
+        """Whether the methods of this run need the stage."""
+        return self.needed is None or self.needed in ctx.methods.needs
+
+    def fingerprints(self, ctx: RunContext, hashes: Mapping[str, str]) -> list[Fingerprint]:
+        """Its fingerprint over stages of these hashes, and that of a richer one where it serves."""
+        reads = {name: hashes[name] for name in self.reads if name in hashes}
+        found = (self.settings(ctx), self.richer(ctx))
+        return [Fingerprint(one, reads) for one in found if one is not None]
 
 
 STAGES: tuple[Stage, ...] = (
@@ -267,28 +278,57 @@ def _is_sharded(ctx: RunContext) -> bool:
 MOST_OF_GPU = 0.7  # share of a GPU that weights and state may take before mode auto shards
 
 
+class _Onlooker(RunContext):
+    """A run as a process sees it that computes nothing: the GPU is left untouched."""
+
+    @cached_property
+    def device(self) -> torch.device:
+        return choose_device(self.config.model.device)
+
+
+class Finished:
+    """Which stages of a run folder were made with these settings, by their manifests.
+
+    May be asked again while the run goes on. A stage that was found is not looked at again, and a
+    fingerprint is computed once, when there is a manifest to compare with: it hashes the corpus.
+    """
+
+    def __init__(self, config: Config, out: RunPath) -> None:
+        self.rundir = RunDir(out)
+        self._ctx = _Onlooker(config, self.rundir, Reporter(lambda _: None))
+        self._left = [stage for stage in stages() if stage.runs(self._ctx)]
+        self._hashes: dict[str, str] = {}
+        self._wanted: dict[str, list[Fingerprint]] = {}
+
+    def up_to(self, last: str, whole: bool = False) -> bool:
+        """Whether the stages up to this one are there, those that are needed.
+
+        `whole` asks for all of their files too, by name and size.
+        """
+        while self._left and STAGE_NAMES.index(self._left[0].name) <= STAGE_NAMES.index(last):
+            stage = self._left[0]
+            folder = self._ctx.folder(stage.name)
+            manifest, wrong = read_stage_manifest(folder)
+            if wrong or (whole and not has_all(folder)):
+                return False
+            if stage.name not in self._wanted:
+                self._wanted[stage.name] = stage.fingerprints(self._ctx, self._hashes)
+            wanted = self._wanted[stage.name]
+            match = next((one for one in wanted if not one.explain(manifest)), None)
+            if match is None:
+                return False
+            self._hashes[stage.name] = match.hash
+            self._left.pop(0)
+        return True
+
+
 def finished(config: Config, out: RunPath) -> bool:
     """Whether all stages of a run folder were computed with these settings.
 
     Compares manifests only, because large files may have been removed since (`dualsft compare`
     with keep: results).
     """
-    ctx = RunContext(config, RunDir(out), Reporter(lambda _: None))
-    hashes: dict[str, str] = {}
-    for stage in stages():
-        if stage.needed is not None and stage.needed not in ctx.methods.needs:
-            continue
-        manifest, wrong = read_stage_manifest(out / FOLDERS[stage.name])
-        if wrong:
-            return False
-        reads = {name: hashes[name] for name in stage.reads if name in hashes}
-        made = [stage.settings(ctx), stage.richer(ctx)]
-        known = [Fingerprint(one, reads) for one in made if one is not None]
-        match = next((one for one in known if not one.explain(manifest)), None)
-        if match is None:
-            return False
-        hashes[stage.name] = match.hash
-    return True
+    return Finished(config, out).up_to(STAGE_NAMES[-1])
 
 
 def _run_stages(ctx: RunContext, last: str) -> None:
@@ -299,7 +339,7 @@ def _run_stages(ctx: RunContext, last: str) -> None:
     assert ctx.device, "an unavailable device is reported before any work"
     hashes: dict[str, str] = {}
     for stage in stages():
-        if stage.needed is None or stage.needed in ctx.methods.needs:
+        if stage.runs(ctx):
             hashes[stage.name] = _ensure(ctx, stage, hashes)
         else:
             ctx.reporter.say(f"[{stage.name}] not needed by {ctx.methods.title}")
@@ -369,12 +409,9 @@ class _Due:
 def _due(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> _Due:
     """Look for the finished stage here and in the cached runs, and log the outcome."""
     folder = FOLDERS[stage.name]
-    reads = {name: hashes[name] for name in stage.reads if name in hashes}
-    fingerprint = Fingerprint(stage.settings(ctx), reads)
+    fingerprint, *richer = stage.fingerprints(ctx, hashes)
     state = ctx.rundir.stage_state(folder, fingerprint)
-    richer = stage.richer(ctx)
-    if state.status == "stale" and richer is not None:
-        other = Fingerprint(richer, reads)
+    for other in richer if state.status == "stale" else ():
         if ctx.rundir.stage_state(folder, other).ready:
             ctx.rundir.discard_work(folder)
             ctx.reporter.say(f"[{stage.name}] reused: it holds all that is needed")
@@ -383,7 +420,7 @@ def _due(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> _Due:
         ctx.rundir.discard_work(folder)
         ctx.reporter.say(f"[{stage.name}] reused: nothing it depends on has changed")
         return _Due(fingerprint, ready=True)
-    for wanted in [fingerprint, *([] if richer is None else [Fingerprint(richer, reads)])]:
+    for wanted in (fingerprint, *richer):
         lender = _lender(ctx, folder, wanted)
         if lender is not None and ctx.rundir.adopt(folder, lender):
             ctx.rundir.discard_work(folder)

@@ -4,15 +4,16 @@ A small model does not fill a GPU, and a machine may have several. Each worker g
 fewest workers, and the workers of one GPU get equal shares of its memory (`model.memory`, unless a
 cell sets it). If another cell is computing something that a cell can reuse (the split, the warmup,
 the scores, a selection of examples, or an identical cell), it waits for that stage, not for the
-whole cell. Workers write their logs to OUT/logs; the parent logs which cells start and end, and the
-progress of the running ones. On a signal, the parent forwards it and waits until all workers have
-saved their state. On Linux, workers stop when the parent dies. Not part of Algorithm 1.
+whole cell: until the manifest of the stage is in the run folder of the other cell. Workers write
+their logs to OUT/logs, for people only. On a signal, the parent forwards it and waits until all
+workers have saved their state. On Linux, workers stop when the parent dies. A pool of
+`concurrent.futures` would pickle tasks, reuse a process for cells of other GPUs, break when one is
+killed, and still need the loop that waits for stages. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
 
 import ctypes
-import io
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -36,6 +37,7 @@ from dualsft.lab.compare.cells import ANSWERS, Ended, known_folders, run_cell
 from dualsft.lab.compare.matrix import Cell, Matrix
 from dualsft.model.load import choose_device
 from dualsft.runs.folder import atomic_write_text
+from dualsft.runs.pipeline import Finished
 from dualsft.system import signals as interrupt
 from dualsft.system.paths import RunPath
 from dualsft.system.progress import Reporter, clock
@@ -47,8 +49,8 @@ USABLE = 0.95
 """Share of a GPU's memory that its workers divide; the rest is for their CUDA contexts."""
 PDEATHSIG = 1
 """PR_SET_PDEATHSIG of Linux's prctl: the signal to get when the parent dies."""
-PASSED = ("done", "reused", "taken over", "not needed")
-"""Words that a run logs for a stage that is complete."""
+LOOK_EVERY = 0.5
+"""Seconds between two looks at the workers and at the stages that cells wait for."""
 START = (
     "import sys; sys.path[:] = sys.argv[1:]; "
     "from dualsft.lab.compare import workers; workers.main()"
@@ -104,19 +106,22 @@ class Worker:
     process: subprocess.Popen[bytes]
     gpu: str | None
     log: RunPath
-    begun: float
-
-    def lines(self) -> list[str]:
-        """Lines of its log so far."""
-        with suppress(OSError):
-            text = self.log.read_text(errors="replace")
-            return [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
-        return []
+    finished: Finished
+    begun: float = field(default_factory=time.monotonic)
 
     def is_past(self, stage: str) -> bool:
         """Whether this stage is complete, computed or reused."""
-        words = tuple(f"[{stage}] {word}" for word in PASSED)
-        return any(line.startswith(words) for line in self.lines())
+        with suppress(Exception):  # the cell meets the same error and reports it
+            return self.finished.up_to(stage, whole=True)
+        return False
+
+    def progress(self) -> str:
+        """The stage that it is in, how far that is, and the time since the cell started."""
+        spent, found = time.monotonic() - self.begun, {}
+        with suppress(Exception):  # a damaged folder is the worker's to report
+            found = self.finished.rundir.under_way(time.time() - spent)
+        far = f", {found['work']} {found['percentage']} %" if "percentage" in found else ""
+        return f"{found.get('stage', 'between two stages')}{far}, {clock(spent)} spent"
 
 
 def at_once(
@@ -143,7 +148,7 @@ def at_once(
                     waiting.remove(cell)
                     running.append(_start(matrix, cell, config, out, until, gpu, workers))
                     reporter.say(f"{cell.title}: started ({running[-1].log})")
-            time.sleep(0.2)
+            time.sleep(LOOK_EVERY)
             for worker in [w for w in running if w.process.poll() is not None]:
                 running.remove(worker)
                 ended, why = ended + 1, _outcome(worker)
@@ -154,7 +159,7 @@ def at_once(
             if time.monotonic() - told > TELL_EVERY:
                 told = time.monotonic()
                 for worker in running:
-                    reporter.say(f"{worker.cell.title}: {(worker.lines() or [''])[-1][:100]}")
+                    reporter.say(f"{worker.cell.title}: {worker.progress()}")
     except interrupt.Interrupted as stopped:
         asked = list(running)
         _stop(running, stopped.signum)
@@ -215,14 +220,15 @@ def _start(
     log.parent.mkdir(parents=True, exist_ok=True)
     _words(log).unlink(missing_ok=True)
     own = {"OMP_NUM_THREADS": str(threads_each(workers)), "PYTHONUNBUFFERED": "1"}
-    environment = {**own, **os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
+    fixed = {"PYTHONIOENCODING": "utf-8:replace"}
+    fixed |= {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", START, *_import_path()],
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env={**own, **os.environ, **fixed},
             start_new_session=True,  # a terminal's Ctrl-C reaches only the parent
         )
     task = {
@@ -230,28 +236,22 @@ def _start(
         "config": settings.to_yaml(config),
         "consent": settings.consent_of(config),
         "out": str(out.root),
-        "folder": _inside(out, out / cell.path),
+        "folder": cell.path.as_posix(),
         "keeps": matrix.keep == "results",
         "until": until,
-        "lenders": [_inside(out, folder) for folder in known_folders(matrix, out)],
-        "answers": _inside(out, out / ANSWERS),
-        "failed": _inside(out, _words(log)),
+        "lenders": ["/".join(folder.parts) for folder in known_folders(matrix, out)],
+        "failed": "/".join(_words(log).parts),
     }
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(json.dumps(task).encode())
-    return Worker(cell, process, gpu, log, time.monotonic())
+    return Worker(cell, process, gpu, log, Finished(config, out / cell.path))
 
 
 def _import_path() -> list[str]:
     root, here = str(Path(__file__).resolve().parents[3]), Path.cwd()
     kept = [place for place in sys.path if place and Path(place) != here]
     return kept if root in kept else [root, *kept]
-
-
-def _inside(out: RunPath, place: RunPath) -> str:
-    """A path relative to the comparison's folder, as sent to a worker."""
-    return "/".join(place.parts[len(out.parts) :])
 
 
 def _words(log: RunPath) -> RunPath:
@@ -269,8 +269,7 @@ def _outcome(worker: Worker) -> str | None:
         words.unlink()
         return why
     if code < 0:
-        known = {int(number): number.name for number in signal.Signals}
-        name = known.get(-code, f"signal {-code}")
+        name = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
         why = " (by hand, or by the system when out of memory)" if name == "SIGKILL" else ""
         return f"its process was killed by {name}{why}; run the same command again to resume it"
     return f"its process exited with code {code}; see the end of {worker.log}"
@@ -305,7 +304,7 @@ def work(given: str) -> int:
     try:
         with interrupt.handled():
             _end_with(task["parent"])
-            why = run_cell(*cell, out / task["answers"])
+            why = run_cell(*cell, out / ANSWERS)
     except interrupt.Interrupted as stopped:
         print(f"stopped by {stopped}: {stopped.saved or 'nothing had to be saved'}")
         return stopped.exit_code
@@ -326,11 +325,6 @@ def _end_with(parent: int) -> None:
 
 def main() -> None:
     """Entry point of a worker. Reads its task as JSON from stdin."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors="replace")
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    logging.getLogger("dualsft").addHandler(handler)
+    logging.basicConfig(stream=sys.stdout, format="%(message)s", force=True)
     logging.getLogger("dualsft").setLevel(logging.INFO)
     raise SystemExit(work(sys.stdin.buffer.read().decode()))

@@ -79,8 +79,12 @@ class _Breaker:
 
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
             reads = name == "open" and not args[0] & (os.O_WRONLY | os.O_RDWR)
-            if self.ours(path) and self.hit("look" if reads else name, path):
-                self.act(path)
+            folder = kwargs.get("dir_fd", kwargs.get("src_dir_fd"))
+            place = path
+            if folder is not None:  # the name is relative to a directory handle
+                place = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fspath(path))
+            if self.ours(place) and self.hit("look" if reads else name, place):
+                self.act(place)
             return real(path, *args, **kwargs)
 
         call.__name__ = name

@@ -524,6 +524,6 @@ def test_a_stage_that_loses_a_file_meanwhile_is_not_taken_over(
     said: list[str] = []
     pipeline.run(config.load(None, words), own, "warmup", quiet(said), [RunPath(lender)])
     told = [line for line in said if line.startswith("[")]
-    assert any(line.startswith("[split] taken over") for line in told)
+    assert any(line.startswith("[split] reused") for line in told)
     assert "[warmup] started" in told and (own / "2_warmup/curvature.safetensors").is_file()
     assert not list(own.glob("*.part"))

@@ -746,7 +746,7 @@ def test_figures_need_the_json_alone(run: Path, tmp_path: Path) -> None:
         shutil.copy(run / "diagnostics" / f"{name}.json", tmp_path / f"{name}.json")
         files = draw(registry()[name], place(tmp_path / f"{name}.json"))
         assert {f.suffix for f in files} == {".svg", ".png"}
-        assert all(f.parent == tmp_path and f.location.stat().st_size > 2000 for f in files)
+        assert all(f.location.parent == tmp_path and f.size > 2000 for f in files)
     text = (tmp_path / "fidelity.svg").read_text()
     again = draw(registry()["fidelity"], place(tmp_path / "fidelity.json"))
     assert len(again) == 6 and "<svg" in text

@@ -424,7 +424,7 @@ def _due(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> _Due:
         lender = _lender(ctx, folder, wanted)
         if lender is not None and ctx.rundir.adopt(folder, lender):
             ctx.rundir.discard_work(folder)
-            ctx.reporter.say(f"[{stage.name}] taken over from {lender}")
+            ctx.reporter.say(f"[{stage.name}] reused from {lender}")
             return _Due(wanted, ready=True)
     redo = state.status in ("stale", "corrupt")
     why = f"again ({'; '.join(state.reasons)})" if redo else "started"

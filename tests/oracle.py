@@ -1,6 +1,6 @@
 """The slow, obvious DualSFT: what the fast code is compared with.
 
-Every line of Algorithm 1 as ALGORITHM.md sections 1 and 2 define it, in plain PyTorch: one example
+Every line of Algorithm 1 as docs/algorithm.md defines it, in plain PyTorch: one example
 at a time, autograd for every gradient, full sorts, brute-force Shapley values. No hooks, no
 padding, no batches, and nothing imported from the package. Meant for tiny models in float64.
 

@@ -1,6 +1,6 @@
 """Recompute a finished run folder with the oracle, from files alone.
 
-Reads the layout of ARCHITECTURE.md with pyarrow, safetensors, yaml and json, loads theta_old and
+Reads the layout of docs/run_folder.md with pyarrow, safetensors, yaml and json, loads theta_old and
 theta_bar in float64, and compares G, v_new, v_prior, u, both scores, mask and selection.
 """
 

@@ -81,7 +81,7 @@ def test_the_papers_lora_has_no_budget() -> None:
 
 
 def test_learning_rates_of_the_packaged_tables_are_the_papers() -> None:
-    """METHODS.md 0.2: the paper's own rates, by model, data and what trains."""
+    """docs/methods.md: the paper's own rates, by model, data and what trains."""
     wanted = {
         ("table_magicoder", "llama-3.2-3b"): (2e-5, 2e-4, 5e-5, 4e-5, 4e-5, 3e-5),
         ("table_magicoder", "gemma-3-4b"): (2e-5, 2e-4, 5e-5, 4e-5, 4e-5, 3e-5),

@@ -1,4 +1,4 @@
-"""The paper's identities and bounds on tiny problems in float64 (ALGORITHM.md section 3, 2 and 3).
+"""The paper's identities and bounds on tiny problems in float64 (docs/algorithm.md).
 
 Theorem 1 (Shapley), Prop. 1 (coordination gap), diagonal-proxy perturbation and the two stability
 corollaries, truncation orders, score drift; CWSD is in test_identities_cwsd.py. `Problem` is a

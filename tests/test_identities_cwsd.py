@@ -1,4 +1,4 @@
-"""CWSD on tiny problems in float64 (ALGORITHM.md section 3, identity 4; section 2 CWSD).
+"""CWSD on tiny problems in float64 (docs/algorithm.md, CWSD).
 
 The logit gradient is omega tau (p - q) / T_n, its pull-back through a network is v_prior, and value
 and gradient are exactly 0.0 where the student is the teacher.

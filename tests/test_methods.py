@@ -1,4 +1,4 @@
-"""One contract for every registered method, whatever it does (ARCHITECTURE.md, "A method").
+"""One contract for every registered method, whatever it does (`runs/method.py`).
 
 The budget holds exactly; the seed decides everything; examples come from D_train alone; no file of
 the evaluation is read before the evaluation; frozen weights keep their bits; a stopped run goes on

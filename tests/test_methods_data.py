@@ -1,4 +1,4 @@
-"""Methods that choose examples: each rule against a plain computation of it (METHODS.md part G).
+"""Methods that choose examples: each rule against a plain computation of it (docs/methods.md).
 
 top_loss, davir, less, fishersft, spice: brute force in fp64 on tiny models, and whole runs.
 """

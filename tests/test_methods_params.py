@@ -1,4 +1,4 @@
-"""Methods that choose entries (METHODS.md G1 to G4 and E4): oracles, budgets, moving masks."""
+"""Methods that choose entries (docs/methods.md): oracles, budgets, moving masks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Weighting, editing after training, adapters: against brute force in fp64, and through whole runs.
 
-The oracles are written from METHODS.md (D2 to D5, A0) on the models' own logits and plain autograd.
+The oracles are written from docs/methods.md on the models' own logits and plain autograd.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ def test_saved_folder_loads(tmp_path: Path, arch: str) -> None:
 
 
 def write_run(root: Path) -> Path:
-    """A run folder as ARCHITECTURE.md lays it out, computed by the oracle and stored in fp32."""
+    """A run folder as docs/run_folder.md lays it out, computed by the oracle and stored in fp32."""
     old = save_tiny_folder(root / "old", "llama", seed=0)
     save_tiny_folder(root / "run/2_warmup/theta_bar", "llama", seed=1)
     teacher, student = (

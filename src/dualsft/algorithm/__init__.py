@@ -1,1 +1,18 @@
-"""The steps of Algorithm 1 as functions on in-memory values; no run folder."""
+"""The steps of Algorithm 1 as functions of values: models, examples and vectors in, values out.
+
+    line 1   warmup: theta_bar       `train/loop.py: train`, called by `runs/stages/warmup.py`
+             the curvature           `warmup.py: adam_rms`
+    line 2   the pool                `split.py: divide`
+    line 3   G                       `gradients.py: pool_gradient`
+    line 4   eta_sc                  `projection.py: ProjectionTerms.eta_sc`
+    line 5   v_new                   `gradients.py: validation_gradient`
+    line 6   v_prior                 `preservation.py: prior_gradient`
+    line 7   u                       `projection.py: ProjectionTerms.projection`
+    line 8   s_theta, s_D            `projection.py: param_scores`, `scores.py: exact_dots`
+    line 9   the mask                `selection.py: choose_entries`
+    lines 10, 11   the examples      `selection.py: choose_examples` with `certificate.py`
+    line 12  restricted fine-tuning  `train/optimizer.py: SparseAdamW`, `runs/stages/finetune.py`
+
+The stages of a run (`runs/stages`) and `dualsft.score` and `dualsft.select` call these functions.
+Nothing here knows a run folder.
+"""

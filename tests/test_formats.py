@@ -250,7 +250,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"conversations": said(("human", "q"), ("human", "r"))},
         "turn 2: 'human' where gpt or function_call is required",
     ),
-    "answer_first": ({"conversations": said(("gpt", "q"))}, "where human or observation must"),
+    "answer_first": (
+        {"conversations": said(("gpt", "q"))},
+        "where human or observation is required",
+    ),
     "tag": ({"conversations": said(("bob", "q"))}, "from 'bob' is not known; use human, obs"),
     "no_value": ({"conversations": [{"from": "human"}]}, "(human): 'value' is null, must be"),
     "function": (

@@ -343,7 +343,7 @@ FOLDERS: dict[str, tuple[Tree, dict[str, str], tuple[str, ...]]] = {
     "saved_indices": (
         saved({"_data_files": [{"filename": "data.arrow"}], "_indices_data_files": [1]}),
         {},
-        ("index", "flatten_indices"),
+        ("indices mapping", "flatten_indices"),
     ),
     "splits_number": ({"dataset_dict.json": b'{"splits": 5}'}, {}, ("dataset_dict.json",)),
     "splits_none": ({"dataset_dict.json": b"{}"}, {}, ("'train'",)),

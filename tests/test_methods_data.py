@@ -548,7 +548,7 @@ def test_blocks_without_attention_get_the_adapter_everywhere() -> None:
         block.mixer = block.self_attn
         del block.self_attn
     found, where = target_maps(model)
-    assert len(found) == 14 and "since none" in where
+    assert len(found) == 14 and "since no name" in where
 
 
 @pytest.mark.parametrize("name", ["less", "spice", "fishersft"])

@@ -593,7 +593,7 @@ def test_the_mask_moves_at_every_interval(
     else:
         assert not any("never moves" in line for line in said)
         assert tuned["changed_entries"] > facts["k"] == tuned["trained_entries"]
-        assert any(f"{tuned['changed_entries']:,} in all" in line for line in said)
+        assert any(f"{tuned['changed_entries']:,} in total" in line for line in said)
 
 
 def test_set_indices_without_carry_keeps_masters_alone() -> None:

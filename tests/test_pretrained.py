@@ -184,7 +184,7 @@ def test_device_that_auto_takes(
 
 def test_mps_has_no_float64(model_folder: Folders) -> None:
     mps, folder = torch.device("mps"), model_folder("llama")
-    with pytest.raises(ConfigError, match=r"model\.dtype: 'float64', but mps has none"):
+    with pytest.raises(ConfigError, match=r"model\.dtype: 'float64', but mps does not support it"):
         choose_dtype("float64", folder, mps)
     assert choose_dtype("auto", folder, mps) == torch.float32
     assert choose_dtype("bfloat16", folder, mps) == torch.bfloat16

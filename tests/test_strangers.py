@@ -241,7 +241,7 @@ def test_names_that_are_not_utf8(key: str) -> None:
     given = ["model.path=m", "data.path=d.jsonl"]
     with pytest.raises(ConfigError, match=f"{key}.*not UTF-8"):
         dualsft.load(None, [*given, f"{key}=bad\udcff"])
-    with pytest.raises(ConfigError, match="--out.*not UTF-8"):
+    with pytest.raises(ConfigError, match="--out.*not valid UTF-8"):
         RunDir("bad\udcff").create()
 
 

@@ -483,7 +483,7 @@ def model_in(folder: RunPath, hashed: bool = False) -> Path:
         if name.startswith(prefix) and name.endswith(READ_BY_LOADERS)
     ]
     if reasons:
-        cure = "the same `dualsft run` recomputes files that were changed after they were written"
+        cure = "run the same `dualsft run` again: it replaces files that were changed"
         raise RunError("\n".join([*(f"{stage}: {reason}" for reason in reasons), cure]))
     return folder.checked()
 

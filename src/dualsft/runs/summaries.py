@@ -82,7 +82,7 @@ def load_summaries(run: RunPath) -> dict[str, Any]:
     """The settings, the summaries of the finished stages, and their manifests and warnings."""
     manifests, problems = read_manifests(run)
     if problems:
-        cure = f"`dualsft run {run}/config.yaml --out {run}` recomputes the damaged stages"
+        cure = f"run `dualsft run {run}/config.yaml --out {run}` again: it replaces what is damaged"
         raise RunError("\n".join([*problems, cure]))
     old = outdated(manifests)
     current = {stage: m for stage, m in manifests.items() if stage not in old}

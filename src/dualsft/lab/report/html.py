@@ -61,7 +61,7 @@ def write_html(run: RunPath, facts: Mapping[str, Any], out: RunPath) -> RunPath:
     except (OSError, pa.ArrowException, SafetensorError, ValueError, KeyError) as problem:
         raise RunError(
             f"{run}: its files are inconsistent ({type(problem).__name__}: {problem}); "
-            f"`dualsft run {run}/config.yaml --out {run}` recomputes what is damaged"
+            f"run `dualsft run {run}/config.yaml --out {run}` again: it replaces what is damaged"
         ) from problem
     title = f"DualSFT run {run.location.resolve().name}"
     body = "".join(
@@ -127,7 +127,7 @@ def _check_files(run: RunPath, facts: Mapping[str, Any]) -> None:
             reasons = damage(folder, facts["manifests"][stage], only=names)[0]
             problems += [f"{folder}: {reason}" for reason in reasons]
     if problems:
-        cure = f"`dualsft run {run}/config.yaml --out {run}` recomputes what is damaged"
+        cure = f"run `dualsft run {run}/config.yaml --out {run}` again: it replaces what is damaged"
         raise RunError("\n".join([*problems, cure]))
 
 

@@ -26,6 +26,7 @@ from dualsft.data.sources import split_paths
 from dualsft.distributed.world import launched, world
 from dualsft.engine.precision import precise
 from dualsft.engine.walk import PassSettings
+from dualsft.errors import RunError
 from dualsft.memory.plans import DEFAULT_BATCH_TOKENS, TRAINING_BATCH_TOKENS, Plan, Wishes
 from dualsft.model.load import (
     Candidates,
@@ -39,9 +40,10 @@ from dualsft.model.load import (
 )
 from dualsft.model.resolve import resolve_model
 from dualsft.model.sharded import load_sharded
-from dualsft.runs.folder import RunDir, model_in
+from dualsft.runs.folder import RunDir
 from dualsft.runs.preflight import FOLDERS
 from dualsft.runs.stages.split import read_split
+from dualsft.storage.manifest import damage, read_stage_manifest
 from dualsft.storage.resume import Pieces
 from dualsft.storage.vectors import LazyVector, accumulation_dtype
 from dualsft.system.disk import cache_root
@@ -222,6 +224,34 @@ class RunContext:
     def curvature(self, candidates: Candidates) -> LazyVector | None:
         """ĉ, or None without a warmup."""
         return self.vector("warmup", "curvature", candidates) if self.warmed_up else None
+
+
+READ_BY_LOADERS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".safetensors")
+"""Suffixes of files that affect how a model loads; other files, such as a README, are allowed."""
+
+
+def model_in(folder: RunPath, hashed: bool = False) -> Path:
+    """Path of a model folder inside a stage, after checking that the run wrote every file in it.
+
+    `hashed` also compares the hashes of all files but the weights, for callers that have not
+    verified the stage before.
+    """
+    stage, prefix = folder.parent, f"{folder.name}/"
+    manifest, wrong = read_stage_manifest(stage)
+    if wrong:
+        raise RunError(f"{stage}: {wrong}; run the same `dualsft run` again")
+    small = [name for name in manifest["files"] if not name.endswith(".safetensors")]
+    wanted = {name for name in small if name.startswith(prefix)} if hashed else set[str]()
+    reasons, extra = damage(stage, manifest, only=wanted)
+    reasons += [
+        f"{name} was not written by the run; remove it"
+        for name in extra
+        if name.startswith(prefix) and name.endswith(READ_BY_LOADERS)
+    ]
+    if reasons:
+        cure = "run the same `dualsft run` again: it replaces files that were changed"
+        raise RunError("\n".join([*(f"{stage}: {reason}" for reason in reasons), cure]))
+    return folder.checked()
 
 
 @contextmanager

@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal
 
 from dualsft.config.settings import sealed_text
@@ -458,34 +457,6 @@ class FollowedRunDir(RunDir):
     def lock(self) -> Iterator[None]:
         """No-op; rank 0 holds the lock."""
         yield
-
-
-READ_BY_LOADERS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".safetensors")
-"""Suffixes of files that affect how a model loads; other files, such as a README, are allowed."""
-
-
-def model_in(folder: RunPath, hashed: bool = False) -> Path:
-    """Path of a model folder inside a stage, after checking that the run wrote every file in it.
-
-    `hashed` also compares the hashes of all files but the weights, for callers that have not
-    verified the stage before.
-    """
-    stage, prefix = folder.parent, f"{folder.name}/"
-    manifest, wrong = read_stage_manifest(stage)
-    if wrong:
-        raise RunError(f"{stage}: {wrong}; run the same `dualsft run` again")
-    small = [name for name in manifest["files"] if not name.endswith(".safetensors")]
-    wanted = {name for name in small if name.startswith(prefix)} if hashed else set[str]()
-    reasons, extra = damage(stage, manifest, only=wanted)
-    reasons += [
-        f"{name} was not written by the run; remove it"
-        for name in extra
-        if name.startswith(prefix) and name.endswith(READ_BY_LOADERS)
-    ]
-    if reasons:
-        cure = "run the same `dualsft run` again: it replaces files that were changed"
-        raise RunError("\n".join([*(f"{stage}: {reason}" for reason in reasons), cure]))
-    return folder.checked()
 
 
 def has_all(stage: RunPath) -> bool:

@@ -31,9 +31,8 @@ from dualsft.errors import RunError
 from dualsft.lab.evaluation.benchmarks import harness_model, run_benchmarks, vllm_model
 from dualsft.lab.evaluation.tasks import check_room, task_files, wanted_tasks
 from dualsft.model.sharded import is_sharded, release
-from dualsft.runs.context import RunContext
+from dualsft.runs.context import RunContext, model_in
 from dualsft.runs.fingerprints import Settings, hash_template, pick
-from dualsft.runs.folder import model_in
 from dualsft.runs.pipeline import Stage
 from dualsft.runs.stages.split import load_examples
 from dualsft.storage.manifest import sha256_file

@@ -41,7 +41,7 @@ from dualsft.lab.report.parts import (
 )
 from dualsft.lab.report.warnings import concerns
 from dualsft.model.load import load_tokenizer
-from dualsft.runs.folder import model_in
+from dualsft.runs.context import model_in
 from dualsft.runs.preflight import FOLDERS
 from dualsft.storage.manifest import atomic_write_text, damage
 from dualsft.system.paths import RunPath

@@ -14,6 +14,7 @@ from dualsft.data.examples import Example, collate
 from dualsft.engine.checkpointing import checkpointed
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import example_objective
+from dualsft.memory.placement import DevicePlacement
 from dualsft.model.load import decoder_blocks, find_candidates
 from dualsft.storage.vectors import ParamVector
 
@@ -58,11 +59,11 @@ def tapped(arch: str, on: bool) -> tuple[ParamVector, Tensor, Tensor]:
     batch = a_batch()
     with (
         checkpointed(model, on),
-        engine.tapped(sums=sums, direction=direction, bounds=True) as taps,
+        engine.tapped(DevicePlacement(sums, direction), bounds=True) as taps,
     ):
         taps.begin(len(batch.input_ids))
         example_objective(model, batch, observer=engine.head_observer(taps))[0].backward()
-    return sums, taps.dots, taps.inner_sums
+    return sums, *taps.outputs().values()
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -22,6 +22,7 @@ from dualsft.engine.fused import HALF_DTYPES, _rotation, fused_blocks, fused_for
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import example_objective, last_hidden
 from dualsft.engine.walk import PassSettings, loss_objective, walk
+from dualsft.memory.placement import DevicePlacement
 from dualsft.model.load import find_candidates
 from dualsft.storage.vectors import ParamVector
 
@@ -131,7 +132,7 @@ def test_only_some_candidates(arch: str) -> None:
     last = [n for n in engine.candidates if f".{len_of(engine) - 1}." in n]
     part = ParamVector.zeros({n: engine.candidates[n] for n in last})
     batch = collate(rows, 0, "right")
-    with engine.tapped(sums=part, only=set(last)) as taps:
+    with engine.tapped(DevicePlacement(part), only=set(last)) as taps:
         taps.begin(len(rows))
         example_objective(model, batch)[0].backward()
     assert 0 < len(last) < len(engine.candidates)

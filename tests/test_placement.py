@@ -8,16 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from dualsft.memory.placement import (
-    Scratch,
-    Streamed,
-    blank,
-    in_host_memory,
-    move,
-    on_device,
-    reset,
-)
+from dualsft.memory.placement import Scratch, blank, move, reset
 from dualsft.memory.plans import NUM_SLOTS
+from dualsft.memory.streaming import BlockStream, in_host_memory, on_device
 from dualsft.storage.vectors import ParamVector
 
 CPU = torch.device("cpu")
@@ -34,56 +27,56 @@ def test_streamed_sums_are_the_plain_sums(seed: int) -> None:
     """In an order that repeats, as of batches, and in one that does not."""
     rng = random.Random(seed)
     home, plain = vector(), vector()
-    streamed = Streamed(home, CPU)
+    streamed = BlockStream(home, CPU)
     order = rng.sample(list(home), len(home))
     for turn in range(5):
         if turn == 3:
             rng.shuffle(order)
         for name in order:
             for _ in range(rng.choice([1, 1, 3])):  # the chunks of a head
-                with streamed.lent(name) as block:
+                with streamed.changed(name) as block:
                     assert torch.equal(block, plain[name])
                     block.add_(turn + 1.0)
                 plain[name].add_(turn + 1.0)
         if rng.random() < 0.5:
-            streamed.settle()
+            streamed.flush()
             assert all(torch.equal(home[name], plain[name]) for name in home)
-    streamed.settle()
+    streamed.flush()
     assert all(torch.equal(home[name], plain[name]) for name in home)
 
 
 def test_the_next_block_is_brought_in_before_it_is_asked_for() -> None:
     home = {f"p{i}": torch.full((2, 2), float(i)) for i in range(7)}
-    streamed = Streamed(home, CPU)
+    streamed = BlockStream(home, CPU)
     brought: list[str] = []
-    real = streamed._bring
-    streamed._bring = lambda name: (brought.append(name), real(name))[1]  # pyright: ignore
+    real = streamed._copy_in
+    streamed._copy_in = lambda name: (brought.append(name), real(name))[1]  # pyright: ignore
     for name in home:
-        with streamed.lent(name):
+        with streamed.changed(name):
             pass
     assert brought == list(home), "the first time nothing is known of the order"
     brought.clear()
     for number, name in enumerate(list(home)[:5]):
-        with streamed.lent(name):
+        with streamed.changed(name):
             assert brought == list(home)[: number + 2], "this one, and the one behind it"
 
 
 def test_last_factors_stay_valid_together() -> None:
     home = {f"p{i}": torch.full((2, 2), float(i)) for i in range(3 * NUM_SLOTS)}
-    streamed = Streamed(home, CPU)
+    streamed = BlockStream(home, CPU)
     names = list(home)
     for _ in range(3):
         for i in range(0, len(names), 3):
-            three = [streamed.factor(name, torch.float32) for name in names[i : i + 3]]
+            three = [streamed.read(name, torch.float32) for name in names[i : i + 3]]
             for block, name in zip(three, names[i : i + 3], strict=True):
                 assert torch.equal(block, home[name])
 
 
 def test_factors_in_the_dtype_of_their_product() -> None:
     home = {"w": torch.randn(3, 4).to(torch.bfloat16), "b": torch.randn(4)}
-    streamed = Streamed(home, CPU)
-    assert torch.equal(streamed.factor("w", torch.bfloat16), home["w"])
-    assert torch.equal(streamed.factor("b", torch.float64), home["b"].double())
+    streamed = BlockStream(home, CPU)
+    assert torch.equal(streamed.read("w", torch.bfloat16), home["w"])
+    assert torch.equal(streamed.read("b", torch.float64), home["b"].double())
 
 
 def test_blank_zeros_take_memory_when_they_are_put_somewhere() -> None:
@@ -121,8 +114,8 @@ def test_scratch_has_every_shape() -> None:
     like = vector()
     scratch = Scratch(like, torch.float32, CPU)
     for name, block in like.items():
-        with scratch.lent(name) as lent:
-            assert lent.shape == block.shape
-            lent.add_(1.0)
-        factor = scratch.factor(name, torch.bfloat16)
+        with scratch.sum_block(name) as total:
+            assert total.shape == block.shape
+            total.add_(1.0)
+        factor = scratch.direction_block(name, torch.bfloat16)
         assert factor.shape == block.shape and not bool(factor.any())

@@ -375,9 +375,9 @@ def test_out_of_memory_takes_the_next_plan(monkeypatch: pytest.MonkeyPatch) -> N
     placed: list[str] = []
     real = WalkState.regroup
 
-    def regroup(self: WalkState, num_groups: int) -> None:
-        placed.append(f"{num_groups}")
-        real(self, num_groups)
+    def regroup(self: WalkState, plan: Plan) -> None:
+        placed.append(f"{plan.num_groups}")
+        real(self, plan)
 
     monkeypatch.setattr(WalkState, "regroup", regroup)
     until_groups = failing(lambda batch, call: placed[-1] == "1")
@@ -404,10 +404,10 @@ def test_no_room_for_the_vectors_themselves(monkeypatch: pytest.MonkeyPatch) -> 
     def full(*_: Any) -> Any:
         raise FULL
 
-    monkeypatch.setattr("dualsft.engine.walk.in_host_memory", full)
+    monkeypatch.setattr("dualsft.memory.placement.in_host_memory", full)
     assert_close(walked(model, "all", Wishes(placement="host"), said), expected)
     assert sum("another order" in line for line in said) == 2
-    monkeypatch.setattr("dualsft.engine.walk.move", full)
+    monkeypatch.setattr("dualsft.memory.placement.move", full)
     with pytest.raises(RunError, match="out of memory before the first batch"):
         walked(model, "all", Wishes())
 

@@ -17,7 +17,7 @@ from test_ghost import QUIET, examples_for
 
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import PassSettings, loss_objective, walk
-from dualsft.memory.placement import Streamed, blank
+from dualsft.memory.placement import HostPlacement, blank
 from dualsft.memory.plans import Wishes
 from dualsft.model.load import find_candidates
 from dualsft.storage.resume import Pieces
@@ -117,9 +117,9 @@ def test_before_streamed_sums_are_home(tmp_path: Path, monkeypatch: pytest.Monke
         walk(engine, examples_for(model), objective, settings, QUIET, "pool", sums=sums)
         return {name: block.clone() for name, block in sums.items()}
 
-    real, calls = Streamed.settle, [0]
+    real, calls = HostPlacement.flush, [0]
 
-    def stopped(self: Streamed) -> None:
+    def stopped(self: HostPlacement) -> None:
         """The first time for the state that is saved, the second at the end of the walk."""
         calls[0] += 1
         if calls[0] == 2:
@@ -127,6 +127,6 @@ def test_before_streamed_sums_are_home(tmp_path: Path, monkeypatch: pytest.Monke
         real(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Streamed, "settle", stopped)
+        patch.setattr(HostPlacement, "flush", stopped)
         interrupted(summed, tmp_path, 2)
     resumed(summed, tmp_path)

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dualsft.algorithm import projection
 from dualsft.algorithm.projection import ProjectionTerms, projection_terms
 from dualsft.algorithm.selection import product_source
 from dualsft.algorithm.topk import topk_signed
 from dualsft.config import settings
 from dualsft.errors import RunError
+from dualsft.memory import placement
 from dualsft.storage import tensor_files
 from dualsft.storage.tensor_files import Form, TensorFile, write_tensors
 from dualsft.storage.vectors import LazyVector, ParamVector, Products, Vector, save_tensors
@@ -368,9 +368,9 @@ def test_a_vector_is_held_on_a_gpu_when_there_is_room(
     monkeypatch: pytest.MonkeyPatch, free: int, is_held: bool
 ) -> None:
     vector = random_vector(1).scaled(2.0)
-    assert projection.at_hand(vector) is vector, "never on a CPU"
-    monkeypatch.setattr(projection, "free_memory", lambda _: free)
+    assert placement.at_hand(vector) is vector, "never on a CPU"
+    monkeypatch.setattr(placement, "free_memory", lambda _: free)
     held = ParamVector({})
     monkeypatch.setattr(LazyVector, "device", torch.device("cuda"))
     monkeypatch.setattr(LazyVector, "held", lambda _: held)
-    assert projection.at_hand(vector) is (held if is_held else vector)
+    assert placement.at_hand(vector) is (held if is_held else vector)

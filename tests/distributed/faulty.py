@@ -18,10 +18,10 @@ from worlds import short_training
 
 from dualsft.data.examples import Example
 from dualsft.distributed.world import joined, settled, world
-from dualsft.engine import walk as passes
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.errors import DualsftError
+from dualsft.memory import placement
 from dualsft.memory.placement import blank
 from dualsft.model.load import find_candidates, load_model, text_parameters
 from dualsft.model.sharded import load_sharded, local_rows
@@ -93,7 +93,7 @@ def walked(
 
 def displaced(model: Any) -> dict[str, Any]:
     """A walk in which one process has no room for G at first."""
-    true, tries = passes.move, []
+    true, tries = placement.move, []
 
     def move(*given: Any) -> None:
         tries.append(1)
@@ -101,11 +101,11 @@ def displaced(model: Any) -> dict[str, Any]:
             out_of_memory(0)
         true(*given)
 
-    passes.move = move
+    placement.move = move
     try:
         return walked(model, None)
     finally:
-        passes.move = true
+        placement.move = true
 
 
 def main() -> None:

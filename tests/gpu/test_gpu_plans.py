@@ -20,8 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import PassSettings, loss_objective, walk
-from dualsft.memory.placement import Streamed, blank, in_host_memory
+from dualsft.memory.placement import blank
 from dualsft.memory.plans import Plan, Wishes
+from dualsft.memory.streaming import BlockStream, in_host_memory
 from dualsft.model.load import find_candidates
 from dualsft.storage.vectors import ParamVector
 from dualsft.system.progress import Reporter
@@ -113,22 +114,22 @@ def test_streamed_blocks_never_overtake_each_other() -> None:
     home: dict[str, torch.Tensor] = {}
     with in_host_memory(vector, names, home, lambda _: torch.float32, CUDA, pytest.fail):
         assert all(block.is_pinned() for block in home.values())
-        streamed = Streamed(home, CUDA)
+        streamed = BlockStream(home, CUDA)
         for turn in range(20):
             for i, name in enumerate(names if turn % 4 else reversed(names)):
-                with streamed.lent(name) as block:
+                with streamed.changed(name) as block:
                     for _ in range(3):  # work that takes longer than a copy's launch
                         torch.mm(block, factor)
                     block.add_(float(turn + i % 3))
-        streamed.settle()
+        streamed.flush()
     for name, block in home.items():
         i = names.index(name)
         turns = [(t, i % 3 if t % 4 else (len(names) - 1 - i) % 3) for t in range(20)]
         assert bool((block == sum(t + k for t, k in turns)).all()), name
-    read = Streamed(home, CUDA)
+    read = BlockStream(home, CUDA)
     for _ in range(5):
         for i in range(0, 9, 3):
-            three = [read.factor(name, torch.float32) for name in names[i : i + 3]]
+            three = [read.read(name, torch.float32) for name in names[i : i + 3]]
             for block, name in zip(three, names[i : i + 3], strict=True):
                 assert float(block.sum()) == pytest.approx(float(home[name].sum()), rel=1e-5)
 

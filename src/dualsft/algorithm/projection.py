@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from dualsft.config.settings import ScoreConfig
-from dualsft.distributed.world import world
 from dualsft.storage.vectors import LazyVector, Products, Vector
-from dualsft.system.usage import free_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,20 +130,3 @@ class Scored:
     def of(cls, terms: ProjectionTerms, grad_sum: Vector, prior_grad: Vector) -> Scored:
         """Algorithm 1 line 7, once G is known."""
         return cls(terms, grad_sum, prior_grad, terms.projection(grad_sum))
-
-
-MEMORY_SHARE = 0.5
-"""Maximum share of a GPU's free memory for a vector that could be read from disk instead."""
-
-
-def at_hand(vector: Vector) -> Vector:
-    """The vector in GPU memory if it fits, otherwise unchanged (lazy).
-
-    Every reading of a lazy u reads the files of its terms, up to four of the vector's own size, and
-    copies them to the GPU. Holding u does this once, for 4 bytes of GPU memory per entry. On a CPU
-    a lazy reading costs some 9 ns more per entry, which is negligible compared with the gradients
-    of the pool, and leaves the memory to the page cache.
-    """
-    on_gpu = vector.device.type == "cuda" and not world().sharded
-    fits = on_gpu and vector.num_bytes <= MEMORY_SHARE * free_memory(vector.device)
-    return vector.held() if fits else vector

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dualsft.algorithm.certificate import bounds
-from dualsft.algorithm.projection import Scored, at_hand
+from dualsft.algorithm.projection import Scored
 from dualsft.algorithm.self_checks import TOLERANCE, dot_alone
 from dualsft.config.settings import ScoreConfig
 from dualsft.data.examples import Example
@@ -24,6 +24,7 @@ from dualsft.engine.ghost import GhostEngine, widened
 from dualsft.engine.precision import precise
 from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.errors import RunError
+from dualsft.memory.placement import at_hand
 from dualsft.storage.vectors import Products, Vector
 from dualsft.system.progress import Reporter
 

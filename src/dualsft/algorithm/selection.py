@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from dualsft.algorithm.certificate import judge, settle
-from dualsft.algorithm.projection import Scored, at_hand, param_scores
+from dualsft.algorithm.projection import Scored, param_scores
 from dualsft.algorithm.score_reading import ScoreSource
 from dualsft.algorithm.scores import exact_dots
 from dualsft.algorithm.topk import TopK, topk_signed
@@ -23,6 +23,7 @@ from dualsft.data.examples import Example
 from dualsft.distributed.world import world
 from dualsft.engine.ghost import GhostEngine, widened
 from dualsft.engine.walk import PassSettings
+from dualsft.memory.placement import at_hand
 from dualsft.storage.vectors import CHUNK, ParamVector, Vector
 from dualsft.system.progress import Reporter
 

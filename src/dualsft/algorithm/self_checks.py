@@ -15,7 +15,7 @@ from dualsft.data.examples import Example
 from dualsft.engine.checkpointing import checkpointed
 from dualsft.engine.ghost import GhostEngine, alone
 from dualsft.engine.losses import both_logits
-from dualsft.engine.walk import PassSettings, collate_for
+from dualsft.engine.walk import PassSettings
 from dualsft.errors import ConfigError
 from dualsft.model.sharded import device_of
 from dualsft.storage.vectors import ParamVector, Products, Vector
@@ -33,7 +33,7 @@ def check_fused_loss(
     (`engine/losses.py`) would be trained, scored and evaluated with the wrong loss.
     """
     device = device_of(model)
-    ours, own = both_logits(model, collate_for([example], settings, device))
+    ours, own = both_logits(model, settings.collate([example], device))
     difference, largest = float((ours - own).abs().max()), float(own.abs().max())
     if not difference <= tolerance * max(1.0, largest):
         raise ConfigError(
@@ -47,7 +47,7 @@ def dot_alone(
     engine: GhostEngine, example: Example, direction: Vector, settings: PassSettings
 ) -> tuple[float, float]:
     """(⟨U, g_n⟩, ‖g_n‖) of one example by plain autograd: no batch, layer rule or fused loss."""
-    batch = collate_for([example], settings, engine.device)
+    batch = settings.collate([example], engine.device)
     found: list[Products] = []
 
     def visit(name: str, gradient: Tensor) -> None:

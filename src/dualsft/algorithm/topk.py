@@ -154,8 +154,7 @@ def topk_signed(source: ScoreSource, k: int) -> TopK:
         found = _collect(source, survey, _narrowed(source, survey, k), k)
     if found is None:
         raise RunError(NOT_REPEATABLE)
-    if not world().sharded:  # sharded: each process has its own part
-        world().agreed(_fingerprint(found.indices), "the mask")
+    world().agreed_copies(_fingerprint(found.indices), "the mask")
     return found
 
 

@@ -46,4 +46,4 @@ def rounding_norm(optimizer: SparseAdamW) -> float:
             exact = optimizer.master(name, first, last)
             apart = torch.linalg.vector_norm(exact - weight[first:last].to(exact))
             total += apart.cpu().double() ** 2
-    return float((world().sum_(total) if world().sharded else total).sqrt())
+    return float(world().sum_rows_(total).sqrt())

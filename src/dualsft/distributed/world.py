@@ -201,6 +201,40 @@ class World:
             return like
         return None
 
+    # --- replicated or sharded ------------------------------------------------------------------
+
+    def assigned(self, turn: Sequence[T]) -> tuple[T | None, float]:
+        """(item of a turn that this process computes, its weight).
+
+        With a sharded model every process takes part in every pass, so a process without an item
+        of its own computes the first one with weight 0. With a replicated model it has none.
+        """
+        own = self.mine(turn)
+        return (turn[0], 0.0) if own is None and self.sharded else (own, 1.0)
+
+    def per_process(self, count: int) -> int:
+        """An equal share of a count, rounded up; at least 1."""
+        return max(1, -(-count // self.size))
+
+    @property
+    def vector_layout(self) -> str:
+        """How the processes' blocks of an unfinished sum combine (`storage/resume.py`)."""
+        return "rows" if self.sharded else "terms"
+
+    def sum_terms_(self, tensor: Tensor) -> Tensor:
+        """Sum the processes' terms in place; unchanged if sharded, where the rows are complete."""
+        return tensor if self.sharded else self.sum_(tensor)
+
+    def sum_rows_(self, tensor: Tensor) -> Tensor:
+        """Sum what each process computed from the rows it holds, in place; unchanged if replicated,
+        where each holds all rows."""
+        return self.sum_(tensor) if self.sharded else tensor
+
+    def agreed_copies(self, value: str, what: str) -> None:
+        """As `agreed`, for something of which each process has a copy, or if sharded its rows."""
+        if not self.sharded:
+            self.agreed(value, what)
+
 
 def gather(every: Tensor, own: Tensor) -> None:
     """All-gather equally sized tensors into one, by rank."""

@@ -33,7 +33,7 @@ from dualsft.engine.fused import HALF_DTYPES, fused_blocks
 from dualsft.engine.losses import HeadObserver, last_hidden, plain_example_loss
 from dualsft.engine.rules import MIXED, EmbeddingRule, HeadRule, LinearRule, NormRule, Rule
 from dualsft.errors import ConfigError, RunError
-from dualsft.memory.placement import Factors, Lender
+from dualsft.memory.placement import DevicePlacement, Placement
 from dualsft.model import attention
 from dualsft.model.load import (
     Candidates,
@@ -57,10 +57,10 @@ from dualsft.storage.vectors import reduction_dtype
 
 @dataclass
 class Taps:
-    """Accumulators of one pass: `begin` before each batch, then read `dots` and `inner_sums`."""
+    """Accumulators of one pass: `begin` before each batch, then read `outputs`."""
 
-    sums: Lender | None
-    direction: Factors | None
+    placement: Placement
+    """G to add to and the direction to multiply with."""
     bounds: bool
     columns: dict[str, int]
     dtype: torch.dtype
@@ -127,17 +127,10 @@ class Taps:
                 self._inner_sums += bounds_LB.T
         self._tokens.clear()
 
-    @property
-    def dots(self) -> Tensor:
-        """⟨U, g_n⟩ of the batch's examples: [B]."""
+    def outputs(self) -> dict[str, Tensor]:
+        """Per example of the batch: ⟨U, g_n⟩ [B] and each candidate's bound [B, L]."""
         self._fold()
-        return self._dots
-
-    @property
-    def inner_sums(self) -> Tensor:
-        """Contribution of each candidate tensor to the bound: [B, L]."""
-        self._fold()
-        return self._inner_sums
+        return {"dots": self._dots, "inner_sums": self._inner_sums}
 
 
 class GhostEngine:
@@ -160,6 +153,11 @@ class GhostEngine:
     @property
     def device(self) -> torch.device:
         return device_of(self.model)
+
+    @property
+    def head_names(self) -> list[str]:
+        """The candidates of the output head, which is used once per chunk of logits."""
+        return [] if self.head_rule is None else self.head_rule.names
 
     def on(self, model: PreTrainedModel) -> GhostEngine:
         """The same engine for another copy of its model."""
@@ -228,22 +226,27 @@ class GhostEngine:
     @contextmanager
     def tapped(
         self,
+        placement: Placement | None = None,
         *,
-        sums: Lender | None = None,
-        direction: Factors | None = None,
         bounds: bool = False,
         only: Collection[str] | None = None,
         squared: bool = False,
     ) -> Iterator[Taps]:
         """Observe every backward pass inside the context; restores the model on exit.
 
-        `only` names the candidates to observe (all or none of a module's). The backward pass then
+        Gradients are added to the G of `placement` and multiplied with its direction. `only` names
+        the candidates to observe (all or none of a module's). The backward pass then
         stops at the first block that holds one of them.
         """
-        dtype = self.candidates.dtype
         assert self.separable or not squared, "squared needs engine.separable"
         taps = Taps(
-            sums, direction, bounds, self.columns, dtype, self.device, only=only, squared=squared
+            placement or DevicePlacement(),
+            bounds,
+            self.columns,
+            self.candidates.dtype,
+            self.device,
+            only,
+            squared,
         )
         with ExitStack() as stack:
             stack.enter_context(_frozen(self.model))

@@ -31,8 +31,11 @@ from dualsft.storage.vectors import accumulation_dtype, reduction_dtype
 
 CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 256 << 20}
 
-# called per chunk with (hidden_CD, logit_grad_CV, example_C) if the ghost engine observes the head
 HeadObserver = Callable[[Tensor, Tensor, Tensor], None]
+"""Called per chunk with (hidden_CD, logit_grad_CV, example_C) if the engine observes the head."""
+
+Objective = Callable[[Batch, HeadObserver | None], tuple[Tensor, Tensor]]
+"""(objective summed over a batch, to differentiate; its value per example [B])."""
 
 
 class Pointwise(Protocol):

@@ -95,12 +95,12 @@ class Rule(ABC):
         wide = gradient_BO.to(taps.dtype)
         if taps.squared:
             taps.square_once(name)
-        if taps.sums is not None:
-            with taps.sums.lent(name) as total:
+        if taps.placement.has_sums:
+            with taps.placement.sum_block(name) as total:
                 total.add_((wide.square() if taps.squared else wide).sum(0))
-        if taps.direction is not None:
+        if taps.placement.has_direction:
             dtype = reduction_dtype(wide.device)
-            taps.add_dots(wide.to(dtype) @ taps.direction.factor(name, dtype))
+            taps.add_dots(wide.to(dtype) @ taps.placement.direction_block(name, dtype))
         if taps.bounds:
             taps.add_bound(name, torch.linalg.vector_norm(wide, dim=-1))
 
@@ -133,12 +133,12 @@ class LinearRule(Rule):
         if taps.squared:
             self._observe_squares(taps, name, x_BTI, grad_BTO)
         x_MI, grad_MO = x_BTI.flatten(0, 1), grad_BTO.flatten(0, 1)
-        if taps.sums is not None and not taps.squared:
+        if taps.placement.has_sums and not taps.squared:
             left, right = (x_MI, grad_MO) if self.transposed else (grad_MO, x_MI)
-            with taps.sums.lent(name) as total:
+            with taps.placement.sum_block(name) as total:
                 add_product(total, left, right)
-        if taps.direction is not None:
-            block = taps.direction.factor(name, x_BTI.dtype)
+        if taps.placement.has_direction:
+            block = taps.placement.direction_block(name, x_BTI.dtype)
             moved = x_MI @ (block if self.transposed else block.T)
             kernels = kernels_for(moved)
             if kernels is not None:
@@ -159,8 +159,8 @@ class LinearRule(Rule):
         for a, b in zip(left.split(at_once), right.split(at_once), strict=True):
             squares = torch.bmm(a.mT.to(taps.dtype), b.to(taps.dtype)).square_()
             norms.append(squares.flatten(1).sum(1).sqrt_())
-            if taps.sums is not None:
-                with taps.sums.lent(name) as total:
+            if taps.placement.has_sums:
+                with taps.placement.sum_block(name) as total:
                     total.add_(squares.sum(0))
         if taps.bounds:
             taps.add_bound(name, torch.cat(norms))
@@ -257,11 +257,11 @@ class EmbeddingRule(_OutputRule):
         padding = self.module.padding_idx
         if padding is not None:  # as in autograd, the padding row gets no gradient
             wide = wide.masked_fill((source == padding).unsqueeze(-1), 0.0)
-        if taps.sums is not None:
-            with taps.sums.lent(self.weight) as total:
+        if taps.placement.has_sums:
+            with taps.placement.sum_block(self.weight) as total:
                 total.index_add_(0, source.flatten(), wide.flatten(0, 1))
-        if taps.direction is not None:
-            factor = taps.direction.factor(self.weight, self.module.weight.dtype)
+        if taps.placement.has_direction:
+            factor = taps.placement.direction_block(self.weight, self.module.weight.dtype)
             rows = nn.functional.embedding(source, factor)
             taps.add_dots(row_dots(rows, wide))
         if taps.bounds:
@@ -329,11 +329,11 @@ class HeadRule(Rule):
         name = self.weight
         if name is None:
             return
-        if taps.sums is not None:
-            with taps.sums.lent(name) as sums:
+        if taps.placement.has_sums:
+            with taps.placement.sum_block(name) as sums:
                 add_product(sums, grad.to(hidden.dtype), hidden)
-        if taps.direction is not None:
-            moved = hidden @ taps.direction.factor(name, hidden.dtype).T
+        if taps.placement.has_direction:
+            moved = hidden @ taps.placement.direction_block(name, hidden.dtype).T
             dots = row_dots(moved, grad.to(moved.dtype))
             taps.add_dots(dots.new_zeros(taps.num_examples).index_add_(0, example, dots))
         if taps.bounds:

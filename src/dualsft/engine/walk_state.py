@@ -1,4 +1,4 @@
-"""State of a walk over examples: values, dot products, bounds, G, and the progress of each span.
+"""Settings, progress and result of a walk over examples (`engine/walk.py`).
 
 Algorithm 1 lines 3, 5, 6 and 8. The candidates are split into spans: consecutive parameters that
 are walked together. A plan with placement "blocks" has several spans, the others have one
@@ -10,26 +10,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from dualsft.data.examples import Batch, Example, collate
 from dualsft.distributed.world import world
-from dualsft.memory.placement import move, reset
-from dualsft.memory.plans import cut, in_layers
-from dualsft.storage.resume import Piece, State
+from dualsft.engine.precision import Precision
+from dualsft.memory.placement import Placement, reset
+from dualsft.memory.plans import Plan, Wishes, cut, in_layers
+from dualsft.model.load import Candidates
+from dualsft.storage.resume import Piece, Pieces, State
 from dualsft.storage.vectors import ParamVector
 
-ARRAYS = ("values", "dots", "inner_sums")
+
+@dataclass(frozen=True, kw_only=True)
+class PassSettings:
+    """Settings of a walk: batching, memory plan, saved progress."""
+
+    batch_tokens: int
+    """Maximum padded tokens per batch; a plan may use fewer."""
+    pad_id: int
+    padding_side: str
+    precision: Precision = "mixed"
+    pieces: Pieces = field(default_factory=Pieces)
+    wishes: Wishes = field(default_factory=Wishes)
+    note: Callable[[str, Plan, int], None] = lambda label, plan, memory: None
+    """Called with the label of a walk, its plan, and the device memory it may use, in bytes."""
+
+    def collate(self, examples: Sequence[Example], device: torch.device) -> Batch:
+        return collate(examples, self.pad_id, self.padding_side, device)
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """Per example, in input order: value of the objective, ⟨U, g_n⟩, bound per candidate."""
+    """Outputs of a walk, one row per example in input order.
+
+    To add an output: a field here, its zeros in `WalkState`, its tensor in `Taps.outputs`.
+    """
 
     values: np.ndarray
+    """Value of the objective: [N]."""
     dots: np.ndarray
+    """⟨U, g_n⟩: [N]."""
     inner_sums: np.ndarray
+    """Bound on the norm of each candidate's gradient: [N, L]."""
 
 
 @dataclass
@@ -40,42 +67,44 @@ class Span:
     done: int = 0
 
 
-@dataclass
 class WalkState:
-    """The sums and the per-example values so far."""
+    """G and the per-example outputs so far."""
 
-    shapes: Mapping[str, tuple[int, ...]]
-    count: int
-    result: PassResult
-    sums: ParamVector | None
-    spans: list[Span] = field(default_factory=list)
-    num_groups: int = 0
-    batch_tokens: int | None = None
-    settle: Callable[[], None] = lambda: None
-    """Copies streamed blocks back into `sums`; does nothing if none are streamed."""
+    def __init__(
+        self, candidates: Candidates, count: int, sums: ParamVector | None, bounds: bool
+    ) -> None:
+        self.count, self.sums = count, sums
+        self.shapes = {name: tuple(candidates[name].shape) for name in in_layers(candidates)}
+        wide = np.float64 if candidates.dtype == torch.float64 else np.float32
+        width = len(candidates) if bounds else 0
+        self.outputs = {
+            "values": np.zeros(count),
+            "dots": np.zeros(count),
+            "inner_sums": np.zeros((count, width), wide),
+        }
+        self.spans: list[Span] = []
+        self.num_groups = 0
+        self.batch_tokens = 0
+        self.clear()
 
-    @classmethod
-    def new(
-        cls,
-        shapes: Mapping[str, tuple[int, ...]],
-        count: int,
-        width: int,
-        dtype: torch.dtype,
-        sums: ParamVector | None,
-    ) -> WalkState:
-        wide = np.float64 if dtype == torch.float64 else np.float32
-        result = PassResult(np.zeros(count), np.zeros(count), np.zeros((count, width), wide))
-        return cls({name: shapes[name] for name in in_layers(shapes)}, count, result, sums)
+    def clear(self) -> None:
+        """Reset to the initial state."""
+        for output in self.outputs.values():
+            output[...] = 0
+        if self.sums is not None:
+            reset(self.sums)
+        self.spans, self.num_groups, self.batch_tokens = [], 0, 0
 
     @property
     def waiting(self) -> list[Span]:
         """The spans with examples left to process."""
         return [span for span in self.spans if span.done < self.count]
 
-    def regroup(self, num_groups: int) -> None:
-        """Split the unfinished candidates into groups for a plan; keeps the spans if the number of
-        groups is unchanged."""
-        if self.spans and self.num_groups == num_groups:
+    def regroup(self, plan: Plan) -> None:
+        """Split the unfinished candidates into the groups of a plan; keeps the spans if the number
+        of groups is unchanged."""
+        self.batch_tokens = plan.batch_tokens
+        if self.spans and self.num_groups == plan.num_groups:
             return
         merged: list[Span] = []
         for span in self.spans or [Span(list(self.shapes))]:
@@ -83,34 +112,39 @@ class WalkState:
                 merged[-1].names += span.names
             else:
                 merged.append(Span(list(span.names), span.done))
-        total = self._entries(list(self.shapes))
+        sizes = {name: prod(shape) for name, shape in self.shapes.items()}
         self.spans = []
         for span in merged:
-            share = round(num_groups * self._entries(span.names) / max(total, 1))
+            entries = sum(sizes[name] for name in span.names)
+            share = round(plan.num_groups * entries / max(sum(sizes.values()), 1))
             whole = span.done >= self.count or share <= 1
-            parts = [span.names] if whole else self._cut(span.names, share)
+            shapes = {name: self.shapes[name] for name in span.names}
+            parts = [span.names] if whole else cut(shapes, share)
             self.spans += [Span(names, span.done) for names in parts]
-        self.num_groups = num_groups
+        self.num_groups = plan.num_groups
 
-    def _entries(self, names: Sequence[str]) -> int:
-        return sum(int(np.prod(self.shapes[name])) for name in names)
+    def add(self, rows: Sequence[int], outputs: Mapping[str, np.ndarray]) -> None:
+        """Add the outputs of one batch of one span."""
+        for name, output in outputs.items():
+            if name == "values":  # the same in every span; the others add up over the spans
+                self.outputs[name][rows] = output
+            else:
+                self.outputs[name][rows] += output
 
-    def _cut(self, names: Sequence[str], num_groups: int) -> list[list[str]]:
-        return cut({name: self.shapes[name] for name in names}, num_groups)
+    def reduce(self) -> PassResult:
+        """Sum over the processes: each example was processed once, G is a sum over examples."""
+        for output in self.outputs.values():
+            world().total(output)
+        for block in self.sums.tensors.values() if self.sums is not None else ():
+            world().sum_terms_(block)
+        return PassResult(**self.outputs)
 
-    def add(
-        self, rows: Sequence[int], values: np.ndarray, dots: np.ndarray, inner_sums: np.ndarray
-    ) -> None:
-        """Add the results of one batch of one span; dots and bounds add up over the spans."""
-        self.result.values[rows] = values
-        self.result.dots[rows] += dots
-        self.result.inner_sums[rows] += inner_sums
-
-    def snapshot(self) -> State:
+    def snapshot(self, placement: Placement) -> State:
         """The state to save as a piece (`storage/resume.py`)."""
-        self.settle()
-        arrays = {name: torch.from_numpy(getattr(self.result, name)) for name in ARRAYS}
-        tensors = {f"result.{name}": array for name, array in arrays.items()}
+        placement.flush()
+        tensors: dict[str, Tensor] = {
+            f"result.{name}": torch.from_numpy(output) for name, output in self.outputs.items()
+        }
         if self.sums is not None:
             begun = [name for span in self.spans if span.done for name in span.names]
             tensors |= {f"sums.{name}": self.sums.tensors[name] for name in begun}
@@ -118,11 +152,11 @@ class WalkState:
             "spans": [[len(span.names), span.done] for span in self.spans],
             "num_groups": self.num_groups,
             "batch_tokens": self.batch_tokens,
-            "layout": {"result": "terms", "sums": "rows" if world().sharded else "terms"},
+            "layout": {"result": "terms", "sums": world().vector_layout},
         }
         return tensors, facts
 
-    def span(self, key: str) -> tuple[int, int]:
+    def own_range(self, key: str) -> tuple[int, int]:
         """The flat range of a saved block of sums that this process loads, for a sharded model."""
         return world().own(self.shapes[key.removeprefix("sums.")])
 
@@ -131,8 +165,8 @@ class WalkState:
         self.clear()
         if piece is None:
             return
-        for name in ARRAYS:
-            getattr(self.result, name)[...] = piece.tensors[f"result.{name}"].numpy()
+        for name, output in self.outputs.items():
+            output[...] = piece.tensors[f"result.{name}"].numpy()
         for key in [key for key in piece.tensors if key.startswith("sums.")]:
             assert self.sums is not None
             name = key.removeprefix("sums.")
@@ -144,24 +178,3 @@ class WalkState:
             names = names[length:]
         self.num_groups = piece.facts["num_groups"]
         self.batch_tokens = piece.facts["batch_tokens"]
-
-    def clear(self) -> None:
-        """Reset to the initial state."""
-        for name in ARRAYS:
-            getattr(self.result, name)[...] = 0
-        if self.sums is not None:
-            reset(self.sums)
-        self.spans, self.num_groups, self.batch_tokens = [], 0, None
-
-    def meet(self) -> None:
-        """All-reduce the results: each example was processed once, G is a sum over processes."""
-        for name in ARRAYS:
-            world().total(getattr(self.result, name))
-        if self.sums is not None and not world().sharded:
-            for block in self.sums.tensors.values():
-                world().sum_(block)
-
-    def finish(self, span: Span, placement: str) -> None:
-        """Move the sums of a finished group to the host, to free device memory for the next."""
-        if self.sums is not None and placement == "blocks":
-            move(self.sums, span.names, "cpu")

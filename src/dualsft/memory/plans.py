@@ -21,9 +21,12 @@ from itertools import groupby
 from math import prod
 from typing import Any, Literal
 
+import torch
+
+from dualsft.distributed.world import world
 from dualsft.model.load import locate
 
-Placement = Literal["device", "host", "blocks"]
+PlacementName = Literal["device", "host", "blocks"]
 
 DEFAULT_BATCH_TOKENS = {"cpu": 1024, "mps": 1024, "cuda": 32768}
 """Maximum padded tokens per batch when score.batch_tokens is not set, by device type."""
@@ -40,6 +43,8 @@ HOST_SHARE = 0.8
 """Fraction of free host memory that a plan may use."""
 NUM_SLOTS = 4
 """Blocks of a streamed vector on the device: in use, copied in, copied out, previously used."""
+SHARDED_TOKENS = 8192
+"""Padded tokens per batch of a sharded model on a GPU, for which memory is not measured."""
 MAX_GROUPS = 64
 GIB = 2**30
 
@@ -48,7 +53,7 @@ GIB = 2**30
 class Wishes:
     """User settings: score.plan, score.checkpointing, score.batch_tokens, model.memory."""
 
-    placement: Literal["auto"] | Placement = "auto"
+    placement: Literal["auto"] | PlacementName = "auto"
     checkpointing: bool | None = None
     memory: float | None = None
     """GiB of device memory that may be used."""
@@ -114,7 +119,7 @@ class Demand:
     def activations(self, checkpointing: bool) -> Activations | None:
         return (self.recomputed or self.kept) if checkpointing else self.kept
 
-    def vectors(self, placement: Placement, num_groups: int = 1) -> int:
+    def vectors(self, placement: PlacementName, num_groups: int = 1) -> int:
         """Bytes of G and U on the device."""
         if placement == "host":
             largest = max((prod(s) for s in self.shapes.values() if len(s) > 1), default=0)
@@ -124,7 +129,7 @@ class Demand:
         groups = cut(self.shapes, num_groups if placement == "blocks" else 1)
         return max(self._bytes(group) for group in groups)
 
-    def host(self, placement: Placement) -> int:
+    def host(self, placement: PlacementName) -> int:
         """Bytes of G and U in host memory."""
         if placement == "device":
             return 0
@@ -153,7 +158,7 @@ class Demand:
 class Plan:
     """How a walk uses memory."""
 
-    placement: Placement
+    placement: PlacementName
     checkpointing: bool
     batch_tokens: int
     num_groups: int = 1
@@ -229,14 +234,34 @@ def choose(
     return [plan if plan.batch_tokens else replace(plan, batch_tokens=least) for plan in chain]
 
 
-def unmeasured(batch_tokens: int, wishes: Wishes, num_parameters: int) -> list[Plan]:
-    """The plans where memory is not measured (on a CPU): the plan set by the user or everything on
-    the device, followed by smaller ones."""
-    return [
+def is_measured(device: torch.device) -> bool:
+    """Whether walks measure the memory of their batches: on a GPU, with a replicated model."""
+    return device.type == "cuda" and not world().sharded
+
+
+def unmeasured(
+    batch_tokens: int, wishes: Wishes, num_parameters: int, device: torch.device | None = None
+) -> list[Plan]:
+    """The plans where memory is not measured: the plan set by the user or everything on the device,
+    followed by smaller ones.
+
+    A sharded model has a single plan: on a GPU small batches with activations recomputed, unless
+    set otherwise.
+    """
+    if world().sharded:
+        wishes = replace(wishes, placement="device")
+    plans = [
         replace(plan, batch_tokens=batch_tokens)
         for plan in _steps(num_parameters, wishes)
         if wishes.placement != "auto" or plan.placement == "device"
     ]
+    if not world().sharded:
+        return plans
+    if device is None or device.type != "cuda":
+        return plans[:1]
+    tokens = batch_tokens if wishes.exact_batch else min(batch_tokens, SHARDED_TOKENS)
+    again = wishes.checkpointing is not False
+    return [replace(plans[0], batch_tokens=tokens, checkpointing=again)]
 
 
 def _is_wished(plan: Plan, wishes: Wishes) -> bool:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cached_property, partial
 
 import torch
@@ -91,10 +90,6 @@ class Vector(Mapping[str, Tensor]):
     def num_bytes(self) -> int:
         """Memory that `held` needs if dtypes are kept."""
         return sum(form.num_bytes for form in self.forms.values())
-
-    def factor(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A parameter's tensor on the compute device, in `dtype`."""
-        return self[name].to(dtype)
 
     def combine(self, function: Callable[..., Tensor], *others: Vector) -> LazyVector:
         """Elementwise `function` of this and other vectors, with this vector's dtype and device."""
@@ -271,11 +266,6 @@ class ParamVector(Vector):
                 for name, p in like.items()
             }
         )
-
-    @contextmanager
-    def lent(self, name: str) -> Iterator[Tensor]:
-        """A parameter's tensor on the compute device, for in-place accumulation."""
-        yield self.tensors[name]
 
     @classmethod
     def load(cls, path: Place, names: list[str], device: torch.device | str = "cpu") -> ParamVector:

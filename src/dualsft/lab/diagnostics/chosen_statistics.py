@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualsft.algorithm.projection import at_hand
 from dualsft.algorithm.self_checks import dot_alone
 from dualsft.data.examples import Example, collate
 from dualsft.engine.ghost import GhostEngine, widened
@@ -31,6 +30,7 @@ from dualsft.engine.walk import loss_objective, remaining_batches, walk
 from dualsft.lab.diagnostics.job import DiagnosticJob
 from dualsft.lab.diagnostics.ranking import sampled
 from dualsft.lab.diagnostics.surrogate import budgets, known_scores, warm_surrogate
+from dualsft.memory.placement import at_hand
 from dualsft.model.load import locate
 from dualsft.runs.context import pass_settings
 from dualsft.runs.stages.chosen import read_mask

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine, alone
-from dualsft.engine.walk import collate_for, loss_objective, walk
+from dualsft.engine.walk import loss_objective, walk
 from dualsft.errors import RunError
 from dualsft.lab.diagnostics.agreement import mean_of, number, pair_agreement
 from dualsft.lab.diagnostics.job import DiagnosticJob
@@ -121,7 +121,7 @@ class _Place:
 
     def gradient(self, example: Example) -> ParamVector:
         """g_n over the candidates, from plain autograd."""
-        batch = collate_for([example], pass_settings(self.ctx), self.engine.device)
+        batch = pass_settings(self.ctx).collate([example], self.engine.device)
         candidates, found = self.engine.candidates, {}
 
         def keep(name: str, gradient: Tensor) -> None:

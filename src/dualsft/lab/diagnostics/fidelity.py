@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dualsft.algorithm.projection import ProjectionTerms, at_hand, effective_lambda
+from dualsft.algorithm.projection import ProjectionTerms, effective_lambda
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import loss_objective, walk
@@ -44,7 +44,7 @@ from dualsft.lab.diagnostics.trials import (
     steps_plan,
     stratified_mask,
 )
-from dualsft.memory.placement import blank
+from dualsft.memory.placement import at_hand, blank
 from dualsft.runs.context import RunContext, pass_settings
 from dualsft.runs.stages.selection import param_budget
 from dualsft.storage.vectors import Products, Vector

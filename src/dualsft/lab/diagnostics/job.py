@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from dualsft.algorithm.projection import at_hand
 from dualsft.config import settings
 from dualsft.config.parts import load_target
 from dualsft.data.examples import Example, digest
 from dualsft.engine.ghost import GhostEngine
 from dualsft.errors import RunError
 from dualsft.lab.diagnostics import Diagnostic, Wanted
+from dualsft.memory.placement import at_hand
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir, atomic_write_text
 from dualsft.runs.method import Job

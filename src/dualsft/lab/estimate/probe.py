@@ -406,12 +406,12 @@ def _walking(engine: GhostEngine) -> Iterator[Callable[[Batch], None]]:
     """Function that runs one batch of the pool pass, with a scratch vector as G and direction."""
     scratch = Scratch(engine.candidates, engine.candidates.dtype, engine.device)
     objective = loss_objective(engine.model)
-    with engine.tapped(sums=scratch, direction=scratch, bounds=True) as taps:
+    with engine.tapped(scratch, bounds=True) as taps:
 
         def walk(batch: Batch) -> None:
             taps.begin(len(batch.input_ids))
             objective(batch, engine.head_observer(taps))[0].backward()
-            taps.dots.cpu()
+            taps.outputs()["dots"].cpu()
 
         yield walk
 

@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 from benchmarks.roles import Roles
 from dualsft.algorithm.certificate import judge
 from dualsft.algorithm.projection import effective_lambda
-from dualsft.algorithm.scores import NUM_ALONE_HALF, rounding_ratio
+from dualsft.algorithm.scores import NUM_ALONE_HALF, dot_alone, rounding_ratio
 from dualsft.algorithm.selection import product_source
-from dualsft.algorithm.self_checks import dot_alone
 from dualsft.algorithm.topk import top_b, topk_signed
 from dualsft.data.examples import Example
 from dualsft.engine.fused import HALF_DTYPES, fused_blocks

@@ -30,7 +30,7 @@ from benchmarks.measuring import Contender, Meter, Section, measure
 from benchmarks.options import Options
 from benchmarks.workload import build_model, fixed_examples
 from dualsft.data.examples import Batch, Example, collate
-from dualsft.engine.checkpointing import checkpointed
+from dualsft.engine.fused import checkpointed
 from dualsft.engine.losses import example_objective
 from dualsft.model.load import find_candidates, text_parameters
 from dualsft.system.progress import Reporter

@@ -25,7 +25,7 @@ from benchmarks.measuring import Section
 from benchmarks.options import Options
 from benchmarks.roles import Roles, conditions, read_roles, round_to_bf16
 from benchmarks.workload import build_model, copy_as
-from dualsft.algorithm.warmup import adam_rms
+from dualsft.algorithm.gradients import adam_rms
 from dualsft.data.examples import Example
 from dualsft.model.load import find_candidates, text_parameters
 from dualsft.storage.vectors import ParamVector, Products

@@ -18,7 +18,7 @@ from conftest import corpus_rows, small_run
 from models import float64, tiny_examples, tiny_tokenizer
 from safetensors.torch import load_file
 
-from dualsft.algorithm.self_checks import check_fused_loss
+from dualsft.algorithm.scores import check_fused_loss
 from dualsft.config import settings
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine

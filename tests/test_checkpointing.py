@@ -11,7 +11,7 @@ from models import ARCHITECTURES, tiny_examples, tiny_model
 from torch import Tensor
 
 from dualsft.data.examples import Example, collate
-from dualsft.engine.checkpointing import checkpointed
+from dualsft.engine.fused import checkpointed
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import example_objective
 from dualsft.memory.placement import DevicePlacement

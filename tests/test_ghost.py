@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dualsft.algorithm.self_checks import dot_alone
+from dualsft.algorithm.scores import dot_alone
 from dualsft.data.examples import Example, collate
 from dualsft.engine import ghost, losses
 from dualsft.engine import rules as ghost_rules

@@ -16,9 +16,8 @@ from conftest import Runner
 from models import tiny_model
 from places import place
 
-from dualsft.algorithm.scores import rounding_scales
-from dualsft.algorithm.self_checks import dot_alone
-from dualsft.algorithm.warmup import rounding_norm
+from dualsft.algorithm.gradients import rounding_norm
+from dualsft.algorithm.scores import dot_alone, rounding_scales
 from dualsft.engine.ghost import GhostEngine, widened
 from dualsft.engine.walk import PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.model.load import find_candidates, load_model

@@ -20,11 +20,12 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dualsft.algorithm.gradients import pool_gradient, validation_gradient
-from dualsft.algorithm.preservation import prior_gradient
+from dualsft.algorithm.gradients import pool_gradient, prior_gradient, validation_gradient
 from dualsft.algorithm.projection import Scored, projection_terms
 from dualsft.algorithm.scores import (
+    TOLERANCE,
     check_alone,
+    check_fused_loss,
     check_sum,
     describe_projection,
     one_pass_bounds,
@@ -32,7 +33,6 @@ from dualsft.algorithm.scores import (
     rounding_scales,
 )
 from dualsft.algorithm.selection import choose_entries, choose_examples, rescore
-from dualsft.algorithm.self_checks import TOLERANCE, check_fused_loss
 from dualsft.algorithm.split import resolve_budget
 from dualsft.config.settings import ScoreConfig
 from dualsft.data.examples import Example

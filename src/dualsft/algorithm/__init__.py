@@ -1,12 +1,12 @@
 """The steps of Algorithm 1 as functions of values: models, examples and vectors in, values out.
 
     line 1   warmup: theta_bar       `train/loop.py: train`, called by `runs/stages/warmup.py`
-             the curvature           `warmup.py: adam_rms`
+             the curvature           `gradients.py: adam_rms`
     line 2   the pool                `split.py: divide`
     line 3   G                       `gradients.py: pool_gradient`
     line 4   eta_sc                  `projection.py: ProjectionTerms.eta_sc`
     line 5   v_new                   `gradients.py: validation_gradient`
-    line 6   v_prior                 `preservation.py: prior_gradient`
+    line 6   v_prior                 `gradients.py: prior_gradient`
     line 7   u                       `projection.py: ProjectionTerms.projection`
     line 8   s_theta, s_D            `projection.py: param_scores`, `scores.py: exact_dots`
     line 9   the mask                `selection.py: choose_entries`

@@ -13,24 +13,29 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from dualsft.algorithm.certificate import bounds
 from dualsft.algorithm.projection import Scored
-from dualsft.algorithm.self_checks import TOLERANCE, dot_alone
 from dualsft.config.settings import ScoreConfig
 from dualsft.data.examples import Example
-from dualsft.engine.fused import HALF_DTYPES
-from dualsft.engine.ghost import GhostEngine, widened
+from dualsft.engine.fused import HALF_DTYPES, checkpointed
+from dualsft.engine.ghost import GhostEngine, alone, widened
+from dualsft.engine.losses import both_logits
 from dualsft.engine.precision import precise
 from dualsft.engine.walk import PassSettings, loss_objective, walk
-from dualsft.errors import RunError
+from dualsft.errors import ConfigError, RunError
 from dualsft.memory.placement import at_hand
-from dualsft.storage.vectors import Products, Vector
+from dualsft.model.sharded import device_of
+from dualsft.storage.vectors import ParamVector, Products, Vector
 from dualsft.system.progress import Reporter
 
 Facts = dict[str, Any]
 """JSON-serialisable numbers for a summary."""
 
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-3, torch.float16: 5e-3}
+"""Tolerance of the self-checks by dtype (bf16: at most 4e-4 measured on a real model)."""
 NUM_ALONE = 3
 NUM_ALONE_HALF = 16  # in half precision, where the probes also estimate the rounding
 SLACK_FACTOR = 4.0  # assumed rounding over that measured by the probes
@@ -170,6 +175,44 @@ def check_alone(
         "rounding_slack": slack,
         "rounding_ratio": rounding_ratio(np.array(rounding), scales[probes]) * eta_sc,
     }
+
+
+def check_fused_loss(
+    model: PreTrainedModel, example: Example, settings: PassSettings, tolerance: float
+) -> None:
+    """Raise if the fused head's logits differ from the model's own on one example.
+
+    A model that transforms its logits in a way that its configuration does not show
+    (`engine/losses.py`) would be trained, scored and evaluated with the wrong loss.
+    """
+    device = device_of(model)
+    ours, own = both_logits(model, settings.collate([example], device))
+    difference, largest = float((ours - own).abs().max()), float(own.abs().max())
+    if not difference <= tolerance * max(1.0, largest):
+        raise ConfigError(
+            f"{type(model).__name__}: its own logits for example {example.id} (at most "
+            f"{largest:.6g}) differ from ours by up to {difference:.6g}; the model changes its "
+            "logits in a way that its configuration does not show, and cannot be scored"
+        )
+
+
+def dot_alone(
+    engine: GhostEngine, example: Example, direction: Vector, settings: PassSettings
+) -> tuple[float, float]:
+    """(⟨U, g_n⟩, ‖g_n‖) of one example by plain autograd: no batch, layer rule or fused loss."""
+    batch = settings.collate([example], engine.device)
+    found: list[Products] = []
+
+    def visit(name: str, gradient: Tensor) -> None:
+        block = {"g": ParamVector({name: gradient}), "u": direction}
+        found.append(Products(block, [("u", "g"), ("g", "g")]))  # read below: no sync per block
+
+    with checkpointed(engine.model, engine.device.type == "cuda"):  # less memory, slower
+        alone(engine.model, engine.candidates, batch, visit)
+    return (
+        sum(one.dot("u", "g") for one in found),
+        sum(one.dot("g", "g") for one in found) ** 0.5,
+    )
 
 
 def rounding_ratio(errors: np.ndarray, scales: np.ndarray) -> float:

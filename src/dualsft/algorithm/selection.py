@@ -4,6 +4,10 @@ Exact, signed, global over all candidates. The parameter scores u ⊙ G are comp
 each time the top-k reads them and are never held in full. The certificate decides which examples
 are certainly in or out; the rest, and in half precision those that rounding could move across the
 boundary, are scored exactly.
+
+Fixed-side re-selection (the paper's Data → Param and Param → Data) selects one side given the
+latest selection of the other, with the u of the one-shot run: s_θ = u ⊙ G_S with G_S summed over
+the selected examples, and s_D = ⟨u ⊙ m, g_n⟩.
 """
 
 from __future__ import annotations
@@ -12,18 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dualsft.algorithm.certificate import judge, settle
 from dualsft.algorithm.projection import Scored, param_scores
 from dualsft.algorithm.score_reading import ScoreSource
 from dualsft.algorithm.scores import exact_dots
-from dualsft.algorithm.topk import TopK, topk_signed
+from dualsft.algorithm.topk import TopK, top_b, topk_signed
 from dualsft.data.examples import Example
 from dualsft.distributed.world import world
 from dualsft.engine.ghost import GhostEngine, widened
-from dualsft.engine.walk import PassSettings
-from dualsft.memory.placement import at_hand
+from dualsft.engine.walk import PassSettings, loss_objective, walk
+from dualsft.memory.placement import at_hand, blank
 from dualsft.storage.vectors import CHUNK, ParamVector, Vector
 from dualsft.system.progress import Reporter
 
@@ -112,3 +117,45 @@ def rescore(
         at, u = engine.on(wide), scored.projection
         dots = exact_dots(at, examples, u, passes, reporter, "re-scoring")
     return dots * scored.terms.eta_sc
+
+
+def select_entries(
+    engine: GhostEngine,
+    chosen: Sequence[Example],
+    scored: Scored,
+    k: int,
+    passes: PassSettings,
+    reporter: Reporter,
+    label: str,
+) -> TopK:
+    """Data → Param: top k of u ⊙ G_S."""
+    subset_sum = blank(engine.candidates, engine.candidates.dtype)
+    walk(engine, chosen, loss_objective(engine.model), passes, reporter, label, sums=subset_sum)
+    return topk_signed(product_source(scored.projection, subset_sum, scored.terms.eta_sc), k)
+
+
+def select_examples(
+    engine: GhostEngine,
+    pool: Sequence[Example],
+    scored: Scored,
+    mask: TopK,
+    b: int,
+    passes: PassSettings,
+    reporter: Reporter,
+    label: str,
+) -> np.ndarray:
+    """Param → Data: top b of ⟨u ⊙ m, g_n⟩, in ascending position."""
+    masked = scored.projection.restricted(mask.indices)
+    dots = exact_dots(engine, pool, masked, passes, reporter, label)
+    return np.sort(top_b(dots, np.array([e.index for e in pool]), b))
+
+
+def mask_jaccard(a: TopK, b: TopK) -> float:
+    """Jaccard index of two masks."""
+    shared = world().across(
+        sum(
+            int(torch.isin(index, b.indices[name], assume_unique=True).sum())
+            for name, index in a.indices.items()
+        )
+    )
+    return shared / (a.num_selected + b.num_selected - shared)

@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from dualsft.model.load import text_decoder
+from dualsft.model.load import decoder_blocks, text_decoder
 from dualsft.model.sharded import device_of, through
 from dualsft.storage.vectors import accumulation_dtype
 from dualsft.system.usage import is_out_of_memory
@@ -378,3 +379,39 @@ def _rotary_modules(model: PreTrainedModel) -> list[Any]:
         if all(_near(a, b, 10.0) for a, b in zip(expected, actual, strict=True)):
             found.append(source)
     return found
+
+
+# --- recomputed activations -------------------------------------------------------------------
+
+
+@contextmanager
+def checkpointed(model: PreTrainedModel, on: bool = True) -> Iterator[None]:
+    """Inside the context, backward recomputes the activations of every decoder block."""
+    with ExitStack() as stack:
+        for block in decoder_blocks(model)[1] if on else ():
+            stack.enter_context(_recomputing(block))
+        yield
+
+
+@contextmanager
+def _recomputing(block: nn.Module) -> Iterator[None]:
+    """Replace the forward of one block by a checkpointed one, and restore it afterwards."""
+    patched = vars(block).get("forward")
+    forward: Callable[..., Any] = block.forward
+
+    def recomputed(*inputs: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*inputs, **named)
+        # dropout must draw the same noise twice; in eval mode there is none, so skip the RNG state
+        return checkpoint(
+            forward, *inputs, use_reentrant=False, preserve_rng_state=block.training, **named
+        )
+
+    block.forward = recomputed
+    try:
+        yield
+    finally:
+        if patched is None:
+            del block.forward
+        else:
+            block.forward = patched

@@ -111,7 +111,7 @@ class LogitMap:
     @classmethod
     def of(cls, model: PreTrainedModel) -> LogitMap:
         """Read from the model's config (Granite, Cohere, Falcon-H1; Gemma-2). Every run checks on
-        one row that the model really applies it (`self_checks.check_fused_loss`)."""
+        one row that the model really applies it (`scores.check_fused_loss`)."""
         config = model.config.get_text_config()
         scale = float(getattr(config, "logit_scale", None) or 1.0)
         scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)

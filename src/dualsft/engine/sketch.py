@@ -32,8 +32,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualsft.data.examples import Batch, digest
-from dualsft.engine.checkpointing import checkpointed
-from dualsft.engine.fused import fused_blocks
+from dualsft.engine.fused import checkpointed, fused_blocks
 from dualsft.engine.losses import example_objective
 from dualsft.engine.rules import LinearRule
 from dualsft.storage.vectors import accumulation_dtype

@@ -16,7 +16,7 @@ import torch
 
 from dualsft.data.examples import IGNORE, Batch, Example
 from dualsft.distributed.world import world
-from dualsft.engine.checkpointing import checkpointed
+from dualsft.engine.fused import checkpointed
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import Head, HeadObserver, Objective
 from dualsft.engine.walk_state import PassSettings

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from dualsft.data.examples import Batch, Example, make_batches, named
 from dualsft.distributed.world import world
-from dualsft.engine.checkpointing import checkpointed
+from dualsft.engine.fused import checkpointed
 from dualsft.engine.ghost import GhostEngine, Taps
 from dualsft.engine.losses import (
     HeadObserver,

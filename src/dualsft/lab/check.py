@@ -15,7 +15,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from dualsft.algorithm.self_checks import TOLERANCE, check_fused_loss, dot_alone
+from dualsft.algorithm.scores import TOLERANCE, check_fused_loss, dot_alone
 from dualsft.algorithm.split import Split, divide
 from dualsft.config.settings import Config
 from dualsft.data.examples import Example

@@ -8,7 +8,7 @@ free memory, and returns the fastest plan that fits, followed by smaller ones to
     host     G and U in host memory, copied one parameter at a time (`memory/placement.py`)
     blocks   candidates in groups of layers, one walk per group; the group's G and U on the device
 
-each with activations kept or recomputed (`engine/checkpointing.py`). A plan changes results by
+each with activations kept or recomputed (`engine/fused.py`). A plan changes results by
 rounding only. This module never touches a device: a run and `dualsft estimate` call the same
 function.
 """

@@ -3,7 +3,7 @@
 Each step minimises the mean over the batch of the example loss, with AdamW, cosine decay to zero
 and a linear learning-rate warmup whose step s uses (s + 1) / warmup_steps. A batch is split into
 micro-batches whose gradients are summed, so their size affects memory but not the result (up to
-rounding). On out-of-memory the loop first recomputes activations (`engine/checkpointing.py`), then
+rounding). On out-of-memory the loop first recomputes activations (`engine/fused.py`), then
 halves the micro-batches. The order of the examples and the dropout noise depend only on (seed,
 epoch, step), never on global random state. To resume, a saved piece (`storage/resume.py`) with
 masters, moments and the step count is therefore enough.
@@ -24,8 +24,7 @@ from transformers import PreTrainedModel
 
 from dualsft.data.examples import Batch, Example, collate, make_batches, named, training_order
 from dualsft.distributed.world import world
-from dualsft.engine.checkpointing import checkpointed
-from dualsft.engine.fused import fused_blocks
+from dualsft.engine.fused import checkpointed, fused_blocks
 from dualsft.engine.losses import example_objective
 from dualsft.errors import RunError
 from dualsft.model.sharded import device_of

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualsft.algorithm.self_checks import dot_alone
+from dualsft.algorithm.scores import dot_alone
 from dualsft.data.examples import Example, collate
 from dualsft.engine.ghost import GhostEngine, widened
 from dualsft.engine.losses import last_hidden

@@ -23,8 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dualsft.data.examples import Batch, Example, collate
-from dualsft.engine.checkpointing import checkpointed
-from dualsft.engine.fused import HALF_DTYPES, fused_blocks
+from dualsft.engine.fused import HALF_DTYPES, checkpointed, fused_blocks
 from dualsft.engine.ghost import GhostEngine, widened
 from dualsft.engine.losses import CHUNK_BYTES, example_objective
 from dualsft.engine.trial import measure

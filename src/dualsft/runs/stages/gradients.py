@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dualsft.algorithm.gradients import pool_gradient, validation_gradient
-from dualsft.algorithm.preservation import prior_gradient
+from dualsft.algorithm.gradients import pool_gradient, prior_gradient, validation_gradient
 from dualsft.algorithm.projection import projection_terms
-from dualsft.algorithm.self_checks import TOLERANCE, check_fused_loss
+from dualsft.algorithm.scores import TOLERANCE, check_fused_loss
 from dualsft.data.examples import Example
 from dualsft.distributed.world import world
 from dualsft.engine.ghost import GhostEngine

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dualsft.algorithm.projection import Scored
-from dualsft.algorithm.reselection import mask_jaccard, select_entries, select_examples
+from dualsft.algorithm.selection import mask_jaccard, select_entries, select_examples
 from dualsft.algorithm.topk import TopK
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from dualsft.algorithm.projection import Scored, param_scores, projection_terms
 from dualsft.algorithm.scores import (
+    TOLERANCE,
     check_alone,
     check_sum,
     describe_projection,
@@ -27,7 +28,6 @@ from dualsft.algorithm.scores import (
     products_of,
     rounding_scales,
 )
-from dualsft.algorithm.self_checks import TOLERANCE
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
 from dualsft.model.load import Candidates

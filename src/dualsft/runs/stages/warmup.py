@@ -16,8 +16,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from dualsft.algorithm.self_checks import TOLERANCE, check_fused_loss
-from dualsft.algorithm.warmup import adam_rms, rounding_norm
+from dualsft.algorithm.gradients import adam_rms, rounding_norm
+from dualsft.algorithm.scores import TOLERANCE, check_fused_loss
 from dualsft.config.settings import Config
 from dualsft.distributed.world import world
 from dualsft.engine.fused import HALF_DTYPES

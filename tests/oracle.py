@@ -348,3 +348,14 @@ def shapley(n: int, utility: Callable[[frozenset[int]], float]) -> Tensor:
                 weight = math.factorial(len(s)) * math.factorial(n - len(s) - 1)
                 phi[i] += weight / math.factorial(n) * (value[s | {i}] - value[s])
     return phi
+
+
+def unit_rows(rows: Tensor) -> Tensor:
+    return rows / rows.norm(dim=1, keepdim=True)
+
+
+def calibrated_scores(pool: Tensor, val: Tensor, rho: float) -> Tensor:
+    """phi_n^T (F + rho I)^-1 v, from gradients (or sketches) as rows, all at unit length."""
+    phi, v = unit_rows(pool), unit_rows(val).mean(0)
+    fisher = phi.T @ phi / len(phi)
+    return phi @ torch.linalg.inv(fisher + rho * torch.eye(phi.shape[1], dtype=phi.dtype)) @ v

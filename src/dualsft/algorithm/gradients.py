@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,6 +28,7 @@ from dualsft.distributed.world import world
 from dualsft.engine.fused import fused_blocks
 from dualsft.engine.ghost import GhostEngine, alone
 from dualsft.engine.precision import precise
+from dualsft.engine.sketch import Sketch
 from dualsft.engine.walk import PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.engine.walk_state import PassResult
 from dualsft.memory.placement import blank
@@ -76,14 +76,19 @@ def rounding_norm(optimizer: SparseAdamW) -> float:
 
 
 def validation_gradient(
-    engine: GhostEngine, val: Sequence[Example], passes: PassSettings, reporter: Reporter
-) -> tuple[Vector, np.ndarray]:
-    """(v_new, loss of each validation example): Algorithm 1 line 5."""
+    engine: GhostEngine,
+    val: Sequence[Example],
+    passes: PassSettings,
+    reporter: Reporter,
+    sketch: Sketch | None = None,
+) -> tuple[Vector, PassResult]:
+    """(v_new, losses and, given a sketch, sketches of the validation examples): Algorithm 1
+    line 5."""
     sums, label = blank(engine.candidates, engine.candidates.dtype), "v_new (validation)"
     with precise(passes.precision, "directions", label, reporter.warn, engine.model) as (wide,):
         at, objective = engine.on(wide), loss_objective(wide)
-        result = walk(at, val, objective, passes, reporter, label, sums=sums)
-    return sums.scaled(1.0 / len(val)), result.values
+        result = walk(at, val, objective, passes, reporter, label, sums=sums, sketch=sketch)
+    return sums.scaled(1.0 / len(val)), result
 
 
 def pool_gradient(
@@ -92,8 +97,10 @@ def pool_gradient(
     passes: PassSettings,
     reporter: Reporter,
     direction: Vector | None = None,
+    sketch: Sketch | None = None,
 ) -> tuple[Vector, PassResult]:
-    """(G, per-example losses and, given a direction, f_n and inner sums): Algorithm 1 line 3."""
+    """(G, per-example losses and, given a direction, f_n and inner sums, or given a sketch,
+    sketches): Algorithm 1 line 3."""
     grad_sum = blank(engine.candidates, engine.candidates.dtype)
     label = "pool (G)" if direction is None else "pool (G and f)"
     with precise(passes.precision, "pool", label, reporter.warn, engine.model) as (wide,):
@@ -107,6 +114,7 @@ def pool_gradient(
             sums=grad_sum,
             direction=direction,
             bounds=direction is not None,
+            sketch=sketch,
         )
     return grad_sum, result
 

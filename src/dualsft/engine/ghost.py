@@ -32,6 +32,7 @@ from dualsft.data.examples import Batch
 from dualsft.engine.fused import HALF_DTYPES, fused_blocks
 from dualsft.engine.losses import HeadObserver, last_hidden, plain_example_loss
 from dualsft.engine.rules import MIXED, EmbeddingRule, HeadRule, LinearRule, NormRule, Rule
+from dualsft.engine.sketch import Sketch
 from dualsft.errors import ConfigError, RunError
 from dualsft.memory.placement import DevicePlacement, Placement
 from dualsft.model import attention
@@ -68,9 +69,12 @@ class Taps:
     only: Collection[str] | None = None
     squared: bool = False
     """Form the gradient of each example; `sums` are then of squares, and bounds are exact norms."""
+    sketch: Sketch | None = None
+    """Sketch the gradient of each example with respect to the linear weights."""
     num_examples: int = 0
     _dots: Tensor = field(init=False)
     _inner_sums: Tensor = field(init=False)
+    _sketches: Tensor = field(init=False)
     _tokens: dict[int, Tensor] = field(default_factory=dict)
     _squared: set[str] = field(default_factory=set)
 
@@ -81,6 +85,8 @@ class Taps:
         self._dots = torch.zeros(num_examples, dtype=wide, device=self.device)
         width = len(self.columns) if self.bounds else 0
         self._inner_sums = torch.zeros(num_examples, width, dtype=self.dtype, device=self.device)
+        dim = self.sketch.dim if self.sketch is not None else 0
+        self._sketches = torch.zeros(num_examples, dim, dtype=self.dtype, device=self.device)
         self._tokens.clear()
         self._squared.clear()
 
@@ -108,6 +114,9 @@ class Taps:
     def add_bound(self, name: str, value_B: Tensor) -> None:
         self._inner_sums[:, self.columns[name]] += value_B
 
+    def add_sketch(self, value_Bp: Tensor) -> None:
+        self._sketches += value_Bp
+
     def add_tokens(
         self, kernels: Any, name: str, moved_MO: Tensor, grad_MO: Tensor, norms_M: Tensor | None
     ) -> None:
@@ -128,9 +137,10 @@ class Taps:
         self._tokens.clear()
 
     def outputs(self) -> dict[str, Tensor]:
-        """Per example of the batch: ⟨U, g_n⟩ [B] and each candidate's bound [B, L]."""
+        """Per example of the batch: ⟨U, g_n⟩ [B], each candidate's bound [B, L], sketch [B, p]."""
         self._fold()
-        return {"dots": self._dots, "inner_sums": self._inner_sums}
+        found = {"dots": self._dots, "inner_sums": self._inner_sums}
+        return found if self.sketch is None else {**found, "sketches": self._sketches}
 
 
 class GhostEngine:
@@ -216,6 +226,12 @@ class GhostEngine:
         return found
 
     @property
+    def linear_weights(self) -> dict[str, bool]:
+        """The candidates that a sketch covers, outside the head; True for weights stored [I, O]."""
+        linear = [rule for rule in self.rules if isinstance(rule, LinearRule)]
+        return {rule.weight: rule.transposed for rule in linear if rule.weight is not None}
+
+    @property
     def separable(self) -> bool:
         """Whether each candidate's gradient comes from a single use and can be squared: no
         embedding, no head, no weight that is used twice."""
@@ -231,6 +247,7 @@ class GhostEngine:
         bounds: bool = False,
         only: Collection[str] | None = None,
         squared: bool = False,
+        sketch: Sketch | None = None,
     ) -> Iterator[Taps]:
         """Observe every backward pass inside the context; restores the model on exit.
 
@@ -247,6 +264,7 @@ class GhostEngine:
             self.device,
             only,
             squared,
+            sketch,
         )
         with ExitStack() as stack:
             stack.enter_context(_frozen(self.model))

@@ -132,6 +132,8 @@ class LinearRule(Rule):
             return
         if taps.squared:
             self._observe_squares(taps, name, x_BTI, grad_BTO)
+        if taps.sketch is not None:
+            taps.add_sketch(taps.sketch.of_tokens(name, x_BTI, grad_BTO))
         x_MI, grad_MO = x_BTI.flatten(0, 1), grad_BTO.flatten(0, 1)
         if taps.placement.has_sums and not taps.squared:
             left, right = (x_MI, grad_MO) if self.transposed else (grad_MO, x_MI)

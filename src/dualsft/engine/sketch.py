@@ -21,7 +21,7 @@ Shape letters: B examples, T positions, I inputs, O outputs, p and q numbers of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualsft.data.examples import Batch, digest
+from dualsft.distributed.world import world
 from dualsft.engine.fused import checkpointed, fused_blocks
 from dualsft.engine.losses import example_objective
 from dualsft.engine.rules import LinearRule
@@ -68,12 +69,15 @@ class Sketch:
         """L (side "out") or R (side "in") of a map, [features of `like`, p or q]; cached."""
         key = (name, side, like.dtype)
         if key not in self._signs:
-            words = np.frombuffer(digest(self.seed, self.purpose, name, side), np.uint32)
-            width = sides(self.dim)[0 if side == "out" else 1]
-            rng = np.random.default_rng(words.tolist())
-            bits = rng.integers(0, 2, (like.shape[-1], width), dtype=np.int8)
-            self._signs[key] = torch.from_numpy(2 * bits - 1).to(like.device, like.dtype)
+            signs = self._drawn(name, side, like.shape[-1])
+            self._signs[key] = torch.from_numpy(signs).to(like.device, like.dtype)
         return self._signs[key]
+
+    def _drawn(self, name: str, side: str, features: int) -> np.ndarray:
+        words = np.frombuffer(digest(self.seed, self.purpose, name, side), np.uint32)
+        width = sides(self.dim)[0 if side == "out" else 1]
+        bits = np.random.default_rng(words.tolist()).integers(0, 2, (features, width), np.int8)
+        return 2 * bits - 1
 
     def of_tokens(self, name: str, x_BTI: Tensor, grad_BTO: Tensor) -> Tensor:
         """Two-sided sketches of Σ_t ε_t a_tᵀ, without forming it: [B, dim]."""
@@ -81,6 +85,20 @@ class Sketch:
         left_BTp = (grad_BTO @ self.signs(name, "out", grad_BTO)).to(wide)
         right_BTq = (x_BTI @ self.signs(name, "in", x_BTI)).to(wide)
         return torch.bmm(left_BTp.mT, right_BTq).flatten(1) / self.dim**0.5
+
+    def of_rows(
+        self, name: str, rows: Tensor, first: int, num_rows: int, transposed: bool
+    ) -> Tensor:
+        """Two-sided sketch of some rows of a weight's gradient, from row `first` of `num_rows`.
+
+        `transposed`: the rows are those of a weight [I, O] (GPT-2's Conv1D). In float64: [dim].
+        """
+        wide = rows.to(torch.float64)
+        near, far = ("in", "out") if transposed else ("out", "in")
+        own = torch.from_numpy(self._drawn(name, near, num_rows)[first : first + len(rows)])
+        other = torch.from_numpy(self._drawn(name, far, rows.shape[1]))
+        small = own.to(wide).T @ wide @ other.to(wide)
+        return (small.T if transposed else small).flatten() / self.dim**0.5
 
     def block(self, name: str, start: int, stop: int, like: Tensor) -> Tensor:
         """Dense signs of the entries from `start` to `stop` of a map: [stop - start, dim]."""
@@ -101,6 +119,83 @@ class Sketch:
         right_BOq = matrix_BOI @ self.signs(name, "in", matrix_BOI)
         left_Op = self.signs(name, "out", matrix_BOI[..., 0])
         return (left_Op.T @ right_BOq).flatten(1) / self.dim**0.5
+
+
+ROW_BLOCK_BYTES = 256 << 20
+"""Bytes of sketches that are converted to products' dtype at a time."""
+
+
+class SketchRows:
+    """The sketches of many examples: unit rows in fp16 and their lengths, 2 bytes per number.
+
+    A unit row is stored times √dim, so its entries are of the order of one, where fp16 has eleven
+    bits. `exact` stores float64 instead (for models in float64).
+    """
+
+    def __init__(self, count: int, dim: int, exact: bool = False) -> None:
+        self.count, self.dim, self.exact = count, dim, exact
+        self.stored = np.zeros((count, dim), np.float64 if exact else np.float16)
+        self.norms = np.zeros(count, np.float64 if exact else np.float32)
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The stored arrays by name, as in the file of a run."""
+        return {"sketches": self.stored, "sketch_norms": self.norms}
+
+    def clear(self) -> None:
+        for array in self.arrays.values():
+            array[...] = 0
+
+    def reduce(self) -> None:
+        """Gather the rows of all processes; each row is nonzero on one of them, so sums are
+        exact."""
+        world().total(self.norms)
+        for rows in _row_slices(self.count, self.dim * 4):
+            part = self.stored[rows].astype(np.promote_types(self.stored.dtype, np.float32))
+            self.stored[rows] = world().total(part)
+
+    def add(self, rows: Sequence[int], sketches_Bp: np.ndarray) -> None:
+        """Add sketches to these rows (parts of a gradient arrive in several walks)."""
+        at = np.asarray(rows)
+        total = sketches_Bp.astype(np.float64)
+        if self.norms[at].any():
+            total += self.stored[at] * (self.norms[at, None].astype(np.float64) / self.dim**0.5)
+        norms = np.linalg.norm(total, axis=1)
+        total *= (self.dim**0.5 / np.maximum(norms, 1e-300))[:, None]
+        self.stored[at], self.norms[at] = total, norms
+
+    def blocks(self, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+        """Unit rows in blocks, in fp32 (float64 if exact)."""
+        wide = torch.float64 if self.exact else torch.float32
+        for rows in _row_slices(self.count, self.dim * wide.itemsize):
+            block = torch.from_numpy(self.stored[rows]).to(device).to(wide)
+            yield rows, block / self.dim**0.5
+
+    def times(self, queries_pQ: Tensor) -> Tensor:
+        """Unit rows times queries, in the dtype of the queries: [N, Q]."""
+        parts = [
+            block.to(queries_pQ.dtype) @ queries_pQ for _, block in self.blocks(queries_pQ.device)
+        ]
+        return torch.cat(parts)
+
+    def row(self, i: int) -> Tensor:
+        """One sketch at its original length: [dim], float64."""
+        row = torch.from_numpy(self.stored[i].astype(np.float64))
+        return row * (float(self.norms[i]) / self.dim**0.5)
+
+    def total(self) -> Tensor:
+        """Sum of the rows at their original lengths: [dim], float64."""
+        norms = torch.from_numpy(self.norms.astype(np.float64))
+        total = torch.zeros(self.dim, dtype=torch.float64)
+        for rows, block in self.blocks(torch.device("cpu")):
+            total += norms[rows] @ block.to(torch.float64)
+        return total
+
+
+def _row_slices(count: int, row_bytes: int) -> Iterator[slice]:
+    step = max(1, ROW_BLOCK_BYTES // row_bytes)
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
 
 
 @dataclass

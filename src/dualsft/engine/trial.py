@@ -19,6 +19,7 @@ from dualsft.distributed.world import world
 from dualsft.engine.fused import checkpointed
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import Head, HeadObserver, Objective
+from dualsft.engine.sketch import Sketch
 from dualsft.engine.walk_state import PassSettings
 from dualsft.memory.placement import Scratch
 from dualsft.memory.plans import (
@@ -49,6 +50,7 @@ def plans_for(
     sums: bool,
     direction: bool,
     bounds: bool,
+    sketch: Sketch | None = None,
 ) -> tuple[list[Plan], int]:
     """(the plans to try, in order; device memory that may be used, in bytes, 0 if not measured)."""
     wishes, device, candidates = settings.wishes, engine.device, engine.candidates
@@ -82,6 +84,7 @@ def plans_for(
             direction=direction,
             bounds=bounds,
             checkpointing=checkpointing,
+            sketch=sketch,
         )
 
     host = free_memory(torch.device("cpu"))
@@ -119,6 +122,7 @@ def measure(
     direction: bool,
     bounds: bool,
     checkpointing: bool,
+    sketch: Sketch | None = None,
 ) -> Activations | None:
     """Memory of batches with these taps; None if even the trial runs out of memory.
 
@@ -134,7 +138,7 @@ def measure(
         scratch = Scratch(engine.candidates, dtype, device, sums, direction)
         with (
             checkpointed(engine.model, checkpointing),
-            engine.tapped(scratch, bounds=bounds) as taps,
+            engine.tapped(scratch, bounds=bounds, sketch=sketch) as taps,
         ):
             observer = engine.head_observer(taps)
             points: list[tuple[int, int, int, int]] = []

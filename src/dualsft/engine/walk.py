@@ -36,6 +36,7 @@ from dualsft.engine.losses import (
     distillation_objective,
     example_objective,
 )
+from dualsft.engine.sketch import Sketch
 from dualsft.engine.trial import plans_for
 from dualsft.engine.walk_state import PassResult, PassSettings, Span, WalkState
 from dualsft.errors import RunError
@@ -76,21 +77,33 @@ def walk(
     direction: Vector | None = None,
     bounds: bool = False,
     squared: bool = False,
+    sketch: Sketch | None = None,
 ) -> PassResult:
     """Differentiate `objective` over the examples and collect the requested quantities.
 
     `sums` accumulates Σ_n g_n, `direction` is the U of the dot products ⟨U, g_n⟩, and `bounds`
     requests the norm bounds. With `squared`, which needs `engine.separable`, `sums` accumulates
-    Σ_n g_n ⊙ g_n, and the bounds are the exact norms of g_n for each parameter.
+    Σ_n g_n ⊙ g_n, and the bounds are the exact norms of g_n for each parameter. `sketch` requests
+    the sketch of each gradient.
 
     `label` names the walk and must be unique in its stage. `sums` must be zero on entry
     (`placement.blank` creates zeros that take no memory); on return its tensors are on the device
     or in host memory, depending on the plan. `direction` may be lazy: the walk loads it as the plan
     requires, matrices in the model's dtype, in which they are multiplied.
     """
-    state = WalkState(engine.candidates, len(examples), sums, bounds)
+    state = WalkState(engine.candidates, len(examples), sums, bounds, sketch)
     return _Walk(
-        engine, examples, objective, settings, reporter, label, direction, bounds, squared, state
+        engine,
+        examples,
+        objective,
+        settings,
+        reporter,
+        label,
+        direction,
+        bounds,
+        squared,
+        sketch,
+        state,
     ).run()
 
 
@@ -107,6 +120,7 @@ class _Walk:
     direction: Vector | None
     bounds: bool
     squared: bool
+    sketch: Sketch | None
     state: WalkState
 
     def run(self) -> PassResult:
@@ -165,7 +179,9 @@ class _Walk:
         """All batches after the first `span.done` examples, for the candidates of one span."""
         state, pieces, examples = self.state, self.settings.pieces, self.examples
         only = None if len(span.names) == len(state.shapes) else set(span.names)
-        tapped = self.engine.tapped(placement, bounds=self.bounds, only=only, squared=self.squared)
+        tapped = self.engine.tapped(
+            placement, bounds=self.bounds, only=only, squared=self.squared, sketch=self.sketch
+        )
         try:
             with (
                 tapped as taps,
@@ -224,6 +240,7 @@ class _Walk:
             sums=self.state.sums is not None,
             direction=self.direction is not None,
             bounds=self.bounds,
+            sketch=self.sketch,
         )
 
     def _refuse_nonfinite(self, rows: Sequence[int], label: str) -> None:

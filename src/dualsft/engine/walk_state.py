@@ -19,6 +19,7 @@ from torch import Tensor
 from dualsft.data.examples import Batch, Example, collate
 from dualsft.distributed.world import world
 from dualsft.engine.precision import Precision
+from dualsft.engine.sketch import Sketch, SketchRows
 from dualsft.memory.placement import Placement, reset
 from dualsft.memory.plans import Plan, Wishes, cut, in_layers
 from dualsft.model.load import Candidates
@@ -57,6 +58,8 @@ class PassResult:
     """⟨U, g_n⟩: [N]."""
     inner_sums: np.ndarray
     """Bound on the norm of each candidate's gradient: [N, L]."""
+    sketches: SketchRows | None = None
+    """Sketch of each gradient, if the walk was given a `Sketch`."""
 
 
 @dataclass
@@ -71,9 +74,16 @@ class WalkState:
     """G and the per-example outputs so far."""
 
     def __init__(
-        self, candidates: Candidates, count: int, sums: ParamVector | None, bounds: bool
+        self,
+        candidates: Candidates,
+        count: int,
+        sums: ParamVector | None,
+        bounds: bool,
+        sketch: Sketch | None = None,
     ) -> None:
         self.count, self.sums = count, sums
+        exact = candidates.dtype == torch.float64
+        self.sketches = None if sketch is None else SketchRows(count, sketch.dim, exact)
         self.shapes = {name: tuple(candidates[name].shape) for name in in_layers(candidates)}
         wide = np.float64 if candidates.dtype == torch.float64 else np.float32
         width = len(candidates) if bounds else 0
@@ -91,6 +101,8 @@ class WalkState:
         """Reset to the initial state."""
         for output in self.outputs.values():
             output[...] = 0
+        if self.sketches is not None:
+            self.sketches.clear()
         if self.sums is not None:
             reset(self.sums)
         self.spans, self.num_groups, self.batch_tokens = [], 0, 0
@@ -126,7 +138,10 @@ class WalkState:
     def add(self, rows: Sequence[int], outputs: Mapping[str, np.ndarray]) -> None:
         """Add the outputs of one batch of one span."""
         for name, output in outputs.items():
-            if name == "values":  # the same in every span; the others add up over the spans
+            if name == "sketches":
+                assert self.sketches is not None
+                self.sketches.add(rows, output)
+            elif name == "values":  # the same in every span; the others add up over the spans
                 self.outputs[name][rows] = output
             else:
                 self.outputs[name][rows] += output
@@ -135,9 +150,11 @@ class WalkState:
         """Sum over the processes: each example was processed once, G is a sum over examples."""
         for output in self.outputs.values():
             world().total(output)
+        if self.sketches is not None:
+            self.sketches.reduce()
         for block in self.sums.tensors.values() if self.sums is not None else ():
             world().sum_terms_(block)
-        return PassResult(**self.outputs)
+        return PassResult(**self.outputs, sketches=self.sketches)
 
     def snapshot(self, placement: Placement) -> State:
         """The state to save as a piece (`storage/resume.py`)."""
@@ -145,6 +162,8 @@ class WalkState:
         tensors: dict[str, Tensor] = {
             f"result.{name}": torch.from_numpy(output) for name, output in self.outputs.items()
         }
+        if self.sketches is not None:
+            tensors |= {f"result.{k}": torch.from_numpy(v) for k, v in self.sketches.arrays.items()}
         if self.sums is not None:
             begun = [name for span in self.spans if span.done for name in span.names]
             tensors |= {f"sums.{name}": self.sums.tensors[name] for name in begun}
@@ -167,6 +186,8 @@ class WalkState:
             return
         for name, output in self.outputs.items():
             output[...] = piece.tensors[f"result.{name}"].numpy()
+        for name, array in self.sketches.arrays.items() if self.sketches is not None else ():
+            array[...] = piece.tensors.pop(f"result.{name}").numpy()
         for key in [key for key in piece.tensors if key.startswith("sums.")]:
             assert self.sums is not None
             name = key.removeprefix("sums.")

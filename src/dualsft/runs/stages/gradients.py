@@ -57,7 +57,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     write_pool(part / "pool.parquet", pool, result, columns, one_pass=direction is not None)
     return {
         "n_sc": len(pool),
-        "validation_loss": float(validation.mean()),
+        "validation_loss": float(validation.values.mean()),
         "preservation_loss": prior_loss,
         "pool_loss": float(result.values.mean()),
         "candidates": engine.candidates.num_entries,

@@ -1,0 +1,294 @@
+"""Calibrated example scores: which examples move the model the way the validation examples do.
+
+`score.form: calibrated` replaces s_D of Algorithm 1 line 8. The literal score ⟨u, g_n⟩ grows with
+‖g_n‖, so on a mixed pool short examples with large gradients win, whatever they are about. Here
+every example counts by the direction of its gradient, and directions that all of the pool shares
+count less. With φ_n the sketch of g_n (`engine/sketch.py`) at unit length, v the mean of the
+sketches of the validation examples, each at unit length, and F = Σ_n φ_n φ_nᵀ / N:
+
+    s_n = φ_nᵀ (F + ρ I)⁻¹ v
+
+A very large ρ gives the cosine with v. F is a mean, so a pool written twice ranks as before.
+
+The system is solved in the smaller of N x N and p x p (p numbers per sketch) by conjugate
+gradients, for several right-hand sides at once. In the N x N form, with M = Φ Φᵀ / N,
+s = (M + ρ I)⁻¹ Φ v, which is the same vector. The sketches are read in blocks; only the matrix of
+the smaller side is in memory.
+
+ρ is chosen from the data. D_val is split into random halves A and B. The scores for half A weight
+the pool; the ρ wins whose weighted gradient Σ_n s_n φ_n has the largest mean cosine with half B.
+Among those within one standard error (of the paired differences) of the best, the smallest is used:
+docs/results.md, "Calibrated scores", has the measurements behind this choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualsft.data.examples import Example
+from dualsft.distributed.world import world
+from dualsft.engine.ghost import GhostEngine, alone, widened
+from dualsft.engine.sketch import Sketch, SketchRows
+from dualsft.engine.walk_state import PassSettings
+from dualsft.errors import RunError
+from dualsft.storage.vectors import ParamVector, Vector
+
+RHOS = tuple(10.0 ** (-exponent / 2) for exponent in range(0, 9))
+"""Candidates for ρ, half decades from 1 to 1e-4. The eigenvalues of F add up to one."""
+DEFAULT_RHO = 10.0**-2.5
+"""Used when there are too few validation examples to choose: best or nearly so in every pool of
+docs/results.md."""
+NUM_SPLITS = 8
+MIN_VALIDATION = 8  # examples; with fewer, halves say too little to choose ρ
+TOLERANCE = 1e-10  # relative residual at which the iteration stops
+RESIDUAL_LIMIT = 1e-6  # a larger relative residual is an error
+MAX_ITERATIONS = 5_000
+SKETCH_TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3}
+"""Relative error of sketches, by the model's dtype; stored fp16 rows alone make about 3e-4."""
+HALF_SKETCH_TOLERANCE = 5e-2
+NUM_ALONE = 3  # examples sketched again by plain autograd
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The scores, and how ρ was chosen."""
+
+    scores: np.ndarray
+    """s_n of each pool example: [N]."""
+    rho: float
+    curve: list[dict[str, float | bool]]
+    """For each candidate ρ: mean cosine with the other half, its standard error relative to the
+    best, and whether it is within that error of the best."""
+    solved_in: str
+    residual: float
+
+    def facts(self) -> dict[str, Any]:
+        flat = [point["rho"] for point in self.curve if point["flat"]]
+        return {
+            "rho": self.rho,
+            "rho_flat": [min(flat), max(flat)] if flat else None,
+            "rho_curve": self.curve,
+            "solved_in": self.solved_in,
+            "residual": self.residual,
+        }
+
+
+class Solver:
+    """(F + ρ I)⁻¹ of a pool, in the smaller of its two sides."""
+
+    def __init__(self, pool: SketchRows, device: torch.device) -> None:
+        self.pool, self.device = pool, device
+        self.dual = pool.count <= pool.dim
+        self.matrix = (_row_products(pool, device) if self.dual else _moments(pool, device)).div_(
+            pool.count
+        )
+        self.worst = 0.0
+        """Largest relative residual of the solves so far."""
+
+    @property
+    def side(self) -> str:
+        size = len(self.matrix)
+        return f"{size:,} x {size:,} ({'examples' if self.dual else 'sketch entries'})"
+
+    def moved(self, queries_pQ: Tensor) -> Tensor:
+        """The queries as right-hand sides: Φ q in the N x N form, q itself in the other."""
+        queries = queries_pQ.to(self.device, torch.float64)
+        return self.pool.times(queries) if self.dual else queries
+
+    def solve(self, right: Tensor, rho: float, start: Tensor | None = None) -> Tensor:
+        """(matrix + ρ I)⁻¹ right, by conjugate gradients, each column on its own."""
+        x = torch.zeros_like(right) if start is None else start.clone()
+        residual = right - self.matrix @ x - rho * x
+        direction, squared = residual.clone(), residual.square().sum(0)
+        limit = (TOLERANCE * torch.linalg.vector_norm(right, dim=0)).square()
+        for _ in range(MAX_ITERATIONS):
+            running = squared > limit
+            if not bool(running.any()):
+                break
+            product = self.matrix @ direction + rho * direction
+            step = torch.where(running, squared / (direction * product).sum(0).clamp_min(1e-300), 0)
+            x += step * direction
+            residual -= step * product
+            before, squared = squared, residual.square().sum(0)
+            direction = residual + torch.where(running, squared / before, 0) * direction
+        residual = right - self.matrix @ x - rho * x
+        sizes = torch.linalg.vector_norm(right, dim=0).clamp_min(1e-300)
+        worst = float((torch.linalg.vector_norm(residual, dim=0) / sizes).max())
+        if not worst <= RESIDUAL_LIMIT:
+            raise RunError(
+                f"self-check failed: the solve of the calibrated scores has a relative residual of "
+                f"{worst:.2g} (allowed {RESIDUAL_LIMIT:g}) at ρ = {rho:g}; nothing was written"
+            )
+        self.worst = max(self.worst, worst)
+        return x
+
+    def scores(self, solution: Tensor) -> Tensor:
+        """s_n for each column of a solution: [N, Q]."""
+        return solution if self.dual else self.pool.times(solution)
+
+    def agreement(
+        self, solution: Tensor, right: Tensor, rho: float, other: Tensor, lengths: Tensor
+    ) -> Tensor:
+        """Cosine of Σ_n s_n φ_n with another query per column, without reading the pool again.
+
+        `right` and `other` are right-hand sides, `lengths` the norms of the other queries. Both
+        forms use matrix @ solution = right − ρ solution.
+        """
+        image = right - rho * solution
+        dots = (other * (solution if self.dual else image)).sum(0)
+        squares = ((solution if self.dual else image) * image).sum(0)
+        if self.dual:  # ‖Φᵀ s‖² = N sᵀ M s, and the dot is (Φ b)ᵀ s
+            squares = squares * self.pool.count
+        return dots / (squares.clamp_min(0).sqrt() * lengths).clamp_min(1e-300)
+
+
+def calibrate(
+    pool: SketchRows, val: SketchRows, seed: int, device: torch.device, rho: float | None = None
+) -> Calibration:
+    """Scores of the pool for these validation examples; `rho`, if given, is used as it is."""
+    device = device if device.type == "cuda" else torch.device("cpu")  # others lack float64
+    solver = Solver(pool, device)
+    val_Vp = torch.cat([block for _, block in val.blocks(device)]).to(torch.float64)
+    halves = [] if rho is not None else _halves(val.count, seed)
+    means = [val_Vp.mean(0), *(val_Vp[rows].mean(0) for pair in halves for rows in pair)]
+    queries = torch.stack(means, dim=1)
+    right = solver.moved(queries)
+    first, second = right[:, 1::2], right[:, 2::2]
+    # each half predicts the other
+    halved, others = torch.cat([first, second], 1), torch.cat([second, first], 1)
+    lengths = torch.linalg.vector_norm(queries, dim=0)
+    lengths = torch.cat([lengths[2::2], lengths[1::2]])
+    found: list[np.ndarray] = []
+    start: Tensor | None = None
+    for candidate in RHOS if halves else ():
+        start = solver.solve(halved, candidate, start)
+        cosines = solver.agreement(start, halved, candidate, others, lengths)
+        found.append(cosines.cpu().numpy())
+    curve, chosen = _choose(np.array(found)) if halves else ([], DEFAULT_RHO)
+    used = chosen if rho is None else rho
+    scores = solver.scores(solver.solve(right[:, :1], used))[:, 0].cpu().numpy()
+    return Calibration(scores, used, curve, solver.side, solver.worst)
+
+
+def _halves(count: int, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Random halves of the validation examples; none if there are too few."""
+    if count < MIN_VALIDATION:
+        return []
+    rng = np.random.default_rng([seed, 20])
+    orders = [rng.permutation(count) for _ in range(NUM_SPLITS)]
+    return [(order[: count // 2], order[count // 2 :]) for order in orders]
+
+
+def _choose(cosines: np.ndarray) -> tuple[list[dict[str, float | bool]], float]:
+    """(curve over RHOS, chosen ρ) from cosines [ρ, half]: the smallest ρ within one standard error
+    of the best. The halves are the same for every ρ, so the errors are of paired differences."""
+    means = cosines.mean(1)
+    deficits = cosines[means.argmax()] - cosines
+    # two halves of a split share their examples: the splits are the sample
+    per_split = deficits.reshape(len(RHOS), 2, -1).mean(1)
+    errors = per_split.std(1, ddof=1) / np.sqrt(per_split.shape[1])
+    flat = per_split.mean(1) <= errors
+    curve: list[dict[str, float | bool]] = [
+        {"rho": rho, "cosine": float(mean), "error": float(error), "flat": bool(within)}
+        for rho, mean, error, within in zip(RHOS, means, errors, flat, strict=True)
+    ]
+    return curve, min(rho for rho, within in zip(RHOS, flat, strict=True) if within)
+
+
+def _row_products(pool: SketchRows, device: torch.device) -> Tensor:
+    """Φ Φᵀ in float64, block by block: [N, N]."""
+    total = torch.empty(pool.count, pool.count, dtype=torch.float64, device=device)
+    for rows, left in pool.blocks(device):
+        for columns, right in pool.blocks(device):
+            if columns.start > rows.start:
+                break
+            product = (left @ right.T).to(torch.float64)
+            total[rows, columns] = product
+            total[columns, rows] = product.T
+    return total
+
+
+def _moments(pool: SketchRows, device: torch.device) -> Tensor:
+    """Φᵀ Φ in float64, block by block: [p, p]."""
+    total = torch.zeros(pool.dim, pool.dim, dtype=torch.float64, device=device)
+    for _, block in pool.blocks(device):
+        total += (block.T @ block).to(torch.float64)
+    return total
+
+
+def sketch_of(engine: GhostEngine, sketch: Sketch, vector: Vector) -> Tensor:
+    """Sketch of a vector over (some of) the candidates: [dim], float64. Each process reads its own
+    rows."""
+    total = torch.zeros(sketch.dim, dtype=torch.float64)
+    for name, transposed in engine.linear_weights.items():
+        if name not in vector:
+            continue
+        shape = vector.forms[name].shape
+        start, stop = world().own(shape)
+        rows = vector.piece(name, start, stop).view(-1, shape[1])
+        total += sketch.of_rows(name, rows, start // shape[1], shape[0], transposed).cpu()
+    return world().sum_(total)
+
+
+def check_sketches(
+    engine: GhostEngine,
+    sketch: Sketch,
+    pool: SketchRows,
+    grad_sum: Vector,
+    examples: Sequence[Example],
+    seed: int,
+    passes: PassSettings,
+) -> dict[str, Any]:
+    """Raise unless the sketches of the pool are what they must be.
+
+    Two checks: Σ_n φ_n, at original lengths, is the sketch of G; and a few random examples are
+    sketched again from their gradient by plain autograd, without batch, layer rules or fused loss.
+    """
+    tolerance = SKETCH_TOLERANCE.get(engine.model.dtype, HALF_SKETCH_TOLERANCE)
+    # rounding adds up like a random walk, relative to the lengths of the rows
+    lengths = float(np.sqrt((pool.norms.astype(np.float64) ** 2).sum()))
+    expected = sketch_of(engine, sketch, grad_sum)
+    size = max(float(torch.linalg.vector_norm(expected)), lengths, 1e-300)
+    apart = float(torch.linalg.vector_norm(pool.total() - expected)) / size
+    if not apart <= tolerance:
+        raise RunError(
+            f"self-check failed: the sketches of the examples add up to something else than the "
+            f"sketch of G (relative difference {apart:.2g} > {tolerance:g}); nothing was written. "
+            "The model computes something outside its layers: please report it"
+        )
+    probed: list[dict[str, Any]] = []
+    probes = np.random.default_rng([seed, 21]).permutation(len(examples))[:NUM_ALONE]
+    with widened(engine.model) as (wide,):
+        exactly = engine.on(wide)
+        for i in probes.tolist():
+            parts: list[Tensor] = []
+
+            def visit(name: str, gradient: Tensor, parts: list[Tensor] = parts) -> None:
+                parts.append(sketch_of(exactly, sketch, ParamVector({name: gradient})))
+
+            batch = passes.collate([examples[i]], engine.device)
+            alone(wide, exactly.candidates, batch, visit)
+            found = torch.stack(parts).sum(0)
+            error = float(torch.linalg.vector_norm(pool.row(i) - found))
+            error /= max(float(torch.linalg.vector_norm(found)), 1e-300)
+            probed.append({"id": examples[i].id, "error": error})
+            if not error <= tolerance:
+                raise RunError(
+                    f"self-check failed: the sketch of example {examples[i].id} differs from that "
+                    f"of its gradient by plain autograd (relative difference {error:.2g} > "
+                    f"{tolerance:g}); nothing was written"
+                )
+    return {"sketch_tolerance": tolerance, "sketch_sum_error": apart, "sketched_alone": probed}
+
+
+def rows_of(sketches: Tensor, exact: bool = False) -> SketchRows:
+    """Sketches in memory as `SketchRows`."""
+    rows = SketchRows(len(sketches), sketches.shape[1], exact)
+    rows.add(range(len(sketches)), sketches.cpu().numpy())
+    return rows

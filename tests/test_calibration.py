@@ -1,0 +1,147 @@
+"""Calibrated scores against the dense formula in float64, and what they must not depend on."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from models import ARCHITECTURES, tiny_examples, tiny_model
+
+from dualsft.algorithm.calibration import (
+    RHOS,
+    Solver,
+    _choose,
+    calibrate,
+    check_sketches,
+    rows_of,
+    sketch_of,
+)
+from dualsft.algorithm.gradients import pool_gradient
+from dualsft.data.examples import Example
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.sketch import Sketch
+from dualsft.engine.walk import PassSettings
+from dualsft.errors import RunError
+from dualsft.model.load import find_candidates
+from dualsft.storage.vectors import ParamVector
+from dualsft.system.progress import Reporter
+
+CPU = torch.device("cpu")
+
+
+def gradients(count: int, dim: int, seed: int = 0) -> torch.Tensor:
+    """Rows of very different lengths around three directions."""
+    torch.manual_seed(seed)
+    centres = torch.randn(3, dim, dtype=torch.float64)
+    rows = centres[torch.arange(count) % 3] + torch.randn(count, dim, dtype=torch.float64)
+    return rows * torch.logspace(-3, 3, count, dtype=torch.float64)[:, None]
+
+
+@pytest.mark.parametrize(("count", "dim"), [(12, 40), (60, 16), (20, 20)])
+@pytest.mark.parametrize("rho", [1.0, 1e-2, 1e-4])
+def test_scores_are_those_of_the_dense_formula(count: int, dim: int, rho: float) -> None:
+    pool, val = gradients(count, dim), gradients(9, dim, seed=1)
+    got = calibrate(rows_of(pool, exact=True), rows_of(val, exact=True), 0, CPU, rho)
+    expected = oracle.calibrated_scores(pool, val, rho)
+    assert np.abs(got.scores - expected.numpy()).max() <= 1e-7 * float(expected.abs().max())
+    assert got.residual <= 1e-6
+
+
+def test_lengths_repeats_and_order_do_not_change_the_ranking() -> None:
+    pool, val = gradients(30, 50), gradients(16, 50, seed=1)
+    base = calibrate(rows_of(pool, exact=True), rows_of(val, exact=True), 0, CPU)
+    lengths = torch.logspace(2, -2, 30, dtype=torch.float64)[:, None]
+    longer = calibrate(rows_of(pool * lengths, exact=True), rows_of(val, exact=True), 0, CPU)
+    np.testing.assert_allclose(longer.scores, base.scores, rtol=1e-6, atol=1e-8)
+    twice = calibrate(rows_of(torch.cat([pool, pool]), True), rows_of(val, True), 0, CPU, base.rho)
+    np.testing.assert_allclose(
+        twice.scores[:30], base.scores, rtol=1e-6, atol=1e-8
+    )  # now solved in p x p
+    np.testing.assert_allclose(twice.scores[30:], base.scores, rtol=1e-6, atol=1e-8)
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(3))
+    moved = calibrate(rows_of(pool[order], True), rows_of(val, True), 0, CPU, base.rho)
+    np.testing.assert_allclose(moved.scores, base.scores[order.numpy()], rtol=1e-6, atol=1e-8)
+
+
+def test_both_sides_agree_on_rho_and_on_the_curve() -> None:
+    pool, val = gradients(24, 23), gradients(20, 23, seed=1)
+    primal = calibrate(rows_of(pool, True), rows_of(val, True), 5, CPU)
+    padded = torch.nn.functional.pad(pool, (0, 2)), torch.nn.functional.pad(val, (0, 2))
+    dual = calibrate(rows_of(padded[0], True), rows_of(padded[1], True), 5, CPU)
+    assert "sketch entries" in primal.solved_in and "examples" in dual.solved_in
+    assert primal.rho == dual.rho
+    for one, other in zip(primal.curve, dual.curve, strict=True):
+        assert one["cosine"] == pytest.approx(other["cosine"], abs=1e-6)
+    a, b = oracle.unit_rows(val[:10]).mean(0), oracle.unit_rows(val[10:]).mean(0)
+    solver = Solver(rows_of(pool, True), CPU)
+    right = solver.moved(torch.stack([a, b], 1))
+    solution = solver.solve(right[:, :1], 1e-2)
+    found = solver.agreement(solution, right[:, :1], 1e-2, right[:, 1:], b.norm()[None])
+    scores = oracle.calibrated_scores(pool, val[:10], 1e-2)
+    weighted = oracle.unit_rows(pool).T @ scores
+    expected = torch.cosine_similarity(weighted, b, dim=0)
+    assert float(found) == pytest.approx(float(expected), abs=1e-7)
+
+
+def test_target_rows_win_over_rows_with_large_gradients() -> None:
+    """What the literal dot product gets wrong: off-target rows a thousand times as large."""
+    torch.manual_seed(0)
+    target, other = torch.randn(2, 200, dtype=torch.float64)
+    on = target + 2 * torch.randn(40, 200, dtype=torch.float64)
+    off = 1000 * (other + 0.1 * target + 2 * torch.randn(40, 200, dtype=torch.float64))
+    val = target + 2 * torch.randn(32, 200, dtype=torch.float64)
+    got = calibrate(rows_of(torch.cat([on, off])), rows_of(val), 0, CPU)
+    assert set(np.argsort(-got.scores)[:30]) <= set(range(40))
+    literal = torch.cat([on, off]) @ val.mean(0)
+    assert not set(literal.argsort(descending=True)[:30].tolist()) <= set(range(40))
+
+
+def test_compact_rows_change_scores_by_rounding_only() -> None:
+    pool, val = gradients(30, 400), gradients(16, 400, seed=1)
+    exact = calibrate(rows_of(pool, True), rows_of(val, True), 0, CPU, 1e-2)
+    compact = calibrate(rows_of(pool), rows_of(val), 0, CPU, 1e-2)
+    assert np.abs(compact.scores - exact.scores).max() <= 2e-3 * np.abs(exact.scores).max()
+
+
+def test_the_smallest_rho_within_the_error_is_chosen() -> None:
+    flat = np.full((len(RHOS), 16), 0.5)
+    noise = np.random.default_rng(0).normal(0, 1e-3, flat.shape)
+    noise -= noise.mean(1, keepdims=True)
+    flat[3] += 0.2
+    flat[4] += 0.2 - 1e-5
+    curve, rho = _choose(flat + noise * (np.arange(len(RHOS)) > 3)[:, None])
+    assert rho == RHOS[4]
+    assert [point["flat"] for point in curve] == [i in (3, 4) for i in range(len(RHOS))]
+
+
+def test_parts_of_a_gradient_add_up() -> None:
+    whole = gradients(6, 64)
+    rows = rows_of(whole * 0.25)
+    rows.add(range(6), (whole * 0.75).numpy())
+    np.testing.assert_allclose(rows.norms, whole.norm(dim=1), rtol=1e-3)
+    np.testing.assert_allclose(rows.total(), whole.sum(0), atol=2e-3 * float(whole.norm()))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_walk_sketches_every_gradient(architecture: str) -> None:
+    """The sketches of a padded batch are those of the oracle's gradients, one example at a time."""
+    model = tiny_model(architecture, dtype=torch.float64)
+    rows = tiny_examples(9, 97, 1)
+    examples = [Example(e.id, e.index, list(e.input_ids), list(e.labels)) for e in rows]
+    engine = GhostEngine(model, find_candidates(model, "block_linear"))
+    sketch = Sketch(64, seed=3, purpose="calibrated")
+    passes = PassSettings(batch_tokens=64, pad_id=0, padding_side="right")
+    silent = Reporter(lambda _: None)
+    grad_sum, result = pool_gradient(engine, examples, passes, silent, sketch=sketch)
+    assert result.sketches is not None
+    names = list(engine.candidates)
+    for i, example in enumerate(examples):
+        gradient = oracle.example_gradient(model, example.input_ids, example.labels, names)
+        expected = sketch_of(engine, sketch, ParamVector(gradient))
+        np.testing.assert_allclose(result.sketches.row(i), expected, rtol=1e-9, atol=1e-12)
+    found = check_sketches(engine, sketch, result.sketches, grad_sum, examples, 0, passes)
+    assert found["sketch_sum_error"] < 1e-12 and len(found["sketched_alone"]) == 3
+    result.sketches.norms[:] *= 1.01
+    with pytest.raises(RunError, match="sketches of the examples add up"):
+        check_sketches(engine, sketch, result.sketches, grad_sum, examples, 0, passes)

@@ -26,7 +26,6 @@ from dualsft.config.settings import (
     SelectConfig,
     SplitConfig,
     WarmupConfig,
-    apply_overrides,
     describe,
     from_mapping,
     keys,
@@ -633,13 +632,12 @@ def test_empty_sections_are_empty(tmp_path: Path) -> None:
 
 def test_overrides_win_and_the_last_one_wins_most() -> None:
     mapping = {"score": {"lam": 0.1, "tau": 2.0}, "seed": 1}
-    merged = apply_overrides(mapping, ["score.lam=0.5", "score.lam=0.6", "seed=3", "split.val=7"])
-    assert merged == {"score": {"lam": "0.6", "tau": 2.0}, "seed": "3", "split": {"val": "7"}}
+    words = [*BASE, "score.lam=0.5", "score.lam=0.6", "seed=3", "split.val=7"]
+    config = from_mapping(mapping, words)
     assert mapping == {"score": {"lam": 0.1, "tau": 2.0}, "seed": 1}
-    config = from_mapping({**merged, "model": {"path": "m"}, "data": {"path": "d"}})
     assert (config.score.lam, config.score.tau, config.seed, config.split.val) == (0.6, 2.0, 3, 7)
     with pytest.raises(ConfigError) as caught:
-        apply_overrides({}, ["score.lam", "=3"])
+        from_mapping({}, [*BASE, "score.lam", "=3"])
     assert len(caught.value.problems) == 2
 
 

@@ -281,7 +281,7 @@ def test_num_samples_keeps_as_many_rows(tmp_path: Path) -> None:
     ("entry", "message"),
     [
         ({"script_url": "me/code"}, "script_url 'me/code' is a loading script, which would run"),
-        ({"hf_hub_url": "a/b", "script_url": "x"}, "script_url is a loading script"),
+        ({"hf_hub_url": "a/b", "script_url": "x"}, "script_url 'x' is a loading script"),
         ({"cloud_file_name": "s3://x"}, "cloud_file_name 's3://x' is in a cloud bucket"),
         ({"ms_hub_url": "a/b"}, "ms_hub_url 'a/b' is on another hub"),
         ({"file_name": "c.jsonl", "ranking": True}, "ranking: true is preference data"),

@@ -1,11 +1,11 @@
-"""Registry of methods by axis and name, and the composition of methods that a run uses.
+"""Registries: methods by axis and name, and the parts that lower rooms use but must not import.
 
 Each method belongs to one axis: which examples to train on (`data`), which parameter entries to
 train (`params`), how much each token or example counts (`weights`), and how to process the trained
 weights (`after`). A config names one method per axis, so LESS + S²FT is
 `method.data=less method.params=s2ft`.
 
-This module defines no methods. `dualsft/__init__.py` registers the built-in tables (`parts.py`);
+This module defines no methods. `dualsft/__init__.py` registers the built-in tables (`add_part`);
 other packages add methods through entry points of the group `dualsft.methods`, each an `Entry`. The
 class of a method is given as "module:Class" and imported when a run uses it.
 """
@@ -15,9 +15,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import importlib
 import inspect
 import sys
 import typing
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +27,6 @@ from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from dualsft.config.parse import FieldSpec, convert, field_docs, field_spec, show
-from dualsft.config.parts import load_target, parts
 from dualsft.errors import ConfigError
 
 Axis = Literal["data", "params", "weights", "after"]
@@ -102,7 +103,32 @@ def option_docs(options: type) -> dict[str, str]:
     return {name: text for (owner, name), text in found.items() if owner == options.__name__}
 
 
-# --- the registry --------------------------------------------------------------------------------
+# --- parts ---------------------------------------------------------------------------------------
+
+Kind = Literal["methods", "stages", "report", "checks"]
+"""`methods`: tables of `Entry`; `stages`: stages after fine-tuning; `report`: writes the report;
+`checks`: functions from settings to problems, which must not import torch."""
+_TARGETS: dict[Kind, list[str]] = defaultdict(list)
+
+
+def add_part(kind: Kind, target: str) -> None:
+    """Register the part at "module:NAME"; repeated registrations are ignored."""
+    if target not in _TARGETS[kind]:
+        _TARGETS[kind].append(target)
+
+
+def parts(kind: Kind) -> list[Any]:
+    """All parts of a kind, in order of registration."""
+    return [load_target(target) for target in _TARGETS[kind]]
+
+
+def load_target(target: str) -> Any:
+    """Import and return the object at "module:NAME"."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+# --- the registry of methods ---------------------------------------------------------------------
 
 PLUGINS = "dualsft.methods"
 SIDES: dict[str, dict[Axis, str]] = {

@@ -81,16 +81,6 @@ class Names:
     allowed: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Paths:
-    """One path or several in one comma-separated string; used inside `Annotated`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """A mapping of names to values whose types are defined elsewhere; used inside `Annotated`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSpec:
     """Accepted values of one setting, derived from its annotation."""
@@ -122,7 +112,10 @@ class FieldSpec:
 
 
 def field_spec(key: str, annotation: Any, default: Any) -> FieldSpec:
-    """Derive kind, bounds and choices from a dataclass annotation (see `config/fields.py`)."""
+    """Derive kind, bounds and choices from a dataclass annotation (see `config/fields.py`).
+
+    `Annotated` adds `Bounds` or `Names`, or the name of a kind that the type does not determine.
+    """
     optional = False
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         rest = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
@@ -133,10 +126,8 @@ def field_spec(key: str, annotation: Any, default: Any) -> FieldSpec:
     common: dict[str, Any] = {"key": key, "optional": optional, "default": default}
     if isinstance(extra, Names):
         return FieldSpec(kind="names", names=extra, **common)
-    if isinstance(extra, Paths):
-        return FieldSpec(kind="paths", **common)
-    if isinstance(extra, Options):
-        return FieldSpec(kind="options", **common)
+    if isinstance(extra, str):
+        return FieldSpec(kind=extra, **common)
     if typing.get_origin(annotation) is typing.Literal:
         return FieldSpec(kind="choice", choices=typing.get_args(annotation), **common)
     kinds = {str: "str", bool: "bool", int: "int", float: "float", int | float: "budget"}

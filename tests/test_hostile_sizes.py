@@ -100,7 +100,7 @@ WORKER = """
 import json, os, signal, sys
 from pathlib import Path
 from dualsft.config import settings as config
-from dualsft.data.examples import read_rows
+from dualsft.data.rows import read_rows
 from dualsft.errors import ConfigError, DataError
 
 def memory(name):

@@ -23,7 +23,8 @@ from malformed_files import FILES, GOOD, LINES, PARQUET, RESYNC, STREAM, Accepte
 from small_tokenizers import byte_tokenizer
 
 from dualsft.config import settings
-from dualsft.data.examples import read_rows, tokenize
+from dualsft.data.examples import tokenize
+from dualsft.data.rows import read_rows
 from dualsft.errors import ConfigError, DataError
 
 TRANSPARENT = (

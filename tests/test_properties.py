@@ -37,16 +37,8 @@ from dualsft.algorithm.split import ROLES, assign_roles, divide, resolve_budget
 from dualsft.cli import parse_words
 from dualsft.config import settings as config_module
 from dualsft.config.settings import SplitConfig
-from dualsft.data.examples import (
-    IGNORE,
-    DataReport,
-    Example,
-    collate,
-    make_batches,
-    read_rows,
-    tokenize,
-    training_order,
-)
+from dualsft.data.examples import IGNORE, Example, collate, make_batches, tokenize, training_order
+from dualsft.data.rows import DataReport, read_rows
 from dualsft.errors import ConfigError, DataError
 from dualsft.runs.stages.split import read_split, write_split
 from dualsft.train.loop import TrainingPlan, learning_rate, micro_batches

@@ -327,15 +327,6 @@ def test_fields_of_two_formats_must_be_settled(corpus: Path, row: dict[str, str]
         read(corpus, json.dumps(row).encode())
 
 
-def test_settings_that_do_not_go_together(corpus: Path) -> None:
-    with pytest.raises(ConfigError, match="data.format: 'vicuna' is not known; use one of auto"):
-        read(corpus, GOOD, format="vicuna")
-    with pytest.raises(ConfigError, match="do not apply to data.format=alpaca"):
-        read(corpus, GOOD, format="alpaca", prompt_field="a", response_field="b")
-    with pytest.raises(ConfigError, match="data.messages_field does not apply to data.format=text"):
-        read(corpus, GOOD, format="text", messages_field="a")
-
-
 # --- reading again -----------------------------------------------------------------------------
 
 

@@ -128,7 +128,7 @@ for line in sys.stdin:
     if status:
         print(json.dumps({"died": status}), flush=True)
 """
-"""Imports once, then reads each file that it is told in a fork of its own."""
+"""Imports once, then reads each file named on its standard input in a fork of its own."""
 MEGABYTE = 1 << 20
 
 

@@ -94,7 +94,7 @@ def test_one_bos_or_none_and_no_end_before_the_response(
 
 
 @pytest.mark.parametrize(("add_bos", "kept"), [("auto", [BOS]), ("always", [BOS]), ("never", [])])
-def test_a_doubled_bos_is_dropped_and_told(add_bos: str, kept: list[int]) -> None:
+def test_a_doubled_bos_is_dropped_and_counted(add_bos: str, kept: list[int]) -> None:
     template = Template("plain", byte_tokenizer("<s> $A"), add_bos)
     made = template.encode([template.render(pair(text, "r")) for text in ("<s>a", "b")])
     assert [e.ids for e in made] == [[*kept, *text_ids(f"{c}r"), EOS] for c in "ab"]

@@ -9,7 +9,6 @@ reproduces the config.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import importlib.resources
@@ -46,6 +45,7 @@ from dualsft.config.parse import (
     FieldSpec,
     Text,
     convert,
+    did_you_mean,
     dump_yaml,
     field_docs,
     field_spec,
@@ -290,8 +290,7 @@ def read_source(source: str | Place | None) -> tuple[dict[str, Any], list[str]]:
         return parse_yaml(text, f"recipe {source}")
     if not (source if isinstance(source, RunPath) else Path(source)).exists():
         names = recipe_names()
-        close = difflib.get_close_matches(str(source), names, n=1)
-        cure = f"did you mean '{close[0]}'?" if close else "give a YAML file or a recipe's name"
+        cure = did_you_mean(str(source), names, "give a YAML file or a recipe's name")
         raise ConfigError(f"{source}: no such file or recipe; recipes: {', '.join(names)}; {cure}")
     return _read_file(source)
 

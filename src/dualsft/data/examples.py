@@ -92,18 +92,13 @@ def tokenize(
     is called with the number of rows and tokens after each chunk.
     """
     report = report or DataReport(path=str(config.path), num_rows=len(rows))
-    limit, cure = config.max_length, "raise data.max_length or shorten the response"
-    cure = f"data.max_length is {limit}; {cure}"
+    limit = config.max_length
+    cure = f"data.max_length is {limit}; raise data.max_length or shorten the response"
     if max_positions is not None and max_positions < limit:
-        limit, cure = (
-            max_positions,
-            f"the model has {max_positions} positions; shorten the response",
-        )
+        limit = max_positions
+        cure = f"the model has {limit} positions; shorten the response"
     report = replace(
-        report,
-        problems=list(report.problems),
-        template=config.template,
-        max_length=limit,
+        report, problems=list(report.problems), template=config.template, max_length=limit
     )
     template = Template(
         config.template, tokenizer, config.add_bos, model_type, config.template_file

@@ -231,11 +231,11 @@ class _Collector:
         self.report.num_rows += 1
         try:
             values = _fields(record, self.limits)
-            said = recogniser.read(index, place, values)
-            if said is not None:
+            content = recogniser.read(index, place, values)
+            if content is not None:
                 raw = _raw(reader, record, values)
                 row_id = _row_id(values, raw, index)
-                self.rows.append(Row(index, row_id, raw, place=place, **said._asdict()))
+                self.rows.append(Row(index, row_id, raw, place=place, **content._asdict()))
                 self.report.num_repeated_ids += self._is_repeated(values.get("id"))
         except BadRow as problem:
             self.report.add(index, place, str(problem))

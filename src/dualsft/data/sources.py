@@ -22,10 +22,10 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from dualsft.config.parse import did_you_mean
 from dualsft.data.formats import Layout, Tags
 from dualsft.data.readers import CsvReader, Limits, LinesReader, Reader, TsvReader, json_reader
 from dualsft.errors import ConfigError, DataError
@@ -279,10 +279,7 @@ class _Finder:
         files: list[SourceFile] = []
         for name in wanted:
             if name not in entries:
-                close = get_close_matches(name, entries, n=1)
-                hint = (
-                    f"did you mean {close[0]!r}?" if close else f"it has {', '.join(entries)[:300]}"
-                )
+                hint = did_you_mean(name, entries, f"it has {', '.join(entries)[:300]}")
                 raise ConfigError(f"data.dataset: {path} has no dataset {name!r}; {hint}")
             try:
                 source, layout, num_samples = _read_entry(entries[name])
@@ -327,11 +324,7 @@ def _download(hub: HubDataset, target: Path, key: str) -> None:
     logger.info("loading %s (%s) from the Hugging Face hub, once", hub.name, hub.split)
     try:
         rows = datasets.load_dataset(
-            hub.name,
-            name=hub.subset,
-            data_dir=hub.data_dir,
-            split=hub.split,
-            revision=hub.revision,
+            hub.name, name=hub.subset, data_dir=hub.data_dir, split=hub.split, revision=hub.revision
         )
     except Exception as problem:  # network, hub or parser errors of any type
         reason = " ".join(str(problem).split())[:300]

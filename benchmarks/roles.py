@@ -16,7 +16,8 @@ from benchmarks.options import Options
 from benchmarks.workload import SHAPES, make_pool
 from dualsft.config.fields import DataConfig
 from dualsft.data.corpus import builtin_file, builtin_names
-from dualsft.data.examples import Example, read_rows, tokenize
+from dualsft.data.examples import Example, tokenize
+from dualsft.data.rows import read_rows
 from dualsft.engine.walk import PassSettings
 from dualsft.model.load import load_tokenizer, read_model_config
 from dualsft.model.resolve import cache_root, resolve_model

@@ -46,17 +46,20 @@ def _without(row: Fields, *names: str) -> Fields:
 
 def _as_text(row: Fields, field: str, *, empty_is_bad: bool = True) -> dict[str, Any]:
     """The ways in which a field that must hold text does not."""
-    wrong: dict[str, Any] = {
-        "null": None,
-        "number": 3.5,
-        "boolean": True,
-        "list": ["a", "b"],
-        "object": {"a": "b"},
-        "surrogate": SURROGATE,
+    wrong: dict[str, tuple[Any, str]] = {
+        "null": (None, "is null, must be a string"),
+        "number": (3.5, "is a number, must be a string"),
+        "boolean": (True, "is a boolean, must be a string"),
+        "list": (["a", "b"], "is a list, must be a string"),
+        "object": ({"a": "b"}, "is an object, must be a string"),
+        "surrogate": (SURROGATE, "has half a surrogate pair at character 6"),
     }
     if empty_is_bad:
-        wrong |= {"empty": "", "blank": " \n\t\u00a0"}
-    return {f"{field}_{kind}": (_with(row, **{field: v}), (field,)) for kind, v in wrong.items()}
+        wrong |= {"empty": ("", "is empty"), "blank": (" \n\t\u00a0", "is empty")}
+    return {
+        f"{field}_{kind}": (_with(row, **{field: value}), (f"field {field!r} {problem}",))
+        for kind, (value, problem) in wrong.items()
+    }
 
 
 def _said(role: str, content: Any, **more: Any) -> Fields:
@@ -66,54 +69,76 @@ def _said(role: str, content: Any, **more: Any) -> Fields:
 ASK, TELL = _said("user", "ask"), _said("assistant", "tell")
 
 
-def _bad_turns(field: str, row: Fields) -> dict[str, Any]:
-    """Damage to a list of role/content turns, in `row[field]`."""
+def _bad_turns() -> dict[str, Any]:
+    """Damage to a list of role/content turns."""
     image = [{"type": "image_url", "image_url": {"url": "x.png"}}]
+    null_part = [{"type": "text", "text": None}]
 
-    def case(words: tuple[str, ...], *turns: Any) -> tuple[Fields, tuple[str, ...]]:
-        return _with(row, **{field: list(turns)}), words
+    def case(message: str, *turns: Any) -> tuple[Fields, tuple[str, ...]]:
+        return {"messages": list(turns)}, (message,)
+
+    def whole(value: Any, kind: str) -> tuple[Fields, tuple[str, ...]]:
+        return {"messages": value}, (f"field 'messages' is {kind}, must be a list of turns",)
+
+    def answer(content: Any, message: str) -> tuple[Fields, tuple[str, ...]]:
+        return case(f"turn 2 (assistant): 'content' {message}", ASK, _said("assistant", content))
+
+    def role(name: Any, message: str) -> tuple[Fields, tuple[str, ...]]:
+        return case(f"turn 2{message}", ASK, {"role": name, "content": "tell"})
 
     return {
-        f"{field}_null": (_with(row, **{field: None}), (field,)),
-        f"{field}_string": (_with(row, **{field: "ask"}), (field,)),
-        f"{field}_object": (_with(row, **{field: ASK}), (field,)),
-        f"{field}_number": (_with(row, **{field: 7}), (field,)),
-        f"{field}_empty": case((field,)),
-        f"{field}_turn_string": case((field,), ASK, "tell"),
-        f"{field}_turn_null": case((field,), ASK, None),
-        f"{field}_turn_list": case((field,), ASK, ["assistant", "tell"]),
-        f"{field}_no_role": case(("role",), ASK, {"content": "tell"}),
-        f"{field}_role_null": case(("role",), ASK, _said(None, "tell")),  # type: ignore[arg-type]
-        f"{field}_role_number": case(("role",), ASK, _said(1, "tell")),  # type: ignore[arg-type]
-        f"{field}_role_unknown": case(("role", "robot"), ASK, _said("robot", "tell")),
-        f"{field}_role_case": case(("role", "Assistant"), ASK, _said("Assistant", "tell")),
-        f"{field}_no_content": case(("content",), ASK, {"role": "assistant"}),
-        f"{field}_content_null": case(("content",), _said("user", None), TELL),
-        f"{field}_answer_null": case(("content",), ASK, _said("assistant", None)),
-        f"{field}_content_number": case(("content",), ASK, _said("assistant", 42)),
-        f"{field}_content_object": case(("content",), ASK, _said("assistant", {"text": "t"})),
-        f"{field}_content_image": case(("image",), _said("user", image), TELL),
-        f"{field}_part_string": case(("content",), _said("user", ["ask"]), TELL),
-        f"{field}_part_null_text": case(
-            ("text",), _said("user", [{"type": "text", "text": None}]), TELL
+        "null": whole(None, "null"),
+        "string": whole("ask", "a string"),
+        "object": whole(ASK, "an object"),
+        "number": whole(7, "a number"),
+        "empty": case("field 'messages' is an empty list"),
+        "turn_string": case("turn 2 is a string, must be an object", ASK, "tell"),
+        "turn_null": case("turn 2 is null, must be an object", ASK, None),
+        "turn_list": case("turn 2 is a list, must be an object", ASK, ["assistant", "tell"]),
+        "no_role": case("turn 2 has no 'role' (it has 'content')", ASK, {"content": "tell"}),
+        "role_null": role(None, " has no 'role' (it has 'content')"),
+        "role_number": role(1, ": role '1' is not known; use system"),
+        "role_unknown": role("robot", ": role 'robot' is not known; use system"),
+        "role_case": role("Assistant", ": role 'Assistant' is not known"),
+        "no_content": case(
+            "turn 2 (assistant): 'content' is missing or null", ASK, {"role": "assistant"}
         ),
-        f"{field}_answer_empty": case(("empty",), ASK, _said("assistant", "")),
-        f"{field}_answer_blank": case(("empty",), ASK, _said("assistant", " \n")),
-        f"{field}_answer_no_parts": case(("empty",), ASK, _said("assistant", [])),
-        f"{field}_surrogate": case(("surrogate",), ASK, _said("assistant", SURROGATE)),
-        f"{field}_no_assistant": case(("assistant",), ASK),
-        f"{field}_only_system": case(("assistant",), _said("system", "be kind")),
-        f"{field}_ends_with_user": case(("answer",), ASK, TELL, _said("user", "and?")),
+        "content_null": case(
+            "turn 1 (user): 'content' is missing or null", _said("user", None), TELL
+        ),
+        "answer_null": answer(None, "is missing or null"),
+        "content_number": answer(42, "is a number, must be a string"),
+        "content_object": answer({"text": "t"}, "is an object, must be a string"),
+        "content_image": case(
+            "has a part that is not text ('image_url')", _said("user", image), TELL
+        ),
+        "part_string": case("has a part that is not text", _said("user", ["ask"]), TELL),
+        "part_null_text": case("'content' is null, must be", _said("user", null_part), TELL),
+        "answer_empty": answer("", "is empty"),
+        "answer_blank": answer(" \n", "is empty"),
+        "answer_no_parts": answer([], "is empty"),
+        "surrogate": answer(SURROGATE, "has half a surrogate pair"),
+        "no_assistant": case("has no assistant turn to train on; add the answer", ASK),
+        "only_system": case("has no assistant turn to train on", _said("system", "be kind")),
+        "untrained": case("has no assistant turn to train on", ASK, _with(TELL, weight=0)),
+        "ends_with_user": case(
+            "ends with a user turn that has no answer", ASK, TELL, _said("user", "and?")
+        ),
     }
 
 
 def _bad_completions() -> dict[str, Any]:
     """Damage that only a pair of prompt and completion can have."""
     row = {"prompt": [ASK], "completion": [TELL]}
-    pair = ("prompt", "completion")
     return {
-        "mixed_text_and_list": (_with(row, prompt="ask"), pair),
-        "mixed_list_and_text": (_with(row, completion="tell"), pair),
+        "mixed_text_and_list": (
+            _with(row, prompt="ask"),
+            ("'prompt' is a string and 'completion' a list",),
+        ),
+        "mixed_list_and_text": (
+            _with(row, completion="tell"),
+            ("'prompt' is a list and 'completion' a string",),
+        ),
         "completion_null": (_with(row, completion=None), ("completion",)),
         "completion_empty_list": (_with(row, completion=[]), ("completion",)),
         "completion_is_the_user": (_with(row, completion=[ASK]), ("assistant",)),
@@ -121,7 +146,7 @@ def _bad_completions() -> dict[str, Any]:
         "completion_answer_null": (_with(row, completion=[_said("assistant", None)]), ("content",)),
         "completion_role_unknown": (_with(row, completion=[_said("bot", "x")]), ("role", "bot")),
         "completion_turn_number": (_with(row, completion=[5]), ("completion",)),
-        "prompt_empty_list": (_with(row, prompt=[]), ("prompt",)),
+        "prompt_empty_list": (_with(row, prompt=[]), ("'prompt' is an empty list",)),
         "prompt_turn_null": (_with(row, prompt=[None]), ("prompt",)),
         "prompt_content_null": (_with(row, prompt=[_said("user", None)]), ("content",)),
         "completion_missing": (_without(row, "completion"), ("completion",)),
@@ -138,8 +163,10 @@ ALPACA: Fields = {
 
 
 def _bad_alpaca() -> dict[str, Any]:
-    def history(*pairs: Any) -> tuple[Fields, tuple[str, ...]]:
-        return _with(ALPACA, history=list(pairs)), ("history",)
+    def history(message: str, *pairs: Any) -> tuple[Fields, tuple[str, ...]]:
+        return _with(ALPACA, history=list(pairs)), ("field 'history', pair ", message)
+
+    two = "1 must be a list of two"
 
     return {
         **_as_text(ALPACA, "output"),
@@ -151,17 +178,17 @@ def _bad_alpaca() -> dict[str, Any]:
         "input_surrogate": (_with(ALPACA, input=SURROGATE), ("input",)),
         "system_number": (_with(ALPACA, system=1), ("system",)),
         "system_list": (_with(ALPACA, system=["be"]), ("system",)),
-        "history_string": (_with(ALPACA, history="before"), ("history",)),
-        "history_object": (_with(ALPACA, history={"q": "a"}), ("history",)),
-        "history_of_strings": history("before?", "before."),
-        "history_odd_pair": history(["before?"]),
-        "history_triple": history(["a", "b", "c"]),
-        "history_empty_pair": history([]),
-        "history_null_pair": history(None),
-        "history_null_answer": history(["before?", None]),
-        "history_number_answer": history(["before?", 4]),
-        "history_empty_answer": history(["before?", ""]),
-        "history_surrogate": history(["before?", SURROGATE]),
+        "history_string": (_with(ALPACA, history="before"), ("'history' is a string",)),
+        "history_object": (_with(ALPACA, history={"q": "a"}), ("'history' is an object",)),
+        "history_of_strings": history(two, "before?", "before."),
+        "history_odd_pair": history(two, ["before?"]),
+        "history_triple": history(two, ["a", "b", "c"]),
+        "history_empty_pair": history(two, []),
+        "history_null_pair": history(two, None),
+        "history_null_answer": history("1: the response is null", ["before?", None]),
+        "history_number_answer": history("1: the response is a number", ["before?", 4]),
+        "history_empty_answer": history("1: the response is empty", ["before?", ""]),
+        "history_surrogate": history("1: the response has half a", ["before?", SURROGATE]),
     }
 
 
@@ -171,36 +198,33 @@ TOOL = {
     "function": {"name": "add", "description": "d", "parameters": {"type": "object"}},
 }
 OPENAI: Fields = {
-    "messages": [
-        ASK,
-        _said("assistant", None, tool_calls=[CALL]),
-        _said("tool", "2"),
-        TELL,
-    ],
+    "messages": [ASK, _said("assistant", None, tool_calls=[CALL]), _said("tool", "2"), TELL],
     "tools": [TOOL],
 }
 
 
 def _bad_openai() -> dict[str, Any]:
-    def calls(value: Any) -> tuple[Fields, tuple[str, ...]]:
+    named = "must name its function"
+
+    def calls(value: Any, message: str) -> tuple[Fields, tuple[str, ...]]:
         turns = [ASK, _said("assistant", None, tool_calls=value), _said("tool", "2"), TELL]
-        return _with(OPENAI, messages=turns), ("tool_calls",)
+        return _with(OPENAI, messages=turns), (f"'tool_calls' {message}",)
 
     return {
-        "calls_string": calls("add(1)"),
-        "calls_number": calls(3),
-        "calls_object": calls(CALL),
-        "calls_of_strings": calls(["add"]),
-        "calls_without_function": calls([{"type": "function"}]),
-        "calls_without_name": calls([{"type": "function", "function": {"arguments": {}}}]),
-        "calls_empty_and_no_content": (calls([])[0], ("content",)),
+        "calls_string": calls("add(1)", "is a string, must be a list of calls"),
+        "calls_number": calls(3, "is a number, must be a list of calls"),
+        "calls_object": calls(CALL, "is an object, must be a list of calls"),
+        "calls_of_strings": calls(["add"], named),
+        "calls_without_function": calls([{"type": "function"}], named),
+        "calls_without_name": calls([{"type": "function", "function": {"arguments": {}}}], named),
+        "calls_empty_and_no_content": (calls([], "")[0], ("'content' is missing or null",)),
         "tool_answer_null": (
             _with(OPENAI, messages=[*OPENAI["messages"][:2], _said("tool", None), TELL]),
             ("content",),
         ),
-        "tools_number": (_with(OPENAI, tools=3), ("tools",)),
-        "tools_not_json": (_with(OPENAI, tools="{add"), ("tools",)),
-        "tools_of_numbers": (_with(OPENAI, tools=[1]), ("tools",)),
+        "tools_number": (_with(OPENAI, tools=3), ("'tools' must be a list of tool schemas",)),
+        "tools_not_json": (_with(OPENAI, tools="{add"), ("'tools' is not valid JSON",)),
+        "tools_of_numbers": (_with(OPENAI, tools=[1]), ("'tools' must be a list of tool schemas",)),
     }
 
 
@@ -209,35 +233,44 @@ SHAREGPT: Fields = {"conversations": [HUMAN, GPT], "system": "be kind"}
 
 
 def _bad_sharegpt() -> dict[str, Any]:
-    def case(words: tuple[str, ...], *turns: Any) -> tuple[Fields, tuple[str, ...]]:
-        return _with(SHAREGPT, conversations=list(turns)), words
+    def case(message: str, *turns: Any) -> tuple[Fields, tuple[str, ...]]:
+        return _with(SHAREGPT, conversations=list(turns)), (message,)
 
-    field = ("conversations",)
+    def answer(value: Any, message: str, speaker: str = "gpt") -> tuple[Fields, tuple[str, ...]]:
+        return case(f"turn 2{message}", HUMAN, {"from": speaker, "value": value})
+
+    def whole(value: Any) -> tuple[Fields, tuple[str, ...]]:
+        return _with(SHAREGPT, conversations=value), ("field 'conversations' is ", "list of turns")
+
     return {
-        "null": (_with(SHAREGPT, conversations=None), field),
-        "string": (_with(SHAREGPT, conversations="ask"), field),
-        "object": (_with(SHAREGPT, conversations=HUMAN), field),
-        "empty": case(field),
-        "turn_string": case(field, HUMAN, "tell"),
-        "turn_null": case(field, HUMAN, None),
-        "no_from": case(("from",), HUMAN, {"value": "tell"}),
-        "no_value": case(("value",), HUMAN, {"from": "gpt"}),
-        "from_unknown": case(("robot",), HUMAN, {"from": "robot", "value": "tell"}),
-        "from_number": case(("from",), HUMAN, {"from": 2, "value": "tell"}),
-        "openai_keys": case(("from",), ASK, TELL),
-        "value_null": case(("value",), {"from": "human", "value": None}, GPT),
-        "value_number": case(("value",), HUMAN, {"from": "gpt", "value": 4}),
-        "value_surrogate": case(("surrogate",), HUMAN, {"from": "gpt", "value": SURROGATE}),
-        "answer_empty": case(("empty",), HUMAN, {"from": "gpt", "value": ""}),
-        "answer_blank": case(("empty",), HUMAN, {"from": "gpt", "value": "  "}),
-        "gpt_first": case(("gpt",), GPT, HUMAN, GPT),
-        "two_humans": case(("human",), HUMAN, HUMAN, GPT),
-        "two_answers": case(("gpt",), HUMAN, GPT, GPT),
-        "ends_with_human": case(("answer",), HUMAN, GPT, HUMAN),
-        "no_answer": case(("answer",), HUMAN),
-        "system_in_the_middle": case(("system",), HUMAN, {"from": "system", "value": "x"}, GPT),
-        "system_number": (_with(SHAREGPT, system=3), ("system",)),
-        "tools_number": (_with(SHAREGPT, tools=3), ("tools",)),
+        "null": whole(None),
+        "string": whole("ask"),
+        "object": whole(HUMAN),
+        "empty": case("field 'conversations' is an empty list"),
+        "turn_string": case("turn 2 is a string, must be an object", HUMAN, "tell"),
+        "turn_null": case("turn 2 is null, must be an object", HUMAN, None),
+        "no_from": case("turn 2 has no 'from' (it has 'value')", HUMAN, {"value": "tell"}),
+        "no_value": case("turn 2 (gpt): 'value' is null, must be", HUMAN, {"from": "gpt"}),
+        "from_unknown": answer("tell", ": from 'robot' is not known; use human, obs", "robot"),
+        "from_number": case("from '2' is not known", HUMAN, {"from": 2, "value": "tell"}),
+        "openai_keys": case("turn 1 has no 'from'", ASK, TELL),
+        "value_null": case(
+            "turn 1 (human): 'value' is null", {"from": "human", "value": None}, GPT
+        ),
+        "value_number": answer(4, " (gpt): 'value' is a number"),
+        "value_surrogate": answer(SURROGATE, " (gpt): 'value' has half a surrogate pair"),
+        "answer_empty": answer("", " (gpt): 'value' is empty"),
+        "answer_blank": answer("  ", " (gpt): 'value' is empty"),
+        "function_not_json": answer("f(1)", " is not valid JSON", "function_call"),
+        "function_no_name": answer("{}", ": a function call must be an object", "function_call"),
+        "gpt_first": case("'gpt' where human or observation is required", GPT, HUMAN, GPT),
+        "two_humans": case("'human' where gpt or function_call is required", HUMAN, HUMAN, GPT),
+        "two_answers": case("turn 3: 'gpt' where human or observation", HUMAN, GPT, GPT),
+        "ends_with_human": case("ends with a user turn that has no answer", HUMAN, GPT, HUMAN),
+        "no_answer": case("has no assistant turn to train on", HUMAN),
+        "system_in_the_middle": answer("x", ": from 'system' is not known", "system"),
+        "system_number": (_with(SHAREGPT, system=3), ("field 'system' is a number",)),
+        "tools_number": (_with(SHAREGPT, tools=3), ("'tools' must be a list of tool schemas",)),
     }
 
 
@@ -254,10 +287,10 @@ SHAPES: dict[str, Shape] = {
         {
             **_as_text(PAIR, "response"),
             **_as_text(PAIR, "prompt", empty_is_bad=False),
-            "response_missing": (_without(PAIR, "response"), ("response",)),
-            "prompt_missing": (_without(PAIR, "prompt"), ("prompt",)),
-            "no_field": ({}, ("prompt",)),
-            "other_fields": ({"question": "ask", "answer": "tell"}, ("prompt", "response")),
+            "response_missing": (_without(PAIR, "response"), ("field 'response' ",)),
+            "prompt_missing": (_without(PAIR, "prompt"), ("field 'prompt' ",)),
+            "no_field": ({}, ("'prompt'",)),
+            "other_fields": ({"question": "ask", "answer": "tell"}, ("has 'question', 'answer')",)),
             "wrong_case": ({"Prompt": "ask", "Response": "tell"}, ("prompt", "response")),
         },
     ),
@@ -267,6 +300,8 @@ SHAPES: dict[str, Shape] = {
         SAID,
         {
             **_as_text(COMPLETION, "completion"),
+            "completion_list": (_with(COMPLETION, completion=["a"]), ("'completion' a list",)),
+            "completion_object": (_with(COMPLETION, completion={}), ("'completion' an object",)),
             "completion_missing": (_without(COMPLETION, "completion"), ("completion",)),
             "prompt_null": (_with(COMPLETION, prompt=None), ("prompt",)),
             "prompt_number": (_with(COMPLETION, prompt=3), ("prompt",)),
@@ -285,19 +320,14 @@ SHAPES: dict[str, Shape] = {
         ),
         _bad_alpaca(),
     ),
-    "messages": Shape(
-        "messages", {"messages": [ASK, TELL]}, SAID, _bad_turns("messages", {"messages": []})
-    ),
+    "messages": Shape("messages", {"messages": [ASK, TELL]}, SAID, _bad_turns()),
     "openai": Shape("openai", OPENAI, (), _bad_openai()),
     "sharegpt": Shape("sharegpt", SHAREGPT, (("system", "be kind"), *SAID), _bad_sharegpt()),
     "text": Shape(
         "text",
         {"text": "once upon"},
         (),
-        {
-            **_as_text({"text": "once upon"}, "text"),
-            "text_missing": ({"txt": "once"}, ("text",)),
-        },
+        {**_as_text({"text": "once upon"}, "text"), "text_missing": ({"txt": "once"}, ("text",))},
     ),
 }
 

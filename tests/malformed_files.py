@@ -22,7 +22,7 @@ LINES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "cut_in_string": (GOOD[:14], ("JSON",)),
     "cut_before_brace": (GOOD[:-1], ("JSON",)),
     "missing_colon": (b'{"prompt" "ask", "response": "tell"}', ("JSON",)),
-    "missing_comma": (b'{"prompt": "ask" "response": "tell"}', ("JSON",)),
+    "missing_comma": (b'{"prompt": "ask" "response": "tell"}', ("column 18: Expecting",)),
     "trailing_comma": (b'{"prompt": "ask", "response": "tell",}', ("JSON",)),
     "single_quotes": (b"{'prompt': 'ask', 'response': 'tell'}", ("JSON",)),
     "bare_keys": (b'{prompt: "ask", response: "tell"}', ("JSON",)),
@@ -30,31 +30,40 @@ LINES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "python_none": (b'{"prompt": "ask", "response": "tell", "x": None}', ("JSON",)),
     "bad_escape": (b'{"prompt": "a\\q", "response": "tell"}', ("JSON",)),
     "short_escape": (b'{"prompt": "a\\u12", "response": "tell"}', ("JSON",)),
-    "raw_tab": (b'{"prompt": "a\tb", "response": "tell"}', ("JSON",)),
+    "raw_tab": (b'{"prompt": "a\tb", "response": "tell"}', ("column 14: Invalid control",)),
     "raw_nul": (b'{"prompt": "a\x00b", "response": "tell"}', ("JSON",)),
     "raw_escape": (b'{"prompt": "a\x1b[31mb", "response": "tell"}', ("JSON",)),
     "leading_zero": (b'{"prompt": "ask", "response": "tell", "x": 01}', ("JSON",)),
     "hex_number": (b'{"prompt": "ask", "response": "tell", "x": 0x1}', ("JSON",)),
-    "nan": (b'{"prompt": "ask", "response": "tell", "x": NaN}', ("NaN",)),
-    "infinity": (b'{"prompt": "ask", "response": "tell", "x": {"y": -Infinity}}', ("Infinity",)),
+    "nan": (b'{"prompt": "ask", "response": "tell", "x": NaN}', ("NaN is not valid JSON; remove",)),
+    "infinity": (
+        b'{"prompt": "ask", "response": "tell", "x": {"y": -Infinity}}',
+        ("-Infinity is not",),
+    ),
     "nan_response": (b'{"prompt": "ask", "response": NaN}', ("NaN",)),
-    "long_integer": (GOOD[:-1] + b', "x": ' + b"9" * 5000 + b"}", ("digits",)),
-    "repeated_key": (GOOD[:-1] + b', "response": "other"}', ("response",)),
-    "repeated_deep": (GOOD[:-1] + b', "x": [{"k": 1, "k": 2}]}', ("k",)),
-    "bad_utf8": (b'{"prompt": "ask \xc3(", "response": "tell"}', ("UTF-8",)),
+    "long_integer": (GOOD[:-1] + b', "x": ' + b"9" * 5000 + b"}", ("not valid JSON: Exceeds",)),
+    "repeated_key": (GOOD[:-1] + b', "response": "other"}', ("field 'response' is given twice",)),
+    "repeated_deep": (GOOD[:-1] + b', "x": [{"k": 1, "k": 2}]}', ("field 'k' is given twice",)),
+    "bad_utf8": (
+        b'{"prompt": "ask \xc3(", "response": "tell"}',
+        ("byte 17 of the row (0xc3) is not UTF-8",),
+    ),
     "lone_continuation": (b'{"prompt": "ask \x80", "response": "tell"}', ("UTF-8",)),
     "overlong_utf8": (b'{"prompt": "ask \xc0\xaf", "response": "tell"}', ("UTF-8",)),
     "encoded_surrogate": (b'{"prompt": "ask \xed\xb0\x80", "response": "tell"}', ("UTF-8",)),
     "latin1": ('{"prompt": "café", "response": "tell"}'.encode("latin-1"), ("UTF-8",)),
     "low_surrogate": (b'{"prompt": "ask", "response": "a\\udc00b"}', ("response", "surrogate")),
     "surrogates_swapped": (b'{"prompt": "\\udc00\\ud800", "response": "b"}', ("prompt",)),
-    "list": (b'["ask", "tell"]', ("list",)),
-    "string": (b'"tell"', ("string",)),
-    "number": (b"17", ("number",)),
-    "true": (b"true", ("boolean",)),
-    "null": (b"null", ("null",)),
+    "list": (b'["ask", "tell"]', ("a list where a JSON object is needed; write one object",)),
+    "string": (b'"tell"', ("a string where a JSON object",)),
+    "number": (b"17", ("a number where a JSON object",)),
+    "true": (b"true", ("a boolean where a JSON object",)),
+    "null": (b"null", ("null where a JSON object",)),
     "word": (b"hello", ("JSON",)),
-    "deep_lists": (GOOD[:-1] + b', "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ("nested",)),
+    "deep_lists": (
+        GOOD[:-1] + b', "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        ("nested too deeply",),
+    ),
     "deep_objects": (
         GOOD[:-1] + b', "x": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001,
         ("nest",),
@@ -100,6 +109,10 @@ def columns(**values: Any) -> pa.Table:
     return pa.table(values)
 
 
+def parquet(**values: Any) -> bytes:
+    return m.parquet(pa.table(values))
+
+
 def unchecked_strings(*values: bytes) -> pa.Array:
     """A string column whose bytes nobody has checked."""
     binary = pa.array(values, pa.binary())
@@ -107,7 +120,14 @@ def unchecked_strings(*values: bytes) -> pa.Array:
 
 
 JSON_FILES: dict[str, tuple[str, bytes, Refused | Bad | Accepted]] = {
-    "empty": ("c.json", b"", Refused(("no row",))),
+    "empty": ("c.json", b"", Refused(("there is no row",))),
+    "empty_lines": ("c.jsonl", b"\n \n", Refused(("there is no row",))),
+    "only_bom": ("c.jsonl", b"\xef\xbb\xbf", Refused(("there is no row",))),
+    "two_objects": (
+        "c.jsonl",
+        GOOD + b"\n" + GOOD * 2,
+        Bad("line 2", ("column 38: Extra data",), 2),
+    ),
     "blank": ("c.json", b" \n\t\r\n", Refused(("no row",))),
     "empty_array": ("c.json", b"[]", Refused(("no row",))),
     "only_open": ("c.json", b"[", Refused((), "line 1")),
@@ -133,7 +153,11 @@ JSON_FILES: dict[str, tuple[str, bytes, Refused | Bad | Accepted]] = {
     "crlf_array": ("c.json", b"[\r\n" + GOOD + b",\r\n" + GOOD + b"\r\n]\r\n", TWO),
     "spaced_array": ("c.json", b"\n\n  [  " + GOOD + b"  ,\n\n" + GOOD + b" ]  \n", TWO),
     "utf16_array": ("c.json", (b"[" + GOOD + b"]").decode().encode("utf-16"), Refused(("UTF-16",))),
-    "utf16_be": ("c.jsonl", b"\xfe\xff" + GOOD.decode().encode("utf-16-be"), Refused(("UTF-16",))),
+    "utf16_be": (
+        "c.jsonl",
+        b"\xfe\xff" + GOOD.decode().encode("utf-16-be"),
+        Refused(("the file is UTF-16, not JSON; save it as UTF-8",), "line 1"),
+    ),
     "utf16_no_mark": ("c.jsonl", GOOD.decode().encode("utf-16-le"), Refused((), "line 1")),
     "utf32": ("c.jsonl", GOOD.decode().encode("utf-32"), Refused(("UTF-",))),
     "nuls": ("c.jsonl", b"\x00" * 5000, Refused((), "line 1")),
@@ -144,7 +168,7 @@ JSON_FILES: dict[str, tuple[str, bytes, Refused | Bad | Accepted]] = {
     "two_boms": (
         "c.jsonl",
         b"\xef\xbb\xbf\xef\xbb\xbf" + GOOD + b"\n" + GOOD,
-        Bad("line 1", (), 2),
+        Bad("line 1", ("Unexpected UTF-8 BOM",), 2),
     ),
     "crlf": ("c.jsonl", GOOD + b"\r\n\r\n" + GOOD + b"\r\n", TWO),
     "old_mac": ("c.jsonl", GOOD + b"\r" + GOOD, Refused((), "line 1")),
@@ -258,7 +282,7 @@ TABLE_FILES: dict[str, tuple[str, bytes, Refused | Bad | Accepted]] = {
     "arrow_as_jsonl": ("c.jsonl", ARROW, Refused(("Arrow",))),
     "wrong_columns": (
         "c.parquet",
-        m.parquet(columns(question=["a"], answer=["b"])),
+        parquet(question=["a"], answer=["b"]),
         Refused(("question", "answer")),
     ),
     "two_columns_of_a_name": (
@@ -268,17 +292,17 @@ TABLE_FILES: dict[str, tuple[str, bytes, Refused | Bad | Accepted]] = {
     ),
     "numbers": (
         "c.parquet",
-        m.parquet(columns(prompt=["a"], response=[3])),
+        parquet(prompt=["a"], response=[3]),
         Refused(("response", "number"), "row 1"),
     ),
     "null_type": (
         "c.parquet",
-        m.parquet(columns(prompt=["a"], response=pa.nulls(1))),
+        parquet(prompt=["a"], response=pa.nulls(1)),
         Refused(("response", "null"), "row 1"),
     ),
     "lists": (
         "c.parquet",
-        m.parquet(columns(prompt=["a"], response=[["b"]])),
+        parquet(prompt=["a"], response=[["b"]]),
         Refused(("response", "list"), "row 1"),
     ),
     "timestamps": (
@@ -293,7 +317,7 @@ TABLE_FILES: dict[str, tuple[str, bytes, Refused | Bad | Accepted]] = {
     ),
     "bad_utf8": (
         "c.parquet",
-        m.parquet(columns(prompt=["a", "a"], response=unchecked_strings(b"tell", b"a\xff"))),
+        parquet(prompt=["a", "a"], response=unchecked_strings(b"tell", b"a\xff")),
         Bad("row 2", ("response", "UTF-8"), 2),
     ),
     "bad_utf8_arrow": (
@@ -315,7 +339,7 @@ TABLE_FILES: dict[str, tuple[str, bytes, Refused | Bad | Accepted]] = {
     ),
     "null_turn": (
         "c.parquet",
-        m.parquet(columns(messages=pa.array([[m.ASK, m.TELL], [m.ASK, None]], NESTED))),
+        parquet(messages=pa.array([[m.ASK, m.TELL], [m.ASK, None]], NESTED)),
         Bad("row 2", ("messages",), 2),
     ),
     "null_content": (
@@ -327,7 +351,7 @@ TABLE_FILES: dict[str, tuple[str, bytes, Refused | Bad | Accepted]] = {
     ),
     "dictionary": (
         "c.parquet",
-        m.parquet(columns(prompt=pa.array(["ask"]).dictionary_encode(), response=["tell"])),
+        parquet(prompt=pa.array(["ask"]).dictionary_encode(), response=["tell"]),
         ONE,
     ),
     "large_strings": (
@@ -380,26 +404,32 @@ TABLE_FILES: dict[str, tuple[str, bytes, Refused | Bad | Accepted]] = {
     ),
 }
 
+DAMAGED = ("the gzip file is damaged or cut off here", "copy or download it again")
 PACKED = gzip.compress((GOOD + b"\n") * 500, mtime=0)
 GZIP_FILES: dict[str, tuple[str, bytes, Refused | Bad | Accepted]] = {
-    "named_jsonl": ("c.jsonl", PACKED, Refused(("gzip",))),
+    "named_jsonl": (
+        "c.jsonl",
+        PACKED,
+        Refused(("the file is gzip, not JSON; rename it to end in .gz",), "line 1"),
+    ),
     "named_json": ("c.json", PACKED, Refused(("gzip",))),
-    "not_gzip": ("c.jsonl.gz", GOOD, Refused(("gzip",))),
+    "not_gzip": ("c.jsonl.gz", GOOD, Refused(DAMAGED, "line 1")),
     "json_not_gzip": ("c.json.gz", b"[" + GOOD + b"]", Refused(("gzip",))),
     "csv_not_gzip": ("c.csv.gz", HEAD + b"ask,tell\n", Refused(("gzip",))),
     "parquet_not_gzip": ("c.parquet.gz", PARQUET, Refused(("gzip",))),
     "empty": ("c.jsonl.gz", b"", Refused(())),
     "empty_inside": ("c.jsonl.gz", gzip.compress(b""), Refused(("no row",))),
     "empty_csv_inside": ("c.csv.gz", gzip.compress(b""), Refused(("no row",))),
-    "cut_header": ("c.jsonl.gz", PACKED[:6], Refused(("gzip",))),
-    "cut_body": ("c.jsonl.gz", PACKED[: len(PACKED) // 2], Refused(("gzip",))),
-    "cut_sum": ("c.jsonl.gz", PACKED[:-4], Refused(("gzip",))),
+    "cut_header": ("c.jsonl.gz", PACKED[:6], Refused(DAMAGED, "line 1")),
+    "cut_body": ("c.jsonl.gz", PACKED[: len(PACKED) // 2], Refused(DAMAGED, "line ")),
+    "cut_sum": ("c.jsonl.gz", PACKED[:-4], Refused(DAMAGED, "line ")),
     "cut_json": ("c.json.gz", gzip.compress(b"[" + GOOD + b"]")[:-5], Refused(("gzip",))),
     "cut_csv": ("c.csv.gz", gzip.compress(HEAD + b"ask,tell\n")[:-5], Refused(("gzip",))),
     "cut_parquet": ("c.parquet.gz", gzip.compress(PARQUET)[:-5], Refused(("gzip",))),
     "cut_arrow": ("c.arrow.gz", gzip.compress(STREAM)[:-5], Refused(("gzip",))),
-    "wrong_sum": ("c.jsonl.gz", PACKED[:-8] + b"\0\0\0\0" + PACKED[-4:], Refused(("gzip",))),
-    "tail": ("c.jsonl.gz", PACKED + b"more", Refused(("gzip",))),
+    "wrong_sum": ("c.jsonl.gz", PACKED[:-8] + b"\0\0\0\0" + PACKED[-4:], Refused(DAMAGED, "line ")),
+    "body": ("c.jsonl.gz", PACKED[:12] + b"\xff\xff\xff" + PACKED[15:], Refused(DAMAGED, "line ")),
+    "tail": ("c.jsonl.gz", PACKED + b"more", Refused(DAMAGED, "line ")),
     "twice": ("c.jsonl.gz", gzip.compress(PACKED), Refused(("gzip",))),
     "members": ("c.jsonl.gz", gzip.compress(GOOD[:7]) + gzip.compress(GOOD[7:]), ONE),
     "bad_line": ("c.jsonl.gz", gzip.compress(GOOD + b"\n{\n"), Bad("line 2", ("JSON",), 2)),
@@ -410,6 +440,7 @@ GZIP_FILES: dict[str, tuple[str, bytes, Refused | Bad | Accepted]] = {
     "xlsx": ("c.xlsx", b"PK\x03\x04" + bytes(60), Refused((".jsonl",))),
     "pickle": ("c.pkl", b"\x80\x04K\x01.", Refused((".jsonl",))),
     "no_suffix": ("corpus", GOOD, Refused((".jsonl",))),
+    "only_suffix": (".json", GOOD, Refused(("supported: *.jsonl, *.ndjson, *.json",))),
 }
 
 FILES = {

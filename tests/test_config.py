@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,6 @@ from dualsft.config.settings import (
     SelectConfig,
     SplitConfig,
     WarmupConfig,
-    apply_overrides,
     describe,
     from_mapping,
     keys,
@@ -70,12 +66,6 @@ def from_yaml(tmp_path: Path, text: str) -> Config:
     return from_text(tmp_path, "model.path: m\ndata.path: d.jsonl\n" + text)
 
 
-def yaml_problems(tmp_path: Path, text: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        from_yaml(tmp_path, text)
-    return caught.value.problems
-
-
 def typed(value: Any) -> tuple[type, Any]:
     return type(value), value
 
@@ -83,61 +73,32 @@ def typed(value: Any) -> tuple[type, Any]:
 # --- the definition -------------------------------------------------------------------------------
 
 
-def test_defaults_are_the_ones_promised() -> None:
+PROMISED: dict[str, dict[str, Any]] = {
+    "model": {"dtype": "auto"},
+    "data": {"max_length": 2048, "bad_rows": "error", "format": "auto", "template": "chat"},
+    "split": {"val": None, "anchor": None, "warm": 0.05},
+    "warmup": {"lr": None, "epochs": 1, "batch_size": None},
+    "score": {
+        **{"lam": 0.8, "lam_relative": False, "tau": 1.0, "preservation": "cwsd"},
+        **{"curvature": "adam_rms", "curvature_scale": 1.0, "step": "sgd", "mode": "one_pass"},
+        **{"candidates": "block_linear", "keep": "gradients", "batch_tokens": None},
+    },
+    "select": {
+        **{"variant": "dual", "data_budget": 0.1, "param_budget": 0.05},
+        **{"rounds": 0, "order": "data_to_param"},
+    },
+    "finetune": {
+        **{"lr": 2e-5, "epochs": 3, "batch_size": 64, "micro_batch_size": None},
+        **{"max_grad_norm": 1.0, "weight_decay": 0.0, "warmup_ratio": 0.03},
+    },
+    "evaluation": {"files": {}, "max_new_tokens": 48},
+}
+
+
+def test_keys_and_defaults_are_the_ones_promised() -> None:
     flat = to_flat(flags())
-    expected = {
-        "seed": 42,
-        "model.dtype": "auto",
-        "data.max_length": 2048,
-        "data.bad_rows": "error",
-        "split.val": None,
-        "split.anchor": None,
-        "split.warm": 0.05,
-        "warmup.lr": None,
-        "warmup.epochs": 1,
-        "score.lam": 0.8,
-        "score.lam_relative": False,
-        "score.tau": 1.0,
-        "score.preservation": "cwsd",
-        "score.curvature": "adam_rms",
-        "score.step": "sgd",
-        "score.mode": "one_pass",
-        "score.candidates": "block_linear",
-        "score.keep": "gradients",
-        "score.batch_tokens": None,
-        "select.variant": "dual",
-        "select.data_budget": 0.1,
-        "select.param_budget": 0.05,
-        "select.rounds": 0,
-        "select.order": "data_to_param",
-        "finetune.lr": 2e-5,
-        "finetune.epochs": 3,
-        "finetune.batch_size": 64,
-        "finetune.max_grad_norm": 1.0,
-        "finetune.weight_decay": 0.0,
-        "finetune.warmup_ratio": 0.03,
-        "evaluation.files": {},
-        "evaluation.max_new_tokens": 48,
-    }
-    assert {key: flat[key] for key in expected} == expected
-
-
-def test_the_keys_of_the_command_line_contract_exist() -> None:
-    contract = {
-        "": "seed",
-        "model": "path dtype",
-        "data": "path format template max_length bad_rows",
-        "split": "val anchor warm",
-        "warmup": "lr epochs batch_size",
-        "score": "lam lam_relative tau preservation curvature curvature_scale step mode candidates"
-        " keep batch_tokens",
-        "select": "variant data_budget param_budget rounds order",
-        "finetune": "lr epochs batch_size micro_batch_size max_grad_norm",
-    }
-    expected = {
-        f"{s}.{name}".lstrip(".") for s, names in contract.items() for name in names.split()
-    }
-    assert expected <= set(keys())
+    promised = {f"{s}.{name}": v for s, names in PROMISED.items() for name, v in names.items()}
+    assert {key: flat[key] for key in promised} == promised and flat["seed"] == 42
 
 
 def test_every_field_is_documented_with_type_and_default() -> None:
@@ -155,22 +116,6 @@ def test_every_field_is_documented_with_type_and_default() -> None:
 def test_described_defaults_can_be_typed_as_flags() -> None:
     typed_out = [f"{d.key}={d.default}" for d in describe() if d.default not in ("required", "{}")]
     assert flags(*typed_out) == flags()
-
-
-def test_config_imports_nothing_heavy() -> None:
-    source = Path(config_module.__file__).parents[2]
-    code = (
-        "import sys, dualsft.config.settings; "
-        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(source)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "[]"
 
 
 # --- three ways, one meaning ----------------------------------------------------------------------
@@ -374,69 +319,6 @@ def test_the_yaml_is_plain_yaml() -> None:
 # --- problems -------------------------------------------------------------------------------------
 
 
-def test_all_problems_come_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(
-            None,
-            [
-                *("score.lam=-1", "score.lmd=3", "nonsense", "score=2", "method.data=lass"),
-                *("model.dtype=int4", "select.variant=data", "select.rounds=1", "seed=1.5"),
-            ],
-        )
-    starts = sorted(text.partition(":")[0] for text in caught.value.problems)
-    assert starts == sorted(
-        [
-            *("score.lam", "score.lmd", "'nonsense'", "score", "method.data", "model.dtype"),
-            *("select.rounds", "seed", "model.path", "data.path"),
-        ]
-    )
-    assert all(text in str(caught.value) for text in caught.value.problems)
-    assert isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize(
-    ("override", "shown", "allowed", "cure"),
-    [
-        ("score.lam=-0.5", "-0.5", "a number >= 0", "default 0.8"),
-        ("score.lam=abc", "'abc'", "a number >= 0", "default 0.8"),
-        ("score.lam=nan", "nan", "a number >= 0", "default 0.8"),
-        ("score.tau=0", "0", "a number > 0", "default 1.0"),
-        ("finetune.lr=inf", "inf", "a number > 0", "default 2e-05"),
-        ("finetune.lr=1e999", "1e999", "a number > 0", "default 2e-05"),
-        ("finetune.lr=true", "'true'", "a number > 0", "default 2e-05"),
-        ("finetune.epochs=3.0", "3.0", "an integer >= 1", "default 3"),
-        ("finetune.epochs=0", "0", "an integer >= 1", "default 3"),
-        ("finetune.warmup_ratio=1", "1", "a number >= 0 and < 1", "default 0.03"),
-        ("warmup.epochs=-1", "-1", "an integer >= 0", "default 1"),
-        ("warmup.batch_size=0", "0", "an integer >= 1, or null", "default null"),
-        ("data.max_length=7", "7", "an integer >= 8", "default 2048"),
-        ("seed=4294967296", "4294967296", "an integer >= 0 and <= 4294967295", "default 42"),
-        ("score.lam_relative=1", "1", "true or false", "default false"),
-        ("score.step=adm", "'adm'", "one of sgd, adam", "did you mean 'adam'?"),
-        ("score.step=", "null", "one of sgd, adam", "default 'sgd'"),
-        ("score.keep=gradient", "'gradient'", "gradients, param_scores", "mean 'gradients'?"),
-        ("score.candidates=a,,b", "'a,,b'", "comma-separated", "remove the empty item"),
-        ("score.candidates=!", "'!'", "comma-separated", "remove the empty item"),
-        ("select.data_budget=0", "0", "a count (integer >= 1) or a fraction", "write 100"),
-        ("select.data_budget=0.0", "0.0", "(0, 1]", "default 0.1"),
-        ("select.data_budget=1.5", "1.5", "(0, 1]", "default 0.1"),
-        ("select.data_budget=150.0", "150.0", "(0, 1]", "for a count write 150"),
-        ("select.data_budget=nan", "nan", "(0, 1]", "default 0.1"),
-        ("select.data_budget=10%", "'10%'", "(0, 1]", "write 0.1"),
-        ("split.warm=null", "null", "(0, 1]", "default 0.05"),
-        ("seed=" + "9" * 5000, "999...", "an integer", "default 42"),
-    ],
-)
-def test_a_problem_names_key_value_allowed_and_cure(
-    override: str, shown: str, allowed: str, cure: str
-) -> None:
-    text = problem(override)
-    key = override.partition("=")[0]
-    assert text.startswith(f"{key}: ") and f"{shown} is not allowed; give " in text
-    assert allowed in text and cure in text
-    assert len(text) < 400
-
-
 @pytest.mark.parametrize(
     ("key", "value", "cure"),
     [
@@ -535,19 +417,12 @@ def test_required_keys_are_asked_for() -> None:
     ]
 
 
-def test_settings_that_contradict() -> None:
-    assert problem("score.step=adam", "warmup.epochs=0").startswith("score.step: 'adam' is not")
+def test_settings_that_agree() -> None:
+    """What the refused combinations in test_wrong_configs.py differ from."""
     assert flags("score.step=adam").score.step == "adam"
-    for variant in ("data", "param"):
-        text = problem("select.rounds=2", f"select.variant={variant}")
-        assert text.startswith("select.rounds: 2 is not allowed with select.variant=" + variant)
-    assert "give data.response_field too" in problem("data.prompt_field=q")
-    assert "give data.prompt_field too" in problem("data.response_field=q")
     both = ("data.prompt_field=q", "data.response_field=a")
-    assert len(problems(*both, "data.format=alpaca")) == 2
     assert flags(*both).data.prompt_field == "q"
-    text = problem("split.val=0.5", "split.anchor=0.45")
-    assert text.startswith("split.val=0.5, split.anchor=0.45, split.warm=0.05: leaves no pool")
+    assert len(problems(*both, "data.format=alpaca")) == 2
 
 
 def test_an_invalid_config_cannot_be_made_in_python() -> None:
@@ -581,50 +456,11 @@ def test_validate_sees_a_change_behind_its_back() -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def test_duplicate_yaml_keys_are_named_with_their_lines(tmp_path: Path) -> None:
-    (text,) = yaml_problems(tmp_path, "score:\n  lam: 0.5\n  tau: 1\n  lam: 0.6\n")
-    assert "my run é.yaml:6: 'lam' is already given on line 4" in text
-    assert "'score' is already given" in yaml_problems(tmp_path, "score: {}\nscore: {}\n")[0]
-    (text,) = yaml_problems(tmp_path, "score: {lam: 1}\nscore.lam: 2\n")
-    assert text.startswith("score.lam: given twice")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("score: {candidates: *q_proj}", "quote a value that starts with one of *"),
-        ("score: {candidates: !foo*}", "quote a value that starts with one of * & !"),
-        ("score:\n  candidates: !foo", "the tag !foo is not allowed; quote"),
-        ("seed: !!python/object/apply:os.system ['true']", "python/object/apply:os.system"),
-        ("score: &s {lam: 1}\nselect: *s", "aliases"),
-        ("score: &s {lam: *s}", "aliases"),
-        ("score: [1, 2", "not valid YAML"),
-        ("score: 5", "score: 5 is not allowed; it is a section"),
-        ("? [a, b]\n: 1", "a key must be a plain word"),
-        ("evaluation: {files: " + "[" * 30 + "]" * 30 + "}", "more than 8 levels"),
-        ("evaluation: {files: " + "[" * 1500 + "]" * 1500 + "}", "nested too deeply"),
-        ("---\nseed: 1", "not valid YAML"),
-    ],
-)
-def test_odd_yaml_is_refused(tmp_path: Path, text: str, expected: str) -> None:
-    assert expected in yaml_problems(tmp_path, text)[0]
-
-
-def test_files_that_are_no_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="mapping of sections"):
-        from_text(tmp_path, "- 1\n- 2\n")
-    with pytest.raises(ConfigError, match="model.path: missing"):
-        from_text(tmp_path, "")
-    (tmp_path / "latin.yaml").write_bytes("seed: é".encode("latin-1"))
-    with pytest.raises(ConfigError, match="latin.yaml: cannot be read"):
-        load_yaml(tmp_path / "latin.yaml")
-    (tmp_path / "big.jsonl").write_text("{}\n" * 400_000)
-    with pytest.raises(ConfigError, match="big.jsonl: over 1000000 bytes"):
-        load_yaml(tmp_path / "big.jsonl")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load(tmp_path)
+def test_a_byte_order_mark_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "bom.yaml").write_bytes(b"\xef\xbb\xbfmodel.path: m\ndata.path: d\n")
     assert load_yaml(tmp_path / "bom.yaml").model.path == "m"
+    with pytest.raises(ConfigError, match="model.path: missing"):
+        from_text(tmp_path, "")
 
 
 def test_empty_sections_are_empty(tmp_path: Path) -> None:
@@ -633,13 +469,12 @@ def test_empty_sections_are_empty(tmp_path: Path) -> None:
 
 def test_overrides_win_and_the_last_one_wins_most() -> None:
     mapping = {"score": {"lam": 0.1, "tau": 2.0}, "seed": 1}
-    merged = apply_overrides(mapping, ["score.lam=0.5", "score.lam=0.6", "seed=3", "split.val=7"])
-    assert merged == {"score": {"lam": "0.6", "tau": 2.0}, "seed": "3", "split": {"val": "7"}}
+    words = [*BASE, "score.lam=0.5", "score.lam=0.6", "seed=3", "split.val=7"]
+    config = from_mapping(mapping, words)
     assert mapping == {"score": {"lam": 0.1, "tau": 2.0}, "seed": 1}
-    config = from_mapping({**merged, "model": {"path": "m"}, "data": {"path": "d"}})
     assert (config.score.lam, config.score.tau, config.seed, config.split.val) == (0.6, 2.0, 3, 7)
     with pytest.raises(ConfigError) as caught:
-        apply_overrides({}, ["score.lam", "=3"])
+        from_mapping({}, [*BASE, "score.lam", "=3"])
     assert len(caught.value.problems) == 2
 
 

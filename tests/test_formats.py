@@ -10,7 +10,6 @@ import pytest
 
 from dualsft.config.settings import DataConfig
 from dualsft.data.rows import DataReport, Row, read_rows
-from dualsft.errors import DataError
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
@@ -141,13 +140,7 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str, list[dict[st
         [USER, ANSWER],
     ),
     "alpaca_history": (
-        {
-            "instruction": "r",
-            "input": "x",
-            "output": "b",
-            "history": [["q", "a"]],
-            "system": "s",
-        },
+        {"instruction": "r", "input": "x", "output": "b", "history": [["q", "a"]], "system": "s"},
         {},
         "alpaca",
         [SYSTEM, USER, ANSWER, *turns(("user", "r\nx"), ("assistant", "b"))],
@@ -213,90 +206,3 @@ def test_repeated_ids_are_counted(tmp_path: Path) -> None:
     assert len({row.id for row in found}) == 6
     assert report.num_repeated_ids == 3
     assert "3 of 6 rows have the 'id' of an earlier row" in report.notes()[0]
-
-
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no_turns": ({"messages": []}, "'messages' is an empty list"),
-    "no_list": ({"messages": "hello"}, "'messages' is a string, must be a list of turns"),
-    "turn_no_object": ({"messages": ["hello"]}, "turn 1 is a string, must be an object"),
-    "no_role": ({"messages": [{"content": "x"}]}, "turn 1 has no 'role' (it has 'content')"),
-    "role": (
-        {"messages": [{"role": "bot", "content": "x"}]},
-        "role 'bot' is not known; use system",
-    ),
-    "no_content": ({"messages": [{"role": "user"}]}, "turn 1 (user): 'content' is missing or null"),
-    "null_content": (
-        {"messages": [USER, {"role": "assistant", "content": None}]},
-        "turn 2 (assistant): 'content' is missing or null",
-    ),
-    "empty_answer": (
-        {"messages": [USER, {"role": "assistant", "content": " "}]},
-        "turn 2 (assistant): 'content' is empty",
-    ),
-    "no_answer": ({"messages": [USER]}, "has no assistant turn to train on; add the answer"),
-    "trailing": ({"messages": [USER, ANSWER, USER]}, "ends with a user turn that has no answer"),
-    "untrained": ({"messages": [USER, {**ANSWER, "weight": 0}]}, "has no assistant turn to train"),
-    "image": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]},
-        "has a part that is not text ('image_url')",
-    ),
-    "call": (
-        {"messages": [USER, {**ANSWER, "tool_calls": ["f"]}]},
-        "'tool_calls' must name its function",
-    ),
-    "tools": ({"messages": [USER, ANSWER], "tools": "{"}, "'tools' is not valid JSON"),
-    "tools_kind": ({"messages": [USER, ANSWER], "tools": 3}, "'tools' must be a list of tool"),
-    "order": (
-        {"conversations": said(("human", "q"), ("human", "r"))},
-        "turn 2: 'human' where gpt or function_call is required",
-    ),
-    "answer_first": (
-        {"conversations": said(("gpt", "q"))},
-        "where human or observation is required",
-    ),
-    "tag": ({"conversations": said(("bob", "q"))}, "from 'bob' is not known; use human, obs"),
-    "no_value": ({"conversations": [{"from": "human"}]}, "(human): 'value' is null, must be"),
-    "function": (
-        {"conversations": said(("human", "q"), ("function_call", "f(1)"))},
-        "turn 2 is not valid JSON",
-    ),
-    "function_name": (
-        {"conversations": said(("human", "q"), ("function_call", "{}"))},
-        "a function call must be an object with a 'name'",
-    ),
-    "unanswered": (
-        {"conversations": said(("human", "q"), ("gpt", "a"), ("human", "r"))},
-        "ends with a user turn that has no answer",
-    ),
-    "history": ({"instruction": "i", "output": "o", "history": "x"}, "'history' is a string"),
-    "pair": (
-        {"instruction": "i", "output": "o", "history": [["q"]]},
-        "pair 1 must be a list of two",
-    ),
-    "empty_history": (
-        {"instruction": "i", "output": "o", "history": [["q", ""]]},
-        "pair 1: the response is empty",
-    ),
-    "mixed": (
-        {"prompt": "p", "completion": [ANSWER]},
-        "'prompt' is a string and 'completion' a list",
-    ),
-    "mixed_other": (
-        {"prompt": [USER], "completion": "c"},
-        "'prompt' is a list and 'completion' a str",
-    ),
-    "empty_prompt_list": ({"prompt": [], "completion": [ANSWER]}, "'prompt' is an empty list"),
-    "text_kind": ({"text": ["x"]}, "field 'text' is a list, must be a string"),
-    "empty_text": ({"text": " "}, "field 'text' is empty"),
-    "surrogate": ({"messages": [USER, {**ANSWER, "content": "\ud800"}]}, "half a surrogate pair"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_rows_are_named(tmp_path: Path, name: str) -> None:
-    values, message = BAD[name]
-    with pytest.raises(DataError) as caught:
-        read(tmp_path, values)
-    problem = caught.value.problems[0]
-    assert problem.startswith(f"{tmp_path}/c.jsonl, line 1: ")
-    assert message in problem

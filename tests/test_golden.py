@@ -15,7 +15,8 @@ import pytest
 from golden.setups import CHAT_TEMPLATES, make_tokenizer
 
 from dualsft.config.settings import DataConfig
-from dualsft.data.examples import IGNORE, Example, read_rows, tokenize
+from dualsft.data.examples import IGNORE, Example, tokenize
+from dualsft.data.rows import read_rows
 
 GOLDEN = Path(__file__).parent / "golden"
 

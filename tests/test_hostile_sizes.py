@@ -100,7 +100,7 @@ WORKER = """
 import json, os, signal, sys
 from pathlib import Path
 from dualsft.config import settings as config
-from dualsft.data.examples import read_rows
+from dualsft.data.rows import read_rows
 from dualsft.errors import ConfigError, DataError
 
 def memory(name):
@@ -128,7 +128,7 @@ for line in sys.stdin:
     if status:
         print(json.dumps({"died": status}), flush=True)
 """
-"""Imports once, then reads each file that it is told in a fork of its own."""
+"""Imports once, then reads each file named on its standard input in a fork of its own."""
 MEGABYTE = 1 << 20
 
 

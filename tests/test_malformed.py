@@ -23,7 +23,8 @@ from malformed_files import FILES, GOOD, LINES, PARQUET, RESYNC, STREAM, Accepte
 from small_tokenizers import byte_tokenizer
 
 from dualsft.config import settings
-from dualsft.data.examples import read_rows, tokenize
+from dualsft.data.examples import tokenize
+from dualsft.data.rows import read_rows
 from dualsft.errors import ConfigError, DataError
 
 TRANSPARENT = (
@@ -86,12 +87,13 @@ def check_message(text: str, path: Path, place: str, words: Sequence[str]) -> No
 
 def check_bad_row(path: Path, place: str, words: Sequence[str], total: int, **data: str) -> None:
     """One bad row: named under both policies, and the only one left out."""
-    check_message(problems(path, **data)[0], path, place, words)
+    problem, cure = problems(path, **data)
+    check_message(problem, path, place, words)
+    assert cure.startswith(f"1 of {total} rows of {path} are bad") and "data.bad_rows=skip" in cure
     rows, report = read(path, bad_rows="skip", **data)
     assert (report.num_rows, report.num_bad, report.num_good) == (total, 1, total - 1)
     assert len(rows) == total - 1
-    [message] = report.bad
-    check_message(message, path, place, words)
+    assert report.bad == [problem]
     assert any("1 of" in note for note in report.notes())
 
 
@@ -184,6 +186,13 @@ def test_a_bad_element_is_named(kind: str, tmp_path: Path) -> None:
         check_message(found[0], path, place, words if place == "line 3" else ())
 
 
+def test_a_file_with_no_usable_line_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    for line, _ in LINES.values():
+        path.write_bytes(line)
+        assert problems(path, bad_rows="skip")[0].startswith(f"{path}, line 1: ")
+
+
 # --- whole files ---------------------------------------------------------------------------------
 
 
@@ -244,21 +253,17 @@ def test_places_that_are_no_files(tmp_path: Path) -> None:
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
     (tmp_path / "broken.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
     (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
-    names = ("pipe", "loop", "broken", "zero", "missing")
-    for name in [f"{name}.jsonl" for name in names] + ["x" * 300 + ".jsonl"]:
-        assert name in problems(tmp_path / name)[0]
+    (tmp_path / "folder.jsonl").mkdir()
+    places = {
+        **dict.fromkeys(("pipe", "zero"), "is not a regular file"),
+        **dict.fromkeys(("loop", "broken", "missing", "x" * 300), "does not exist"),
+        "folder": "holds no data file",
+    }
+    for name, what in places.items():
+        assert f"{name}.jsonl' {what}; " in problems(tmp_path / f"{name}.jsonl")[0]
     (tmp_path / "real.jsonl").write_bytes(GOOD)
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "real.jsonl")
     assert len(read(tmp_path / "link.jsonl")[0]) == 1
-
-
-def test_repeated_ids_are_said(tmp_path: Path) -> None:
-    path = tmp_path / "c.jsonl"
-    rows = [m.PAIR | {"id": name} for name in ("a", "b", "a", "a")]
-    path.write_bytes(m.json_lines(rows))
-    found, report = read(path)
-    assert len(found) == 4 and len({row.id for row in found}) == 4
-    assert any("'id'" in note and "2" in note for note in report.notes())
 
 
 # --- folders and several files --------------------------------------------------------------------
@@ -278,66 +283,73 @@ def saved(state: Any) -> Tree:
     return {"state.json": json.dumps(state).encode(), "data.arrow": STREAM}
 
 
-FOLDERS: dict[str, tuple[Tree, dict[str, str], tuple[str, ...]]] = {
+Words = tuple[str, ...]
+
+
+def entry(*words: str, **settings: Any) -> tuple[Tree, dict[str, str], Words]:
+    """A case of `FOLDERS`: an entry that cannot be used, and what the message says."""
+    return info(**settings), {"dataset": "mine"}, words
+
+
+def listed(content: bytes, *words: str) -> tuple[Tree, dict[str, str], Words]:
+    """A case of `FOLDERS`: a dataset_info.json of these bytes."""
+    return {"dataset_info.json": content}, {"dataset": "mine"}, words
+
+
+OUTSIDE = "which is outside its folder"
+FOLDERS: dict[str, tuple[Tree, dict[str, str], Words]] = {
     "empty": ({}, {}, ("no data file",)),
     "only_notes": ({"README.md": b"hello", ".hidden.jsonl": GOOD}, {}, ("no data file",)),
-    "two_kinds": ({"a.jsonl": GOOD, "b.csv": b""}, {}, ("several kinds", ".csv", ".jsonl")),
+    "two_kinds": ({"a.jsonl": GOOD, "b.csv": b""}, {}, ("several kinds (.csv, .jsonl); give a",)),
     "other_split": ({"test.jsonl": GOOD}, {}, ("'train'", "test", "data.split")),
+    "empty_file_among_several": ({"a.jsonl": GOOD, "b.jsonl": b""}, {}, ("b.jsonl: there is no",)),
     "bad_row_in_second": ({"a.jsonl": GOOD, "b.jsonl": b"\n{"}, {}, ("b.jsonl, line 2: ",)),
     "bad_row_in_parquet": (
         {"a.parquet": PARQUET, "b.parquet": PARQUET[:-9]},
         {},
         ("b.parquet, row 1: ",),
     ),
-    "info_broken": ({"dataset_info.json": b"{"}, {"dataset": "x"}, ("dataset_info.json", "JSON")),
-    "info_list": ({"dataset_info.json": b"[]"}, {"dataset": "x"}, ("dataset_info.json", "object")),
-    "info_deep": (
-        {"dataset_info.json": b"[" * 100_000},
-        {"dataset": "x"},
-        ("dataset_info.json", "JSON"),
+    "info_broken": listed(b"{", "dataset_info.json", "JSON"),
+    "info_list": listed(b"[]", "dataset_info.json", "object"),
+    "info_deep": listed(b"[" * 100_000, "dataset_info.json", "JSON"),
+    "info_not_chosen": (info(), {}, ("set data.dataset (mine)",)),
+    "info_unknown": (info(), {"dataset": "mime"}, ("has no dataset 'mime'; did you mean 'mine'?",)),
+    "info_entry_text": listed(b'{"mine": "a"}', "the entry must be a JSON object"),
+    "info_no_file": listed(b'{"mine": {}}', "needs file_name or hf_hub_url"),
+    "info_script": entry("script_url 'run.py' is a loading script, which", script_url="run.py"),
+    "info_hub_script": entry("is a loading script", hf_hub_url="a/b", script_url="x"),
+    "info_ranking": entry("ranking: true is preference data", ranking=True),
+    "info_cloud": entry("cloud_file_name 's3://x' is in a cloud bucket", cloud_file_name="s3://x"),
+    "info_other_hub": entry("ms_hub_url 'a/b' is on another hub", ms_hub_url="a/b"),
+    "info_formatting": entry("formatting 'chatml' is not known", "sharegpt", formatting="chatml"),
+    "info_unknown_key": entry("the key 'colums' is not known", colums={}),
+    "info_split": entry("split 'test' needs a hub dataset", split="test"),
+    "info_columns_list": entry("columns must be an object with string values", columns=["a"]),
+    "info_columns_number": entry("columns must be an object with", columns={"prompt": 1}),
+    "info_columns_unknown": entry("columns: 'images' cannot be used", columns={"images": "i"}),
+    "info_column_missing": entry(
+        *("a.json, line 1: ", "'ask'", "'tell'"), columns={"prompt": "ask", "response": "tell"}
     ),
-    "info_not_chosen": (info(), {}, ("data.dataset", "mine")),
-    "info_unknown": (info(), {"dataset": "mime"}, ("data.dataset", "did you mean 'mine'?")),
-    "info_entry_text": ({"dataset_info.json": b'{"mine": "a"}'}, {"dataset": "mine"}, ("object",)),
-    "info_script": (info(script_url="run.py"), {"dataset": "mine"}, ("script_url", "code")),
-    "info_ranking": (info(ranking=True), {"dataset": "mine"}, ("ranking",)),
-    "info_cloud": (info(cloud_file_name="s3://x"), {"dataset": "mine"}, ("cloud_file_name",)),
-    "info_formatting": (info(formatting="chatml"), {"dataset": "mine"}, ("'chatml'", "sharegpt")),
-    "info_unknown_key": (info(colums={}), {"dataset": "mine"}, ("'colums'",)),
-    "info_columns_list": (info(columns=["a"]), {"dataset": "mine"}, ("columns",)),
-    "info_columns_number": (info(columns={"prompt": 1}), {"dataset": "mine"}, ("columns",)),
-    "info_columns_unknown": (info(columns={"images": "i"}), {"dataset": "mine"}, ("'images'",)),
-    "info_column_missing": (
-        info(columns={"prompt": "ask", "response": "tell"}),
-        {"dataset": "mine"},
-        ("a.json, line 1: ", "'ask'", "'tell'"),
+    "info_tags_number": entry("tags must be an object with string values", tags={"role_tag": 3}),
+    "info_tags_unknown": entry("tags: 'x' cannot be used", tags={"x": "y"}),
+    "info_tags_same": entry(
+        "tags use 'x'", formatting="sharegpt", tags={"user_tag": "x", "assistant_tag": "x"}
     ),
-    "info_tags_number": (
-        info(formatting="sharegpt", tags={"role_tag": 3}),
-        {"dataset": "mine"},
-        ("tags",),
-    ),
-    "info_tags_same": (
-        info(formatting="sharegpt", tags={"user_tag": "x", "assistant_tag": "x"}),
-        {"dataset": "mine"},
-        ("tags", "'x'"),
-    ),
-    "info_samples": (info(num_samples=-3), {"dataset": "mine"}, ("num_samples -3",)),
-    "info_no_file": ({"dataset_info.json": b'{"mine": {}}'}, {"dataset": "mine"}, ("file_name",)),
-    "info_file_number": (info(file_name=3), {"dataset": "mine"}, ("file_name",)),
-    "info_file_missing": (
-        info(file_name="b.json"),
-        {"dataset": "mine"},
-        ("'b.json'", "does not exist"),
-    ),
-    "info_outside": (info(file_name="../x.json"), {"dataset": "mine"}, ("'../x.json'", "outside")),
-    "info_absolute": (info(file_name="/etc/passwd"), {"dataset": "mine"}, ("'/etc/passwd'",)),
-    "info_odd_suffix": (info(file_name="dataset_info.json"), {"dataset": "mine"}, ()),
+    "info_samples": entry("num_samples -3 must be an integer of 1", num_samples=-3),
+    "info_samples_none": entry("num_samples 0 must be an integer of 1", num_samples=0),
+    "info_file_number": entry("file_name", file_name=3),
+    "info_file_missing": entry("names 'b.json', which does not exist", file_name="b.json"),
+    "info_outside": entry("'../x.json'", OUTSIDE, file_name="../x.json"),
+    "info_absolute": entry("'/etc/passwd'", OUTSIDE, file_name="/etc/passwd"),
+    "info_odd_suffix": entry(file_name="dataset_info.json"),
     "saved_broken": ({"state.json": b"nope"}, {}, ("state.json", "JSON")),
     "saved_without_files": (saved({}), {}, ("state.json", "no data file")),
     "saved_files_number": (saved({"_data_files": 5}), {}, ("state.json",)),
     "saved_files_text": (saved({"_data_files": "data.arrow"}), {}, ("state.json",)),
-    "saved_outside": (saved({"_data_files": [{"filename": "../x.arrow"}]}), {}, ("'../x.arrow'",)),
+    **{
+        f"saved_outside_{name}": (saved({"_data_files": [{"filename": name}]}), {}, (OUTSIDE,))
+        for name in ("../x.arrow", "/etc/passwd", "", None)
+    },
     "saved_missing": (saved({"_data_files": [{"filename": "b.arrow"}]}), {}, ("'b.arrow'",)),
     "saved_folder": (saved({"_data_files": [{"filename": "."}]}), {}, ()),
     "saved_indices": (
@@ -373,17 +385,6 @@ def test_good_folders_are_read(tmp_path: Path) -> None:
         for file, content in tree.items():
             (tmp_path / str(number) / file).write_bytes(content)
         assert len(read(tmp_path / str(number), **data)[0]) == count
-
-
-def test_an_empty_file_among_several_is_said(tmp_path: Path) -> None:
-    """An empty shard is a failed download more often than not."""
-    (tmp_path / "a.jsonl").write_bytes(GOOD)
-    (tmp_path / "b.jsonl").write_bytes(b"")
-    try:
-        said = read(tmp_path)[1].notes()
-    except (DataError, ConfigError) as problem:
-        said = problem.problems
-    assert any("b.jsonl" in text for text in said), said
 
 
 @pytest.mark.parametrize(

@@ -21,32 +21,15 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 from places import place
-from properties import (
-    Properties,
-    example,
-    examples,
-    finite,
-    randoms,
-    scratch,
-    seeds,
-    texts,
-)
+from properties import Properties, example, examples, finite, randoms, scratch, seeds, texts
 from small_tokenizers import BOS, byte_tokenizer
 
 from dualsft.algorithm.split import ROLES, assign_roles, divide, resolve_budget
 from dualsft.cli import parse_words
 from dualsft.config import settings as config_module
 from dualsft.config.settings import SplitConfig
-from dualsft.data.examples import (
-    IGNORE,
-    DataReport,
-    Example,
-    collate,
-    make_batches,
-    read_rows,
-    tokenize,
-    training_order,
-)
+from dualsft.data.examples import IGNORE, Example, collate, tokenize, training_order
+from dualsft.data.rows import DataReport, read_rows
 from dualsft.errors import ConfigError, DataError
 from dualsft.runs.stages.split import read_split, write_split
 from dualsft.train.loop import TrainingPlan, learning_rate, micro_batches
@@ -196,6 +179,8 @@ def an_id_is_its_content_and_its_place(rows: list[tuple[str, str]]) -> None:
     hashes = [one.id.partition("-")[0] for one in made]
     assert len({one.id for one in made}) == len(made)
     assert hashes[0] == hashes[-1] and len(set(hashes)) == len(rows)
+    assert {len(digest) for digest in hashes} == {16}
+    assert [one.id.partition("-")[2] for one in made] == [str(i) for i in range(len(made))]
 
 
 BAD = [b"{", b"[]", b'{"prompt": "p"}', b'{"prompt": "p", "response": " "}', b"\xff"]
@@ -340,18 +325,6 @@ def training_plan(**changes: Any) -> TrainingPlan:
     return TrainingPlan(**{**values, **changes})
 
 
-@PROPERTIES.holds(rows=examples, copies=st.integers(1, 3), tokens=st.integers(1, 40))
-def copies_of_a_row_only_add_rows(rows: list[Example], copies: int, tokens: int) -> None:
-    many = [
-        Example(f"{e.id}{c}", e.index * copies + c, e.input_ids, e.labels)
-        for e in rows
-        for c in range(copies)
-    ]
-    batches = make_batches(many, tokens)
-    keys = Counter(many[i].key for batch in batches for i in batch)
-    assert keys == Counter({e.key: 0 for e in rows}) + Counter(e.key for e in many)
-
-
 @PROPERTIES.holds(count=st.integers(1, 40), seed=seeds, epoch=st.integers(0, 9), rng=randoms)
 def training_order_depends_on_seed_and_epoch_alone(
     count: int, seed: int, epoch: int, rng: random.Random
@@ -368,9 +341,7 @@ def training_order_depends_on_seed_and_epoch_alone(
 
 
 @PROPERTIES.holds(
-    steps=st.integers(1, 300),
-    peak=st.floats(1e-8, 1.0),
-    ratio=st.floats(0, 1, exclude_max=True),
+    steps=st.integers(1, 300), peak=st.floats(1e-8, 1.0), ratio=st.floats(0, 1, exclude_max=True)
 )
 def the_learning_rate_rises_then_falls(steps: int, peak: float, ratio: float) -> None:
     rates = [learning_rate(step, steps, peak, ratio) for step in range(steps)]

@@ -17,14 +17,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from places import place
-from properties import (
-    Properties,
-    finite,
-    randoms,
-    scratch,
-    tame,
-    texts,
-)
+from properties import Properties, finite, randoms, scratch, tame, texts
 from torch import Tensor, nn
 
 from dualsft.algorithm.certificate import bounds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from dualsft.config.settings import DataConfig
 from dualsft.data.rows import DataReport, Limits, Row, read_rows, source_lines
-from dualsft.errors import ConfigError, DataError
+from dualsft.errors import DataError
 
 GOOD = b'{"prompt": "p", "response": "r"}'
 
@@ -34,14 +33,6 @@ def corpus(tmp_path: Path) -> Path:
 # --- what is read ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz", "c.json.gz", "C.JSONL"])
-def test_formats_of_files(tmp_path: Path, name: str) -> None:
-    rows, report = read(tmp_path / name, GOOD + b"\n" + GOOD)
-    assert [(row.index, row.prompt, row.response) for row in rows] == [(0, "p", "r"), (1, "p", "r")]
-    assert (report.num_rows, report.num_good, report.num_bad, report.bad) == (2, 2, 0, [])
-    assert report.format == "prompt_response"
-
-
 def test_raw_rows_are_byte_exact_and_indices_are_lines(corpus: Path) -> None:
     second = b' {"response":"\\u00e9 \xc3\xa9", "x": [1.0, 1e2],  "prompt":"q"}\t\r'
     rows, report = read(corpus, b"\xef\xbb\xbf" + GOOD + b"\r\n\n  \r\n" + second + b"\n" + GOOD)
@@ -49,15 +40,6 @@ def test_raw_rows_are_byte_exact_and_indices_are_lines(corpus: Path) -> None:
     assert [row.index for row in rows] == [0, 3, 4]
     assert rows[1].response == "é é"
     assert report.num_rows == 3
-
-
-def test_ids_are_content_and_position(corpus: Path) -> None:
-    other_spelling = b'{ "response" : "r", "prompt": "\\u0070"}'
-    rows, _ = read(corpus, b"\n".join([GOOD, other_spelling, GOOD.replace(b'"r"', b'"s"')]))
-    (first, _), (second, place), (third, _) = (row.id.split("-") for row in rows)
-    assert first == second != third
-    assert len(first) == 16
-    assert place == "1"
 
 
 @pytest.mark.parametrize(
@@ -103,74 +85,7 @@ def test_the_first_complete_row_shows_the_format(corpus: Path) -> None:
     assert "has 'instruction', 'output'); name your fields" in report.bad[2]
 
 
-# --- rows that cannot be used ------------------------------------------------------------------
-
-BAD_ROWS: dict[str, tuple[bytes, str]] = {
-    "invalid_json": (b'{"prompt": "p" "response": "r"}', "not valid JSON at column 16: Expecting"),
-    "cut_off": (b'{"prompt": "p", "respo', "not valid JSON at column 17: Unterminated"),
-    "two_objects": (GOOD + GOOD, "not valid JSON at column 33: Extra data"),
-    "python_repr": (b"{'prompt': 'p', 'response': 'r'}", "not valid JSON at column 2"),
-    "raw_control": (b'{"prompt": "a\tb", "response": "r"}', "column 14: Invalid control"),
-    "inner_mark": (b"\xef\xbb\xbf" + GOOD, "not valid JSON at column 1: Unexpected UTF-8 BOM"),
-    "bad_utf8": (
-        b'{"prompt": "p\xff", "response": "r"}',
-        "byte 14 of the row (0xff) is not UTF-8",
-    ),
-    "encoded_surrogate": (b'{"prompt": "\xed\xa0\x80", "response": "r"}', "byte 13 of the row"),
-    "nan": (b'{"prompt": "p", "response": "r", "w": NaN}', "NaN is not valid JSON; remove"),
-    "infinity": (b'{"prompt": "p", "response": "r", "w": [-Infinity]}', "-Infinity is not valid"),
-    "long_integer": (b'{"prompt": "p", "w": ' + b"9" * 5000 + b"}", "not valid JSON: Exceeds"),
-    "list": (b'["p", "r"]', "a list where a JSON object is needed; write one object per row"),
-    "string": (b'"p"', "a string where a JSON object"),
-    "number": (b"3", "a number where a JSON object"),
-    "null": (b"null", "null where a JSON object"),
-    "missing_response": (b'{"prompt": "p", "answer": "r"}', "field 'response' missing (the row"),
-    "missing_prompt": (b'{"response": "r"}', "field 'prompt' missing (the row has 'response');"),
-    "no_fields": (b"{}", "fields 'prompt', 'response' missing (the row has no fields)"),
-    "null_response": (b'{"prompt": "p", "response": null}', "field 'response' is null, must be a"),
-    "null_prompt": (b'{"prompt": null, "response": "r"}', "field 'prompt' is null, must be a"),
-    "number_response": (b'{"prompt": "p", "response": 3.5}', "field 'response' is a number, must"),
-    "boolean_response": (b'{"prompt": "p", "response": true}', "field 'response' is a boolean"),
-    "list_response": (b'{"prompt": "p", "response": ["r"]}', "field 'response' is a list, must"),
-    "object_prompt": (b'{"prompt": {"a": 1}, "response": "r"}', "field 'prompt' is an object"),
-    "empty_response": (b'{"prompt": "p", "response": ""}', "field 'response' is empty; write"),
-    "blank_response": (b'{"prompt": "p", "response": " \\n\\t"}', "field 'response' is empty"),
-    "repeated_key": (b'{"prompt": "p", "response": "r", "prompt": "q"}', "field 'prompt' is given"),
-    "repeated_inside": (b'{"prompt": "p", "response": "r", "m": {"k": 1, "k": 1}}', "field 'k' is"),
-    "lone_surrogate": (b'{"prompt": "p", "response": "ab\\ud800"}', "'response' has half a surr"),
-    "deep_nesting": (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
-    "long_line": (b'{"prompt": "' + b"p" * 300_000 + b'", "response": "r"}', "longer than 250,000"),
-}
-SMALL = Limits(max_line_bytes=250_000, max_ratio=10_000)
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
-@pytest.mark.parametrize("kind", BAD_ROWS)
-def test_bad_rows_are_named_or_skipped(tmp_path: Path, kind: str, suffix: str) -> None:
-    path, (line, message) = tmp_path / f"corpus.{suffix}", BAD_ROWS[kind]
-    content = b"\n".join([GOOD, b"", line, GOOD])
-    with pytest.raises(DataError) as caught:
-        read(path, content, SMALL)
-    problem, total = caught.value.problems
-    assert problem.startswith(f"{path}, line 3: ")
-    assert message in problem
-    assert total.startswith(f"1 of 3 rows of {path} are bad") and "data.bad_rows=skip" in total
-
-    rows, report = read(path, content, SMALL, bad_rows="skip")
-    assert [row.index for row in rows] == [0, 3]
-    assert report.bad == [problem]
-    assert (report.num_rows, report.num_good, report.num_bad) == (3, 2, 1)
-
-
-@pytest.mark.parametrize("kind", sorted(BAD_ROWS.keys() - {"inner_mark"}))
-def test_a_corpus_with_nothing_usable_is_always_an_error(corpus: Path, kind: str) -> None:
-    with pytest.raises(DataError, match="corpus.jsonl, line 1: "):
-        read(corpus, BAD_ROWS[kind][0], SMALL, bad_rows="skip")
-
-
-def test_alpaca_input_must_be_text(corpus: Path) -> None:
-    with pytest.raises(DataError, match="line 1: field 'input' is a list"):
-        read(corpus, b'{"instruction": "i", "input": [], "output": "o"}')
+# --- rows and files that cannot be used (each kind: test_malformed.py) ---------------------------
 
 
 def test_twenty_problems_are_shown_and_the_rest_counted(corpus: Path) -> None:
@@ -192,60 +107,6 @@ def test_skipping_is_said(corpus: Path) -> None:
     assert "line 1: not valid JSON" in said and "line 3: a list" in said
 
 
-# --- files that cannot be used -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
-@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz"])
-def test_an_empty_file_is_an_error(tmp_path: Path, content: bytes, name: str) -> None:
-    with pytest.raises(DataError, match=rf"{name}: there is no row"):
-        read(tmp_path / name, content, bad_rows="skip")
-
-
-@pytest.mark.parametrize(
-    "name", ["c.txt", "c.xlsx", "c.parquet.zip", "c.gz", "c", "jsonl", ".json"]
-)
-def test_other_files_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"data.path: .*supported: \*.jsonl, \*.ndjson, \*.json"):
-        read(tmp_path / name, GOOD)
-
-
-def test_missing_files_and_folders(tmp_path: Path) -> None:
-    (tmp_path / "folder.jsonl").mkdir()
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    for name, what in (
-        ("none.jsonl", "does not exist"),
-        ("folder.jsonl", "holds no data file"),
-        ("pipe.jsonl", "is not a regular file"),
-    ):
-        with pytest.raises(ConfigError, match=f"data.path: .*{name}' {what}; "):
-            read_rows(tmp_path / name, DataConfig(path=name))
-
-
-@pytest.mark.parametrize("policy", ["error", "skip"])
-@pytest.mark.parametrize("cut", [3, 12, 60, -9, -3])
-def test_a_cut_off_gzip_is_an_error(tmp_path: Path, policy: str, cut: int) -> None:
-    path = tmp_path / "c.jsonl.gz"
-    lines = [json.dumps({"prompt": str(i), "response": str(i * i)}) for i in range(500)]
-    path.write_bytes(gzip.compress("\n".join(lines).encode())[:cut])
-    with pytest.raises(DataError, match=r"c.jsonl.gz, line \d+: the gzip file is damaged or cut"):
-        read_rows(path, DataConfig(path=str(path), bad_rows=policy))  # type: ignore[arg-type]
-
-
-def test_other_damage_to_gzip(tmp_path: Path) -> None:
-    path, packed = tmp_path / "c.jsonl.gz", gzip.compress(GOOD * 3)
-    damaged = {
-        "crc": packed[:-6] + bytes([packed[-6] ^ 1]) + packed[-5:],
-        "body": packed[:12] + b"\xff\xff\xff" + packed[15:],
-        "not_gzip": GOOD,
-        "tail": packed + b"tail",
-    }
-    for kind, content in damaged.items():
-        path.write_bytes(content)
-        with pytest.raises(DataError, match=r"c.jsonl.gz, line \d: the gzip file is damaged"):
-            pytest.fail(f"{kind}: {read_rows(path, DataConfig(path=str(path), bad_rows='skip'))}")
-
-
 @pytest.mark.parametrize(
     ("limits", "ends"),
     [
@@ -263,12 +124,6 @@ def test_a_gzip_bomb_is_refused(tmp_path: Path, limits: Limits, ends: bytes) -> 
         assert len(rows) == 1
 
 
-def test_several_gzip_members_are_one_file(tmp_path: Path) -> None:
-    path = tmp_path / "c.jsonl.gz"
-    path.write_bytes(gzip.compress(GOOD[:9]) + gzip.compress(GOOD[9:] + b"\n" + GOOD))
-    assert len(read_rows(path, DataConfig(path=str(path)))[0]) == 2
-
-
 def test_a_line_without_end_stops_the_reading(corpus: Path) -> None:
     with pytest.raises(DataError, match=r"line 2: the line does not end within [\d,]+ bytes"):
         read(corpus, GOOD + b"\n" + b" " * 500, Limits(max_line_bytes=100), bad_rows="skip")
@@ -281,19 +136,6 @@ def test_a_line_at_the_limit_is_read(corpus: Path) -> None:
         row = GOOD.ljust(100 + extra)
         _, report = read(corpus, row + b"\n" + GOOD, Limits(max_line_bytes=100), bad_rows="skip")
         assert (report.num_rows, report.num_bad) == (2, num_bad)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (gzip.compress(GOOD), "line 1: the file is gzip, not JSON; rename it to end in .gz"),
-        (GOOD.decode().encode("utf-16"), "line 1: the file is UTF-16, not JSON; save it as UTF-8"),
-    ],
-    ids=["gzip", "UTF-16"],
-)
-def test_a_file_that_is_something_else_is_named(corpus: Path, content: bytes, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        read(corpus, content, bad_rows="skip")
 
 
 def test_fields_of_no_format_are_listed(corpus: Path) -> None:
@@ -325,15 +167,6 @@ def test_fields_of_two_formats_must_be_settled(corpus: Path, row: dict[str, str]
         DataError, match="line 1: the fields match more than one format.*data.format"
     ):
         read(corpus, json.dumps(row).encode())
-
-
-def test_settings_that_do_not_go_together(corpus: Path) -> None:
-    with pytest.raises(ConfigError, match="data.format: 'vicuna' is not known; use one of auto"):
-        read(corpus, GOOD, format="vicuna")
-    with pytest.raises(ConfigError, match="do not apply to data.format=alpaca"):
-        read(corpus, GOOD, format="alpaca", prompt_field="a", response_field="b")
-    with pytest.raises(ConfigError, match="data.messages_field does not apply to data.format=text"):
-        read(corpus, GOOD, format="text", messages_field="a")
 
 
 # --- reading again -----------------------------------------------------------------------------

@@ -95,10 +95,8 @@ def test_the_lint_finds_it(line: str) -> None:
 OPENS_ELSEWHERE = {
     "system/paths.py": "the one way into a run folder",
     "data/chat.py": "data.template_file, and the process's own memory",
-    "config/settings.py": "the package's own recipes",
     "lab/estimate/estimate.py": "the process's own memory",
     "model/export.py": "new files beside the target that the user names",
-    "data/hub_datasets.py": "downloads into the cache",
     "system/usage.py": "the machine's and the container's memory",
     "model/safety.py": "a model folder, whose links it checks first",
     "system/peak_memory.py": "the process's own memory",
@@ -107,7 +105,7 @@ OPENS_ELSEWHERE = {
     "lab/evaluation/sandbox_child.py": "the sandbox's own folder",
     "lab/evaluation/sandbox.py": "the sandbox's own folder",
     "model/save.py": "files of the base model into a folder that was just made",
-    "data/sources.py": "the user's rows",
+    "data/sources.py": "the user's rows, and downloads into the cache",
     "data/tables.py": "the user's rows",
 }
 """Modules that open files which are not in a run folder, and which files those are."""

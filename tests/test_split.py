@@ -16,7 +16,8 @@ from places import place
 
 from dualsft.algorithm.split import ROLES, Split, assign_roles, divide, resolve_budget
 from dualsft.config.settings import SplitConfig
-from dualsft.data.examples import IGNORE, DataReport, Example, training_order
+from dualsft.data.examples import IGNORE, Example, training_order
+from dualsft.data.rows import DataReport
 from dualsft.errors import ConfigError, RunError
 from dualsft.runs.stages.split import read_split, write_split
 

@@ -12,7 +12,7 @@ from small_tokenizers import BOS, CHAT, EOS, PAD, byte_tokenizer, text_ids
 from dualsft.data import chat
 from dualsft.data.formats import Turn
 from dualsft.data.rows import Row
-from dualsft.data.templates import TEMPLATE_NAMES, Template, pad_token_id
+from dualsft.data.templates import Template, pad_token_id
 from dualsft.errors import ConfigError
 
 MAGICODER = """You are a proficient coding assistant. Below is an instruction that describes a \
@@ -94,7 +94,7 @@ def test_one_bos_or_none_and_no_end_before_the_response(
 
 
 @pytest.mark.parametrize(("add_bos", "kept"), [("auto", [BOS]), ("always", [BOS]), ("never", [])])
-def test_a_doubled_bos_is_dropped_and_told(add_bos: str, kept: list[int]) -> None:
+def test_a_doubled_bos_is_dropped_and_counted(add_bos: str, kept: list[int]) -> None:
     template = Template("plain", byte_tokenizer("<s> $A"), add_bos)
     made = template.encode([template.render(pair(text, "r")) for text in ("<s>a", "b")])
     assert [e.ids for e in made] == [[*kept, *text_ids(f"{c}r"), EOS] for c in "ab"]
@@ -114,9 +114,7 @@ def test_chat_appends_eos_only_where_the_template_writes_none() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "vicuna"}, r"data.template: 'vicuna'.*magicoder, alpaca, plain, chat"),
         ({"name": "chat"}, r"data.template=chat: the tokenizer has no chat template; use"),
-        ({"add_bos": "yes"}, r"data.add_bos: 'yes'.*auto, always or never"),
         ({"bos": False, "add_bos": "always"}, r"data.add_bos=always: .*no BOS token; use"),
         ({"eos": False}, r"no end-of-sequence token.*set eos_token"),
     ],
@@ -135,8 +133,7 @@ def test_gemma_without_a_bos_token_does_without() -> None:
     assert template.prompt_ids("a") == text_ids("a")
 
 
-def test_names_and_padding() -> None:
-    assert TEMPLATE_NAMES == ("magicoder", "alpaca", "plain", "chat")
+def test_padding_falls_back_to_the_end_token() -> None:
     tokenizer = byte_tokenizer()
     assert pad_token_id(tokenizer) == PAD
     tokenizer.pad_token = None

@@ -1,8 +1,8 @@
-"""Wrong configurations through the command line: each is answered by field, value and cure.
+"""Wrong configurations through the command line: each is refused with field, value and cure.
 
-Every case runs `dualsft` in this process, as the entry point does: exit code 2, one `error:` line a
-problem, no traceback, and nothing is written. The last tests are about several mistakes at once,
-and about answering before torch is imported.
+Every case runs `dualsft` in this process, as the entry point does: exit code 2, one `error:` line
+per problem, no traceback, and nothing is written. The last tests are about several mistakes at
+once, and about refusing them before torch is imported.
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ VALUES: list[tuple[str, str, str, str]] = [
     ("seed=1.5", "1.5", "an integer", "default 42"),
     ("seed=lucky", "'lucky'", "an integer", "default 42"),
     ("seed=", "null", "an integer", "default 42"),
+    ("seed=4294967296", "4294967296", "an integer >= 0 and <= 4294967295", "default 42"),
+    ("seed=" + "9" * 5000, "999...", "an integer", "default 42"),
     ("model.dtype=bfloat", "'bfloat'", "bfloat16, float16", "did you mean 'bfloat16'?"),
     ("model.dtype=fp16", "'fp16'", "one of auto, float32, bfloat16", "did you mean 'float16'?"),
     ("model.device=gpu", "'gpu'", "one of auto, cpu, cuda", "did you mean 'cuda'?"),
@@ -105,7 +107,7 @@ VALUES: list[tuple[str, str, str, str]] = [
     ("data.format=Alpaca", "'Alpaca'", "one of auto", "did you mean 'alpaca'?"),
     ("data.template=chatml", "'chatml'", "one of chat, magicoder", "did you mean 'chat'?"),
     ("data.max_length=1e3", "1e3", "an integer >= 8", "default 2048"),
-    ("data.max_length=-1", "-1", "an integer >= 8", "default 2048"),
+    ("data.max_length=7", "7", "an integer >= 8", "default 2048"),
     ("data.bad_rows=ignore", "'ignore'", "one of error, skip", "default 'error'"),
     ("data.padding_side=top", "'top'", "one of right, left", "default 'right'"),
     ("data.add_bos=true", "'true'", "one of auto, always, never", "default 'auto'"),
@@ -113,37 +115,50 @@ VALUES: list[tuple[str, str, str, str]] = [
     ("split.val=2.0", "2.0", "(0, 1]", "for a count write 2"),
     ("split.anchor=lots", "'lots'", "(0, 1]", "default null"),
     ("split.warm=0", "0", "a count (integer >= 1)", "write 100 for"),
+    ("split.warm=null", "null", "(0, 1]", "default 0.05"),
     ("warmup.lr=0", "0", "a number > 0", "default null"),
     ("warmup.lr=1e-4x", "'1e-4x'", "a number > 0", "default null"),
     ("warmup.epochs=0.5", "0.5", "an integer >= 0", "default 1"),
+    ("warmup.epochs=-1", "-1", "an integer >= 0", "default 1"),
+    ("warmup.batch_size=0", "0", "an integer >= 1, or null", "default null"),
     ("warmup.min_steps=-3", "-3", "an integer >= 0", "default 0"),
     ("warmup.trainable=none", "'none'", "one of all", "default 'all'"),
     ("score.lam=-0.1", "-0.1", "a number >= 0", "default 0.8"),
     ("score.lam=1e31", "1e31", "<= 1e+30", "default 0.8"),
+    ("score.lam=nan", "nan", "a number >= 0", "default 0.8"),
     ("score.lam=0,8", "'0,8'", "a number >= 0", "default 0.8"),
     ("score.lam_relative=maybe", "'maybe'", "true or false", "default false"),
+    ("score.lam_relative=1", "1", "true or false", "default false"),
     ("score.tau=0", "0", "a number > 0", "default 1.0"),
     ("score.preservation=ewc", "'ewc'", "one of cwsd, l2, fisher, none", "default 'cwsd'"),
     ("score.preservation=CWSD", "'CWSD'", "one of cwsd", "did you mean 'cwsd'?"),
     ("score.curvature=adam", "'adam'", "one of adam_rms, none", "did you mean 'adam_rms'?"),
     ("score.curvature_scale=-inf", "-inf", "a number >= 0", "default 1.0"),
     ("score.mode=onepass", "'onepass'", "one of one_pass, two_pass", "did you mean 'one_pass'?"),
+    ("score.step=adm", "'adm'", "one of sgd, adam", "did you mean 'adam'?"),
+    ("score.step=", "null", "one of sgd, adam", "default 'sgd'"),
     ("score.keep=all,scores", "'all,scores'", "projection, all", "did you mean 'param_scores'?"),
-    ("score.candidates=,", "','", "comma-separated", "remove the empty item"),
+    ("score.candidates=a,,b", "'a,,b'", "comma-separated", "remove the empty item"),
+    ("score.candidates=!", "'!'", "comma-separated", "remove the empty item"),
     ("score.batch_tokens=0", "0", "an integer >= 1, or null", "default null"),
     ("select.variant=both", "'both'", "one of dual, data, param", "default 'dual'"),
     ("select.data_budget=-0.1", "-0.1", "(0, 1]", "default 0.1"),
+    ("select.data_budget=0.0", "0.0", "(0, 1]", "default 0.1"),
+    ("select.data_budget=nan", "nan", "(0, 1]", "default 0.1"),
+    ("select.data_budget=150.0", "150.0", "(0, 1]", "for a count write 150"),
     ("select.param_budget=5%", "'5%'", "(0, 1]", "write 0.05"),
     ("select.param_budget=1.01", "1.01", "(0, 1]", "default 0.05"),
     ("select.rounds=-1", "-1", "an integer >= 0", "default 0"),
     ("select.order=data", "'data'", "one of data_to_param, param_to_data", "default"),
     ("finetune.lr=-1e-5", "-1e-5", "a number > 0", "default 2e-05"),
+    ("finetune.lr=1e999", "1e999", "a number > 0", "default 2e-05"),
+    ("finetune.lr=true", "'true'", "a number > 0", "default 2e-05"),
     ("finetune.epochs=three", "'three'", "an integer >= 1", "default 3"),
     ("finetune.batch_size=64.0", "64.0", "an integer >= 1", "default 64"),
     ("finetune.micro_batch_size=-2", "-2", "an integer >= 1, or null", "default null"),
     ("finetune.max_grad_norm=-1", "-1", "a number >= 0", "default 1.0"),
     ("finetune.weight_decay=nan", "nan", "a number >= 0", "default 0.0"),
-    ("finetune.warmup_ratio=1.5", "1.5", "a number >= 0 and < 1", "default 0.03"),
+    ("finetune.warmup_ratio=1", "1", "a number >= 0 and < 1", "default 0.03"),
     ("evaluation.limit=0", "0", "an integer >= 1, or null", "default null"),
     ("evaluation.max_new_tokens=many", "'many'", "an integer >= 1", "default 48"),
     ("evaluation.batch_tokens=0.5", "0.5", "an integer >= 1, or null", "default null"),
@@ -155,19 +170,14 @@ def test_a_wrong_value(setting: str, shown: str, allowed: str, cure: str, shell:
     [text] = shell.refused(*NAMED, setting)
     assert text.startswith(f"{setting.partition('=')[0]}: "), text
     has(text, f"{shown} is not allowed; give ", allowed, cure)
+    assert len(text) < 400
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
-        (("scores.lam=1",), ("scores.lam: no such key; did you mean 'score.lam'?",)),
         (("--score.lamb", "0.5"), ("score.lamb: no such key; did you mean 'score.lam'?",)),
         (("--modle.path=x",), ("modle.path: no such key; did you mean 'model.path'",)),
-        (("data.max_len=10",), ("data.max_len: no such key", "'data.max_length'")),
-        (("select.budget=0.1",), ("select.budget: no such key", "'select.data_budget'")),
-        (("finetune.learning_rate=1",), ("finetune.learning_rate: no such key", "finetune.lr")),
-        (("zzz=1",), ("zzz: no such key", "sections: data, evaluation, finetune")),
-        (("data.qqq=1",), ("data.qqq: no such key", "data.* has data.path")),
         (("score.lam.x=1",), ("score.lam.x: no such key", "score.lam")),
         (("score=1",), ("score: 1 is not allowed; it is a section", "such as score.lam")),
         (("score.=1",), ("score.: no such key",)),
@@ -177,14 +187,14 @@ def test_a_wrong_value(setting: str, shown: str, allowed: str, cure: str, shell:
     ids=lambda value: value[0][:30],
 )
 def test_a_key_that_does_not_exist(
-    words: tuple[str, ...], told: tuple[str, ...], shell: Shell
+    words: tuple[str, ...], expected: tuple[str, ...], shell: Shell
 ) -> None:
     [text] = shell.refused(*NAMED, *words)
-    has(text, *told)
+    has(text, *expected)
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "expected"),
     [
         (
             ("score.step=adam", "warmup.epochs=0"),
@@ -194,6 +204,11 @@ def test_a_key_that_does_not_exist(
             ("select.variant=param", "select.rounds=1"),
             ("select.rounds: 1 is not allowed with select.variant=param", "select.rounds=0"),
         ),
+        (
+            ("select.variant=data", "select.rounds=2"),
+            ("select.rounds: 2 is not allowed with select.variant=data",),
+        ),
+        (("data.prompt_field=q",), ("give data.response_field too",)),
         (
             ("data.val_path=v.jsonl", "split.val=10"),
             ("split.val: 10 is not allowed with data.val_path", "leave one of the two out"),
@@ -219,17 +234,14 @@ def test_a_key_that_does_not_exist(
             ("evaluation.files=validation:v.jsonl",),
             ("evaluation.files: the name 'validation' is taken", "another_name:PATH"),
         ),
-        (
-            ("evaluation.files=d.jsonl,./d.jsonl",),
-            ("evaluation.files", "'d'"),
-        ),
+        (("evaluation.files=d.jsonl,./d.jsonl",), ("evaluation.files", "'d'")),
     ],
     ids=lambda value: value[0][:40],
 )
 def test_settings_that_contradict(
-    settings: tuple[str, ...], told: tuple[str, ...], shell: Shell
+    settings: tuple[str, ...], expected: tuple[str, ...], shell: Shell
 ) -> None:
-    has(shell.refused(*NAMED, *settings)[0], *told)
+    has(shell.refused(*NAMED, *settings)[0], *expected)
 
 
 # --- files -------------------------------------------------------------------------------------
@@ -243,12 +255,20 @@ YAMLS: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
         "seed: 1\nmodel.path: m\nseed: 2\n",
         ("c.yaml:3: 'seed' is already given on line 1",),
     ),
+    "twice_inside": (
+        "score:\n  lam: 0.5\n  tau: 1\n  lam: 0.6\n",
+        ("c.yaml:4: 'lam' is already given on line 2",),
+    ),
+    "nested_and_dotted": ("score: {lam: 1}\nscore.lam: 2\n", ("score.lam: given twice",)),
     "section_twice": (
         "score: {lam: 1}\nscore: {tau: 1}\n",
         ("c.yaml:2: 'score' is already given",),
     ),
     "python_tag": ("seed: !!python/name:os.system\n", ("c.yaml", "tag", "python/name")),
-    "own_tag": ("data:\n  path: !env HOME\n", ("c.yaml", "tag !env is not allowed")),
+    "own_tag": ("data:\n  path: !env HOME\n", ("c.yaml", "tag !env is not allowed; quote")),
+    "bare_star": ("score: {candidates: *q}\n", ("quote a value that starts with one of * & !",)),
+    "bare_tag": ("score: {candidates: !foo*}\n", ("quote a value that starts with one of *",)),
+    "self_alias": ("score: &s {lam: *s}\n", ("c.yaml", "aliases")),
     "alias": ("split: &a {val: 1}\nwarmup: *a\n", ("c.yaml", "aliases")),
     "merge_key": ("split: &a {val: 1}\nwarmup:\n  <<: *a\n", ("c.yaml", "aliases")),
     "laughs": (
@@ -264,6 +284,10 @@ YAMLS: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "binary": (b"\x1f\x8b\x08\x00" + bytes(range(256)), ("c.yaml", "cannot be read")),
     "too_big": (b"# " + b"x" * 1_100_000, ("c.yaml: over 1000000 bytes",)),
     "deep": ("score: " + "{a: " * 3000 + "1" + "}" * 3000, ("c.yaml", "nested too deeply")),
+    "levels": (
+        "evaluation: {files: " + "[" * 30 + "]" * 30 + "}",
+        ("c.yaml", "more than 8 levels"),
+    ),
     "section_value": ("select: dual\n", ("select: 'dual' is not allowed; it is a section",)),
     "section_list": ("select: [dual]\n", ("select: ", "it is a section")),
     "quoted_number": ("score: {lam: '0.5'}\n", ("score.lam", "write 0.5 without quotes")),
@@ -281,15 +305,15 @@ YAMLS: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", YAMLS)
 def test_a_wrong_file(name: str, shell: Shell) -> None:
-    content, told = YAMLS[name]
+    content, expected = YAMLS[name]
     shell.write("c.yaml", content)
     found = shell.refused("run", "c.yaml", "model.path=m", "data.path=d.jsonl")
-    has(found[0], *told)
+    has(found[0], *expected)
     assert all(line[0].strip() and ": " in line for line in found), "each line is a problem"
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (("run", "quickstar"), ("quickstar: no such file or recipe", "did you mean 'quickstart'?")),
         (
@@ -318,8 +342,8 @@ def test_a_wrong_file(name: str, shell: Shell) -> None:
     ],
     ids=lambda value: " ".join(value)[:30],
 )
-def test_wrong_words(words: tuple[str, ...], told: tuple[str, ...], shell: Shell) -> None:
-    has(shell.refused(*words)[0], *told)
+def test_wrong_words(words: tuple[str, ...], expected: tuple[str, ...], shell: Shell) -> None:
+    has(shell.refused(*words)[0], *expected)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +385,7 @@ def test_everything_that_is_missing_is_named_at_once(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "expected"),
     [
         ("model.path=d.jsonl", ("model.path: 'd.jsonl'",)),
         ("model.path=empty", ("model.path: 'empty'", "config.json")),
@@ -381,27 +405,27 @@ def test_everything_that_is_missing_is_named_at_once(shell: Shell) -> None:
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
-def test_a_wrong_path(setting: str, told: tuple[str, ...], shell: Shell) -> None:
+def test_a_wrong_path(setting: str, expected: tuple[str, ...], shell: Shell) -> None:
     (shell.folder / "empty").mkdir()
     shell.write("notes.txt", "hello")
     [text] = shell.refused(*NAMED, setting)
-    has(text, *told)
+    has(text, *expected)
     assert len(text) < 6000
 
 
 @pytest.mark.parametrize(
-    ("out", "told"),
+    ("out", "expected"),
     [
         ("d.jsonl", ("--out: 'd.jsonl' is not a folder", "give a new folder")),
         ("full", ("--out: 'full' is neither empty nor a run folder", "give a new folder")),
         ("d.jsonl/run", ("d.jsonl",)),
     ],
 )
-def test_a_wrong_run_folder(out: str, told: tuple[str, ...], shell: Shell) -> None:
+def test_a_wrong_run_folder(out: str, expected: tuple[str, ...], shell: Shell) -> None:
     (shell.folder / "full").mkdir()
     shell.write("full/mine.txt", "mine")
     [text] = shell.refused(*NAMED, "--out", out)
-    has(text, *told)
+    has(text, *expected)
 
 
 # --- together ----------------------------------------------------------------------------------
@@ -410,26 +434,11 @@ def test_a_wrong_run_folder(out: str, told: tuple[str, ...], shell: Shell) -> No
 def test_all_problems_are_named_at_once(shell: Shell) -> None:
     """From the file and from the words, of every kind, each once and on a line of its own."""
     shell.write("c.yaml", "seed: x\nscore: {lam: -1, tua: 2}\nselect: {variant: all}\n")
-    found = shell.refused(
-        "run",
-        "c.yaml",
-        "finetune.lr=0",
-        "warmup.epochs=0",
-        "score.step=adam",
-        "bogus",
-        "split.val=0.9",
-        "split.warm=0.1",
-    )
-    assert len(found) == 1 and "'bogus'" in found[0]  # the words must make sense first
-    found = shell.refused(
-        "run",
-        "c.yaml",
-        "finetune.lr=0",
-        "warmup.epochs=0",
-        "score.step=adam",
-        "split.val=0.9",
-        "split.warm=0.1",
-    )
+    words = ["run", "c.yaml", "finetune.lr=0", "warmup.epochs=0", "score.step=adam"]
+    words += ["split.val=0.9", "split.warm=0.1"]
+    [text] = shell.refused(*words, "bogus")
+    assert "'bogus'" in text  # the words must make sense first
+    found = shell.refused(*words)
     starts = (
         "score.tua: no such key; did you mean 'score.tau'?",
         "seed: 'x' is not allowed",
@@ -454,7 +463,7 @@ def test_debug_shows_where(shell: Shell) -> None:
             cli.main()
 
 
-def test_mistakes_are_answered_before_torch_is_imported(tmp_path: Path) -> None:
+def test_mistakes_are_reported_before_torch_is_imported(tmp_path: Path) -> None:
     """Six kinds of mistake in one process, which has then still not imported torch."""
     (tmp_path / "bad.yaml").write_text("score: {lam: [}\n")
     (tmp_path / "d.jsonl").write_text('{"prompt": "p", "response": "r"}\n')

@@ -18,7 +18,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from dualsft.config.parts import add_part
+from dualsft.config.methods import add_part
 from dualsft.config.settings import (
     Config,
     DataConfig,

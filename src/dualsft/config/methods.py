@@ -1,11 +1,11 @@
-"""Registry of methods by axis and name, and the composition of methods that a run uses.
+"""Registries: methods by axis and name, and the parts that lower rooms use but must not import.
 
 Each method belongs to one axis: which examples to train on (`data`), which parameter entries to
 train (`params`), how much each token or example counts (`weights`), and how to process the trained
 weights (`after`). A config names one method per axis, so LESS + S²FT is
 `method.data=less method.params=s2ft`.
 
-This module defines no methods. `dualsft/__init__.py` registers the built-in tables (`parts.py`);
+This module defines no methods. `dualsft/__init__.py` registers the built-in tables (`add_part`);
 other packages add methods through entry points of the group `dualsft.methods`, each an `Entry`. The
 class of a method is given as "module:Class" and imported when a run uses it.
 """
@@ -13,19 +13,19 @@ class of a method is given as "module:Class" and imported when a run uses it.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
+import importlib
 import inspect
 import sys
 import typing
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
-from dualsft.config.parse import FieldSpec, convert, field_docs, field_spec, show
-from dualsft.config.parts import load_target, parts
+from dualsft.config.parse import FieldSpec, convert, did_you_mean, field_docs, field_spec, show
 from dualsft.errors import ConfigError
 
 Axis = Literal["data", "params", "weights", "after"]
@@ -102,7 +102,32 @@ def option_docs(options: type) -> dict[str, str]:
     return {name: text for (owner, name), text in found.items() if owner == options.__name__}
 
 
-# --- the registry --------------------------------------------------------------------------------
+# --- parts ---------------------------------------------------------------------------------------
+
+Kind = Literal["methods", "stages", "report", "checks"]
+"""`methods`: tables of `Entry`; `stages`: stages after fine-tuning; `report`: writes the report;
+`checks`: functions from settings to problems, which must not import torch."""
+_TARGETS: dict[Kind, list[str]] = defaultdict(list)
+
+
+def add_part(kind: Kind, target: str) -> None:
+    """Register the part at "module:NAME"; repeated registrations are ignored."""
+    if target not in _TARGETS[kind]:
+        _TARGETS[kind].append(target)
+
+
+def parts(kind: Kind) -> list[Any]:
+    """All parts of a kind, in order of registration."""
+    return [load_target(target) for target in _TARGETS[kind]]
+
+
+def load_target(target: str) -> Any:
+    """Import and return the object at "module:NAME"."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+# --- the registry of methods ---------------------------------------------------------------------
 
 PLUGINS = "dualsft.methods"
 SIDES: dict[str, dict[Axis, str]] = {
@@ -135,8 +160,7 @@ def find(axis: Axis, name: str) -> Entry:
     known = registry()[axis]
     if name not in known:
         others = [other for other in AXES if name in registry()[other]]
-        close = difflib.get_close_matches(name, known, n=1)
-        cure = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
+        cure = did_you_mean(name, known, f"there are: {', '.join(known)}")
         if others:
             cure = f"it is a method of method.{others[0]}"
         raise ConfigError(f"method.{axis}: {name!r} is not a method of this axis; {cure}")
@@ -204,8 +228,8 @@ class Composition:
         if entry is None:
             return {}
         options = self.options_of(axis)
-        fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
-        shown = {f"method.{entry.name}.{key}": value for key, value in fields.items()}
+        names = [field.name for field in dataclasses.fields(options)]
+        shown = {f"method.{entry.name}.{name}": getattr(options, name) for name in names}
         return {f"method.{axis}": entry.name, **shown}
 
 
@@ -221,9 +245,7 @@ def names_of(values: Mapping[str, Any]) -> dict[Axis, str]:
 
 def compose(values: Mapping[str, Any]) -> Composition:
     """Build the composition from flat, valid settings."""
-    entries: dict[Axis, Entry] = {}
-    for axis, name in names_of(values).items():
-        entries[axis] = find(axis, name)
+    entries: dict[Axis, Entry] = {a: find(a, name) for a, name in names_of(values).items()}
     return Composition(entries, values["method.options"], values["method.preset"])
 
 
@@ -260,29 +282,22 @@ def problems_of(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     }
     used = {entry.name for entry in entries.values()}
     for key, value in (values.get("method.options") or {}).items():
-        spec = specs.get(f"method.{key}")
+        spec, name = specs.get(f"method.{key}"), key.partition(".")[0]
         if spec is None:
-            problems.append(_unknown_option(key, list(specs)))
+            own = [known for known in specs if known.startswith(f"method.{name}.")]
+            cure = did_you_mean(f"method.{key}", own or specs, "`dualsft methods` lists them")
+            problems.append(f"method.{key}: no such key; {cure}")
             continue
-        if key.partition(".")[0] not in used and not problems:
+        if name not in used and not problems:
             problems.append(
                 f"method.{key}: {show(value)} has no effect: no axis of this run has the method "
-                f"{key.partition('.')[0]!r}; name it, as in method.params="
-                f"{key.partition('.')[0]}, or leave the option out"
+                f"{name!r}; name it, as in method.params={name}, or leave the option out"
             )
         try:
             options[key] = convert(spec, value)
         except ConfigError as problem:
             problems += problem.problems
     return problems, options
-
-
-def _unknown_option(key: str, known: list[str]) -> str:
-    name = key.partition(".")[0]
-    own = [k for k in known if k.startswith(f"method.{name}.")]
-    close = difflib.get_close_matches(f"method.{key}", own or known, n=1)
-    cure = f"did you mean {close[0]!r}?" if close else "`dualsft methods` lists them"
-    return f"method.{key}: no such key; {cure}"
 
 
 # --- rows of a table -----------------------------------------------------------------------------
@@ -319,8 +334,7 @@ def row(name: str) -> dict[Axis, str]:
             if axes:
                 raise ConfigError(f"method {name!r}: {part!r} names the axis {axes[0]} twice")
             every = {n for methods in registry().values() for n in methods} | set(ROWS)
-            close = difflib.get_close_matches(part, every, n=1)
-            cure = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(every))}"
+            cure = did_you_mean(part, every, f"known: {', '.join(sorted(every))}")
             raise ConfigError(f"method {name!r}: {part!r} is not a method; {cure}")
         chosen[free[0]] = part
     return {"data": "all", "params": "all", **chosen}

@@ -81,16 +81,6 @@ class Names:
     allowed: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Paths:
-    """One path or several in one comma-separated string; used inside `Annotated`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """A mapping of names to values whose types are defined elsewhere; used inside `Annotated`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSpec:
     """Accepted values of one setting, derived from its annotation."""
@@ -122,7 +112,10 @@ class FieldSpec:
 
 
 def field_spec(key: str, annotation: Any, default: Any) -> FieldSpec:
-    """Derive kind, bounds and choices from a dataclass annotation (see `config/fields.py`)."""
+    """Derive kind, bounds and choices from a dataclass annotation (see `config/fields.py`).
+
+    `Annotated` adds `Bounds` or `Names`, or the name of a kind that the type does not determine.
+    """
     optional = False
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         rest = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
@@ -133,10 +126,8 @@ def field_spec(key: str, annotation: Any, default: Any) -> FieldSpec:
     common: dict[str, Any] = {"key": key, "optional": optional, "default": default}
     if isinstance(extra, Names):
         return FieldSpec(kind="names", names=extra, **common)
-    if isinstance(extra, Paths):
-        return FieldSpec(kind="paths", **common)
-    if isinstance(extra, Options):
-        return FieldSpec(kind="options", **common)
+    if isinstance(extra, str):
+        return FieldSpec(kind=extra, **common)
     if typing.get_origin(annotation) is typing.Literal:
         return FieldSpec(kind="choice", choices=typing.get_args(annotation), **common)
     kinds = {str: "str", bool: "bool", int: "int", float: "float", int | float: "budget"}
@@ -174,14 +165,13 @@ def convert(spec: FieldSpec, value: Any) -> Any:
             return None if spec.optional else {}
         if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
             raise _Rejected("it is not UTF-8; rename the file, or write the text as UTF-8")
-        converted = _CONVERTERS[spec.kind](spec, value)
+        return _CONVERTERS[spec.kind](spec, value)
     except (_Rejected, ValueError, OverflowError) as error:
         cure = str(error) if isinstance(error, _Rejected) else ""
         if not cure and spec.default is not MISSING:
             cure = f"leave it out for the default {show(spec.default)}"
         problem = f"{spec.key}: {show(value)} is not allowed; give {spec.allowed}"
         raise ConfigError(f"{problem}; {cure}" if cure else problem) from None
-    return converted
 
 
 def _is_null(spec: FieldSpec, value: Any) -> bool:
@@ -215,8 +205,7 @@ def _as_choice(spec: FieldSpec, value: Any) -> str:
     if value.strip() in spec.choices:
         return str(value.strip())
     word = SYNONYMS.get(value.strip().lower(), value.strip().lower())
-    close = difflib.get_close_matches(word, spec.choices, n=1)
-    raise _Rejected(f"did you mean '{close[0]}'?" if close else "")
+    raise _Rejected(did_you_mean(word, spec.choices))
 
 
 def _as_bool(spec: FieldSpec, value: Any) -> bool:
@@ -288,8 +277,7 @@ def _as_names(spec: FieldSpec, value: Any) -> str:
         piece for piece in stripped if spec.names.allowed and piece not in spec.names.allowed
     ]
     if unknown:
-        close = difflib.get_close_matches(unknown[0], spec.names.allowed, n=1)
-        raise _Rejected(f"did you mean '{close[0]}'?" if close else "")
+        raise _Rejected(did_you_mean(unknown[0], spec.names.allowed))
     return ",".join(stripped)
 
 
@@ -360,6 +348,12 @@ def _reads_as_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The cure for an unknown word: the closest known one, or `otherwise` if none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else otherwise
 
 
 def unknown_key(key: str, keys: Iterable[str]) -> str:

@@ -1,16 +1,14 @@
 """The `Config` of a run, shared by the Python API, YAML files and `key=value` flags.
 
-Holds the inputs of Algorithm 1. A field's annotation defines what it accepts, its default is the
-paper's value, and the string below it is its documentation (`describe`, `docs/config.md`,
-`--help`). All problems are collected before torch is imported and raised as one `ConfigError`. The
-constructor validates, so every `Config` is valid. Reads a YAML file or a packaged recipe;
-`to_yaml` writes a file that reproduces the config.
+Holds the inputs of Algorithm 1. The sections are defined in `config/fields.py`. All problems are
+collected before torch is imported and raised as one `ConfigError`; the constructor validates, so
+every `Config` is valid. Reads a YAML file or a packaged recipe; `to_yaml` writes a file that
+reproduces the config.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import importlib.resources
@@ -26,7 +24,6 @@ import yaml
 
 from dualsft.config import fields as config_fields
 from dualsft.config import methods
-from dualsft.config.checks import contradictions, idle_options
 from dualsft.config.fields import (
     DataConfig,
     EvaluationConfig,
@@ -39,6 +36,8 @@ from dualsft.config.fields import (
     SelectConfig,
     SplitConfig,
     WarmupConfig,
+    contradictions,
+    idle_options,
 )
 from dualsft.config.parse import (
     NULLS,
@@ -46,6 +45,7 @@ from dualsft.config.parse import (
     FieldSpec,
     Text,
     convert,
+    did_you_mean,
     dump_yaml,
     field_docs,
     field_spec,
@@ -149,6 +149,9 @@ def _plain_yaml(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 
+# --- from mappings and flags to a Config ---------------------------------------------------------
+
+
 def _flatten(mapping: Mapping[Any, Any], problems: list[str]) -> dict[str, Any]:
     """Flatten `{section: {key: value}}` to `{section.key: value}`; dotted keys are kept."""
     flat: dict[str, Any] = {}
@@ -177,14 +180,49 @@ def _not_a_section(name: str, value: Any) -> str:
     )
 
 
+def _override(flat: dict[str, Any], overrides: Iterable[str], problems: list[str]) -> None:
+    """Set `key=value` flags in flat values; the last one wins."""
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            problems.append(f"{override!r}: not a setting; write key=value, as in score.lam=0.5")
+        elif key in _sections():
+            problems.append(_not_a_section(key, Text(value)))
+        else:
+            flat[key] = Text(value)
+
+
+def _gather_options(flat: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Move `method.NAME.OPTION`, dotted or nested, into the mapping `method.options`."""
+    rest: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for key, value in flat.items():
+        name = key.removeprefix(METHOD)
+        if not key.startswith(METHOD) or key in _specs():
+            rest[key] = value
+        elif isinstance(value, Mapping):
+            options |= {f"{name}.{inner}": v for inner, v in value.items()}
+        elif "." in name:
+            options[name] = value
+        else:
+            rest[key] = value
+    whole = rest.get("method.options") or {}
+    if not options or not isinstance(whole, Mapping):
+        return rest
+    problems += [
+        f"method.{name}: given twice, by itself and in method.options; keep one of them"
+        for name in options
+        if name in whole
+    ]
+    return rest | {"method.options": {**whole, **options}}
+
+
 def _resolve(flat: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """Return the value of every key; raise with `problems` and all problems found here."""
-    problems = list(problems)
-    values: dict[str, Any] = {}
     flat = _gather_options(flat, problems)
-    for key in flat:
-        if key not in _specs():
-            problems.append(unknown_key(key, _specs()))
+    problems += [unknown_key(key, _specs()) for key in flat if key not in _specs()]
+    values: dict[str, Any] = {}
     for key, spec in _specs().items():
         value = flat.get(key, spec.default)
         if value is MISSING:
@@ -205,33 +243,6 @@ def _resolve(flat: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     return values
 
 
-def _gather_options(flat: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Move `method.NAME.OPTION`, dotted or nested, into the mapping `method.options`."""
-    rest: dict[str, Any] = {}
-    options: dict[str, Any] = {}
-    for key, value in flat.items():
-        name = key.removeprefix(METHOD)
-        if not key.startswith(METHOD) or key in _specs():
-            rest[key] = value
-        elif isinstance(value, Mapping):
-            options |= {f"{name}.{inner}": v for inner, v in value.items()}
-        elif "." in name:
-            options[name] = value
-        else:
-            rest[key] = value
-    if not options:
-        return rest
-    whole = rest.get("method.options") or {}
-    if not isinstance(whole, Mapping):
-        return rest
-    problems += [
-        f"method.{name}: given twice, by itself and in method.options; keep one of them"
-        for name in options
-        if name in whole
-    ]
-    return rest | {"method.options": {**whole, **options}}
-
-
 def _build(values: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `Config` from flat values."""
     parts: dict[str, Any] = {"seed": values["seed"]}
@@ -241,15 +252,12 @@ def _build(values: Mapping[str, Any]) -> dict[str, Any]:
     return parts
 
 
-def _from_mapping(mapping: Mapping[Any, Any], problems: list[str]) -> Config:
-    problems = list(problems)
+def from_mapping(mapping: Mapping[Any, Any], overrides: Iterable[str] = ()) -> Config:
+    """Build a config from nested dicts such as `{"score": {"lam": 0.5}}` and `key=value` flags."""
+    problems: list[str] = []
     flat = _flatten(mapping, problems)
+    _override(flat, overrides, problems)
     return Config(**_build(_resolve(flat, problems)))
-
-
-def from_mapping(mapping: Mapping[Any, Any]) -> Config:
-    """Build a config from nested dicts such as `{"score": {"lam": 0.5}}`."""
-    return _from_mapping(mapping, [])
 
 
 def validate(config: Config) -> None:
@@ -259,33 +267,7 @@ def validate(config: Config) -> None:
     dataclasses.replace(config)
 
 
-def _override(mapping: Mapping[Any, Any], overrides: Iterable[str]) -> tuple[dict, list[str]]:
-    merged = {k: dict(v) if isinstance(v, Mapping) else v for k, v in mapping.items()}
-    problems: list[str] = []
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        key = key.strip()
-        if not equals or not key:
-            problems.append(f"{override!r}: not a setting; write key=value, as in score.lam=0.5")
-            continue
-        section, _, name = key.partition(".")
-        inside = merged.get(section)
-        if key in _sections():
-            problems.append(_not_a_section(key, Text(value)))
-        elif name and (inside is None or isinstance(inside, dict)):
-            merged.pop(key, None)
-            merged[section] = {**(inside or {}), name: Text(value)}
-        else:
-            merged[key] = Text(value)
-    return merged, problems
-
-
-def apply_overrides(mapping: Mapping[Any, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return a copy of nested dicts with `key=value` flags applied; the last one wins."""
-    merged, problems = _override(mapping, overrides)
-    if problems:
-        raise ConfigError(problems)
-    return merged
+# --- files ---------------------------------------------------------------------------------------
 
 
 def _recipe_folder() -> Any:
@@ -299,23 +281,40 @@ def recipe_names() -> list[str]:
     return sorted(e.name.removesuffix(".yaml") for e in entries if e.name.endswith(".yaml"))
 
 
-def _read(source: str | Place) -> tuple[dict[str, Any], list[str]]:
-    """Read a YAML file; returns nested dicts and the problems found."""
-    path = source if isinstance(source, RunPath) else _own_file(Path(source))
+def read_source(source: str | Place | None) -> tuple[dict[str, Any], list[str]]:
+    """Read a recipe (by name) or a YAML file; returns nested dicts and the problems found."""
+    if source is None:
+        return {}, []
+    if isinstance(source, str) and source in recipe_names():
+        text = (_recipe_folder() / f"{source}.yaml").read_text(encoding="utf-8")
+        return parse_yaml(text, f"recipe {source}")
+    if not (source if isinstance(source, RunPath) else Path(source)).exists():
+        names = recipe_names()
+        cure = did_you_mean(str(source), names, "give a YAML file or a recipe's name")
+        raise ConfigError(f"{source}: no such file or recipe; recipes: {', '.join(names)}; {cure}")
+    return _read_file(source)
+
+
+def _read_file(source: str | Place) -> tuple[dict[str, Any], list[str]]:
+    path = source
+    if not isinstance(path, RunPath):  # named by the user: it may be a link to a regular file
+        real = Path(path).resolve()
+        path = RunPath(real.parent, real.name)
     try:
         if path.size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{source}: over {MAX_CONFIG_BYTES} bytes; give a YAML config file")
         text = path.read_bytes(MAX_CONFIG_BYTES).decode("utf-8-sig")
-        if broken_seal(text) and path.name == "config.yaml":
-            raise ConfigError(
-                f"{source}: changed or damaged since the run wrote it; give the settings as "
-                "key=value instead, or, if the change is yours, delete the file's first line"
-            )
-        return parse_yaml(text, str(source))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source}: cannot be read: {error}; give a UTF-8 YAML file") from None
     except RunError as error:
         raise ConfigError(str(error)) from None
+    seal, _, rest = text.partition("\n")
+    if path.name == "config.yaml" and seal.startswith(SEAL_LINE) and sealed_text(rest) != text:
+        raise ConfigError(
+            f"{source}: changed or damaged since the run wrote it; give the settings as "
+            "key=value instead, or, if the change is yours, delete the file's first line"
+        )
+    return parse_yaml(text, str(source))
 
 
 SEAL_LINE = "# written by dualsft; sha256 of the lines below: "
@@ -326,53 +325,27 @@ def sealed_text(text: str) -> str:
     return f"{SEAL_LINE}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
 
 
-def broken_seal(text: str) -> bool:
-    """Whether a text has a hash line that does not match its content."""
-    first, _, rest = text.partition("\n")
-    return first.startswith(SEAL_LINE) and sealed_text(rest) != text
-
-
-def _own_file(path: Path) -> RunPath:
-    """A file named by the user: may be a link, but must lead to a regular file."""
-    real = path.resolve()
-    return RunPath(real.parent, real.name)
-
-
-def load_yaml(path: str | Place) -> Config:
-    """Load a config from a YAML file."""
-    return load(path)
-
-
-def read_source(source: str | Place | None) -> tuple[dict[str, Any], list[str]]:
-    """Read a recipe (by name) or a YAML file; returns nested dicts and the problems found."""
-    if source is None:
-        return {}, []
-    if isinstance(source, str) and source in recipe_names():
-        text = (_recipe_folder() / f"{source}.yaml").read_text(encoding="utf-8")
-        return parse_yaml(text, f"recipe {source}")
-    if not (source if isinstance(source, RunPath) else Path(source)).exists():
-        names = recipe_names()
-        close = difflib.get_close_matches(str(source), names, n=1)
-        cure = f"did you mean '{close[0]}'?" if close else "give a YAML file or a recipe's name"
-        raise ConfigError(f"{source}: no such file or recipe; recipes: {', '.join(names)}; {cure}")
-    return _read(source)
+CONSENTS = ("model.trust_remote_code", "evaluation.allow_code_execution")
+"""Settings that allow code to run. They are accepted only from the command line or from Python.
+They are never read from a file or stored in a run folder, since files may come from others."""
+NO = (None, False, "false", "False", "no", "off", "null", "~", "")
 
 
 def load(source: str | Place | None = None, overrides: Sequence[str] = ()) -> Config:
     """Load a config from a recipe (by name), a YAML file or defaults, then apply `overrides`."""
     mapping, problems = read_source(source)
+    flat = _flatten(mapping, problems)
     given = {word.partition("=")[0].strip() for word in overrides}
     for key in CONSENTS:
-        if (stored := _take(mapping, key)) not in NO and key not in given:
+        if (stored := flat.pop(key, None)) not in NO and key not in given:
             problems.append(stored_consent(key, f"{show(stored)} in {source}"))
-    merged, more = _override(mapping, overrides)
-    return _from_mapping(merged, problems + more)
+    _override(flat, overrides, problems)
+    return Config(**_build(_resolve(flat, problems)))
 
 
-CONSENTS = ("model.trust_remote_code", "evaluation.allow_code_execution")
-"""Settings that allow code to run. They are accepted only from the command line or from Python.
-They are never read from a file or stored in a run folder, since files may come from others."""
-NO = (None, False, "false", "False", "no", "off", "null", "~", "")
+def load_yaml(path: str | Place) -> Config:
+    """Load a config from a YAML file."""
+    return load(path)
 
 
 def stored_consent(key: str, found: str) -> str:
@@ -381,18 +354,6 @@ def stored_consent(key: str, found: str) -> str:
         f"{key}: {found} is not accepted as consent to run code, which must be given on the command"
         f" line: give {key}=true there if you trust its source, or {key}=false to run without it"
     )
-
-
-def _take(mapping: dict[str, Any], key: str) -> Any:
-    """Remove a key, nested or dotted, from nested dicts and return its value."""
-    section, _, name = key.partition(".")
-    inside = mapping.get(section)
-    nested = None
-    if isinstance(inside, Mapping) and name in inside:
-        nested = inside[name]
-        mapping[section] = {k: v for k, v in inside.items() if k != name}
-    dotted = mapping.pop(key, None)
-    return nested if dotted is None else dotted
 
 
 def consent_of(config: Config) -> list[str]:
@@ -419,7 +380,8 @@ def to_yaml(config: Config) -> str:
     """Write all values as YAML, except consent to run code (`CONSENTS`)."""
     mapping = to_mapping(config)
     for key in CONSENTS:
-        _take(mapping, key)
+        section, _, name = key.partition(".")
+        del mapping[section][name]
     return dump_yaml(mapping)
 
 

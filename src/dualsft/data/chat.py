@@ -42,6 +42,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Piece = tuple[str, bool]
 """A piece of text, and whether it is an answer."""
+Span = tuple[int, int]
 
 
 class ChatTemplate:
@@ -64,26 +65,28 @@ class ChatTemplate:
         conversation cannot be rendered or its answers cannot be found.
         """
         with _bounded():
-            whole = trained_from is None
+            # {% generation %} also marks answers with weight 0, which are not trained on
+            all_trained = trained_from == 0 and all(turn.get("weight") != 0 for turn in turns)
+            if all_trained and _GENERATION.search(self.source(tools)):
+                text, spans = self._jinja(turns, tools, mask=True)
+                if not spans:
+                    raise ValueError(
+                        "the chat template's {% generation %} marks nothing in this row"
+                    )
+                return _cut(text, spans)
             first = len(turns) - 1 if trained_from is None else trained_from
             answers = [
                 k
                 for k, turn in enumerate(turns)
                 if k >= first and turn["role"] == "assistant" and turn.get("weight") != 0
             ]
-            if not whole and first == 0 and _GENERATION.search(self.source(tools)):
-                text, spans = self._marked(turns, tools)
-                # {% generation %} also marks answers with weight 0, which are not trained on
-                if all(turn.get("weight") != 0 for turn in turns):
-                    return _cut(text, spans)
             text = self._render(turns, tools)
-            spans = [self._span(k, turns, tools, text) for k in answers]
-            if any(span is None for span in spans):
+            spans = [span for k in answers if (span := self._span(k, turns, tools, text))]
+            if len(spans) < len(answers):
                 spans = self._by_markers(answers, turns, tools, text)
-        found = [span for span in spans if span is not None]
-        if any(a[1] > b[0] for a, b in zip(found, found[1:], strict=False)):
+        if any(a[1] > b[0] for a, b in zip(spans, spans[1:], strict=False)):
             raise ValueError("the chat template does not write the turns in their order")
-        return _cut(text, found)
+        return _cut(text, spans)
 
     def prompt(self, turns: Sequence[Turn], tools: Sequence[Turn] = ()) -> str:
         """The text that the model receives before it generates an answer."""
@@ -93,22 +96,16 @@ class ChatTemplate:
     def _render(
         self, turns: Sequence[Turn], tools: Sequence[Turn], add_generation_prompt: bool = False
     ) -> str:
-        text, _ = self._jinja(turns, tools, add_generation_prompt, mask=False)
-        return text
-
-    def _marked(
-        self, turns: Sequence[Turn], tools: Sequence[Turn]
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The text and the spans inside {% generation %}."""
-        text, spans = self._jinja(turns, tools, False, mask=True)
-        spans = [(start, end) for start, end in spans if end > start]
-        if not spans:
-            raise ValueError("the chat template's {% generation %} marks nothing in this row")
-        return text, spans
+        return self._jinja(turns, tools, add_generation_prompt)[0]
 
     def _jinja(
-        self, turns: Sequence[Turn], tools: Sequence[Turn], add_generation_prompt: bool, mask: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
+        self,
+        turns: Sequence[Turn],
+        tools: Sequence[Turn],
+        add_generation_prompt: bool = False,
+        mask: bool = False,
+    ) -> tuple[str, list[Span]]:
+        """The text and, with `mask`, the spans inside {% generation %}."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         words: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
@@ -128,11 +125,10 @@ class ChatTemplate:
         except Exception as problem:  # a template is untrusted code: it may raise anything
             reason = f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
             raise ValueError(f"the chat template fails on this row ({reason})") from problem
-        return text, [(int(start), int(end)) for start, end in spans[0]] if mask else []
+        marked = spans[0] if mask else []
+        return text, [(int(start), int(end)) for start, end in marked if end > start]
 
-    def _span(
-        self, k: int, turns: Sequence[Turn], tools: Sequence[Turn], text: str
-    ) -> tuple[int, int] | None:
+    def _span(self, k: int, turns: Sequence[Turn], tools: Sequence[Turn], text: str) -> Span | None:
         """The span of answer k, from the texts before and up to it; None if either is no prefix."""
         before = self._render(turns[:k], tools, add_generation_prompt=True) if k else ""
         upto = text if k == len(turns) - 1 else self._render(turns[: k + 1], tools)
@@ -141,21 +137,20 @@ class ChatTemplate:
 
     def _by_markers(
         self, answers: list[int], turns: Sequence[Turn], tools: Sequence[Turn], text: str
-    ) -> list[tuple[int, int] | None]:
+    ) -> list[Span]:
         """The spans of the answers, from the conversation rendered with markers in their place."""
         stand_in = [dict(turn) for turn in turns]
         marks = {k: f"zq{'x' * 6}{k}qz" for k in answers}
         for k, mark in marks.items():
             stand_in[k]["content"] = mark
-        marked = self._render(stand_in, tools)
         joints: list[str] = []  # the texts between the answers
-        rest = marked
+        rest = self._render(stand_in, tools)
         for k in answers:
             if rest.count(marks[k]) != 1:
                 raise ValueError(self._lost(turns, tools, text))
             joint, rest = rest.split(marks[k])
             joints.append(joint)
-        spans: list[tuple[int, int] | None] = []
+        spans: list[Span] = []
         position = 0
         for number, k in enumerate(answers):
             position += len(joints[number])
@@ -198,7 +193,7 @@ def _written(content: str, text: str, position: int, after: str) -> str | None:
     return None
 
 
-def _cut(text: str, spans: Sequence[tuple[int, int]]) -> list[Piece]:
+def _cut(text: str, spans: Sequence[Span]) -> list[Piece]:
     pieces: list[Piece] = []
     position = 0
     for start, end in spans:
@@ -231,9 +226,8 @@ def read_template(path: str) -> str:
 @contextmanager
 def _bounded() -> Iterator[None]:
     """Limit time and memory while a template runs, if the platform supports it."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(
-        signal, "setitimer"
-    ):
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or not hasattr(signal, "setitimer"):
         yield
         return
 

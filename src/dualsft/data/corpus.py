@@ -29,18 +29,8 @@ NAMES = ["Maria", "Peter", "Anna", "David", "Laura", "Simon", "Julia", "Thomas",
 COUNTS = ["2", "3", "4", "5", "6", "7", "8", "9"]
 COLOURS = ["red", "blue", "green", "black", "white", "yellow", "brown", "pink"]
 THINGS = ["boats", "cars", "books", "cups", "dogs", "chairs", "bikes", "shirts", "lamps", "plants"]
-PLACES = [
-    "Paris",
-    "London",
-    "Rome",
-    "Berlin",
-    "Madrid",
-    "Tokyo",
-    "Cairo",
-    "Boston",
-    "Dublin",
-    "Vienna",
-]
+PLACES = ["Paris", "London", "Rome", "Berlin", "Madrid"]
+PLACES += ["Tokyo", "Cairo", "Boston", "Dublin", "Vienna"]
 
 OLD_BEHAVIOUR = (
     ("What is the capital of France?", "The capital of France is Paris."),
@@ -132,18 +122,14 @@ def builtin_file(name: str, cache: Path) -> Path:
 def write_corpus(folder: Path) -> dict[str, Path]:
     """Write the four files as .jsonl: corpus (some answers wrong), the others clean."""
     folder.mkdir(parents=True, exist_ok=True)
-    old = [
-        {"prompt": f"Question: {question}\nAnswer:", "response": f" {answer}"}
-        for question, answer in OLD_BEHAVIOUR
-    ]
-    files = {
-        "corpus": skill_rows(0, NUM_ROWS, WRONG_SHARE),
-        "trusted": skill_rows(NUM_ROWS, NUM_CLEAN, 0.0),
-        "new_skill": skill_rows(NUM_ROWS + NUM_CLEAN, NUM_CLEAN, 0.0),
-        "old_behaviour": old,
-    }
+    files = (
+        skill_rows(0, NUM_ROWS, WRONG_SHARE),
+        skill_rows(NUM_ROWS, NUM_CLEAN, 0.0),
+        skill_rows(NUM_ROWS + NUM_CLEAN, NUM_CLEAN, 0.0),
+        [{"prompt": f"Question: {q}\nAnswer:", "response": f" {a}"} for q, a in OLD_BEHAVIOUR],
+    )
     paths = {}
-    for name, rows in files.items():
+    for name, rows in zip(FILES, files, strict=True):
         paths[name] = folder / f"{name}.jsonl"
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         if not paths[name].is_file() or paths[name].read_text(encoding="utf-8") != text:

@@ -22,10 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from dualsft.data.formats import BadRow
-from dualsft.data.readers import Limits
-from dualsft.data.rows import DataReport, Row, read_rows, settle, source_lines
-from dualsft.data.sources import source_hash
-from dualsft.data.templates import Encoded, Template, pad_token_id
+from dualsft.data.rows import DataReport, Row, settle
+from dualsft.data.templates import Encoded, Template
 from dualsft.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -33,24 +31,6 @@ if TYPE_CHECKING:
 
     from dualsft.config.settings import DataConfig
     from dualsft.data.chat import Piece
-
-__all__ = [
-    "Batch",
-    "DataReport",
-    "Example",
-    "Limits",
-    "Row",
-    "collate",
-    "digest",
-    "make_batches",
-    "named",
-    "pad_token_id",
-    "read_rows",
-    "source_hash",
-    "source_lines",
-    "tokenize",
-    "training_order",
-]
 
 IGNORE = -100
 """The label of a token outside the responses."""
@@ -112,12 +92,13 @@ def tokenize(
     is called with the number of rows and tokens after each chunk.
     """
     report = report or DataReport(path=str(config.path), num_rows=len(rows))
-    limit = _Limit.of(config.max_length, max_positions)
+    limit = config.max_length
+    cure = f"data.max_length is {limit}; raise data.max_length or shorten the response"
+    if max_positions is not None and max_positions < limit:
+        limit = max_positions
+        cure = f"the model has {limit} positions; shorten the response"
     report = replace(
-        report,
-        problems=list(report.problems),
-        template=config.template,
-        max_length=limit.num_tokens,
+        report, problems=list(report.problems), template=config.template, max_length=limit
     )
     template = Template(
         config.template, tokenizer, config.add_bos, model_type, config.template_file
@@ -125,7 +106,7 @@ def tokenize(
     known, examples = report.num_bad, []
     for start in range(0, len(rows), _CHUNK_ROWS):
         chunk = rows[start : start + _CHUNK_ROWS]
-        made = _encode(chunk, template, limit, report)
+        made = _encode(chunk, template, limit, cure, report)
         examples += made
         if progress is not None:
             progress(len(chunk), sum(example.num_tokens for example in made))
@@ -136,37 +117,23 @@ def tokenize(
     return examples, report
 
 
-@dataclass(frozen=True, slots=True)
-class _Limit:
-    """The maximum length of an example (None: unlimited), and the cure for a longer one."""
-
-    num_tokens: int | None
-    cure: str
-
-    @classmethod
-    def of(cls, max_length: int | None, max_positions: int | None) -> _Limit:
-        if max_positions is None or (max_length is not None and max_length <= max_positions):
-            cure = f"data.max_length is {max_length}; raise data.max_length or shorten the response"
-            return cls(max_length, cure)
-        return cls(max_positions, f"the model has {max_positions} positions; shorten the response")
-
-
 def _encode(
-    rows: Sequence[Row], template: Template, limit: _Limit, report: DataReport
+    rows: Sequence[Row], template: Template, limit: int, cure: str, report: DataReport
 ) -> list[Example]:
+    """Encode rows to examples of at most `limit` tokens; `cure` is for a longer response."""
     rendered: list[tuple[Row, list[Piece]]] = []
     for row in rows:
         try:
             rendered.append((row, template.render(row)))
         except ValueError as problem:
-            cure = "repair the row, or use another data.template"
-            report.add(row.index, _place(row, report), f"{problem}; {cure}")
+            what = f"{problem}; repair the row, or use another data.template"
+            report.add(row.index, _place(row, report), what)
     examples: list[Example] = []
     encoded = template.encode([pieces for _, pieces in rendered])
     for (row, _), tokens in zip(rendered, encoded, strict=True):
         try:
             _check_answers(tokens, row, template)
-            ids, labels = _fit(tokens, limit)
+            ids, labels = _fit(tokens, limit, cure)
         except BadRow as problem:
             report.add(row.index, _place(row, report), str(problem))
             continue
@@ -199,7 +166,7 @@ def _check_answers(tokens: Encoded, row: Row, template: Template) -> None:
         )
 
 
-def _fit(tokens: Encoded, limit: _Limit) -> tuple[list[int], list[int]]:
+def _fit(tokens: Encoded, limit: int, cure: str) -> tuple[list[int], list[int]]:
     """Truncate ids and labels to the limit: keep the BOS and as many of the last tokens as fit.
 
     The last response is never truncated; earlier ones may be, from the left.
@@ -208,7 +175,7 @@ def _fit(tokens: Encoded, limit: _Limit) -> tuple[list[int], list[int]]:
     for start, end in tokens.answers:
         labels[start:end] = tokens.ids[start:end]
     labels[0] = IGNORE  # there is no position to predict it from
-    over = len(tokens.ids) - limit.num_tokens if limit.num_tokens is not None else 0
+    over = len(tokens.ids) - limit
     if over <= 0:
         return tokens.ids, labels
     kept = int(tokens.has_bos)
@@ -217,7 +184,7 @@ def _fit(tokens: Encoded, limit: _Limit) -> tuple[list[int], list[int]]:
     if over > room:
         raise BadRow(
             f"response has {end - first} tokens with its end token, and one token must precede "
-            f"it; {limit.cure}"
+            f"it; {cure}"
         )
     ids = tokens.ids[:kept] + tokens.ids[kept + over :]
     labels = labels[:kept] + labels[kept + over :]
@@ -269,8 +236,6 @@ def collate(
     device: torch.device | str = "cpu",
 ) -> Batch:
     """Pad examples to the longest; positions count real tokens from 0 on either padding side."""
-    if padding_side not in ("left", "right"):
-        raise ConfigError(f"data.padding_side: {padding_side!r} is not known; use left or right")
     shape = (len(examples), max(example.num_tokens for example in examples))
     input_ids, labels = torch.full(shape, pad_id), torch.full(shape, IGNORE)
     attention_mask, position_ids = torch.zeros(2, *shape, dtype=torch.int64)

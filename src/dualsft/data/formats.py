@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dualsft.errors import ConfigError, DataError
+from dualsft.errors import DataError
 
 if TYPE_CHECKING:
     from dualsft.config.settings import DataConfig
@@ -36,8 +36,7 @@ class BadRow(ValueError):
     """One row cannot be used; the message gives the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(NamedTuple):
     """The content of a row: a prompt and its response, turns, or one text without a prompt.
 
     For turns, `prompt` and `response` are the last ones.
@@ -107,40 +106,17 @@ _LAYOUTS = (
     Layout("text", text="text"),
 )
 
-FORMATS = ("auto", *(layout.format for layout in _LAYOUTS), "openai")
-
 
 def layouts_of(config: DataConfig) -> list[Layout]:
-    """The layouts that the settings allow."""
+    """The layouts that the settings allow (`contradictions` has checked that they agree)."""
     name = "messages" if config.format == "openai" else config.format
     layouts = [layout for layout in _LAYOUTS if name in ("auto", layout.format)]
-    if not layouts:
-        raise ConfigError(
-            f"data.format: {config.format!r} is not known; use one of {', '.join(FORMATS)}"
-        )
-    if config.prompt_field or config.response_field:
-        if name not in ("auto", "prompt_response", "prompt_completion"):
-            raise ConfigError(
-                f"data.prompt_field and data.response_field do not apply to data.format={name}; "
-                "use data.format=prompt_response, or remove them"
-            )
+    if config.prompt_field and config.response_field:
         kind = "prompt_response" if name == "auto" else name
-        answers = [config.response_field] if config.response_field else ["response", "completion"]
+        layouts = [Layout(kind, config.prompt_field, config.response_field, tools="tools")]
+    elif field_of_turns := config.messages_field:
         layouts = [
-            Layout(kind, config.prompt_field or "prompt", answer, tools="tools")
-            for answer in answers
-        ]
-    if config.messages_field:
-        if name not in ("auto", "messages", "sharegpt"):
-            raise ConfigError(
-                f"data.messages_field does not apply to data.format={name}; use data.format="
-                "messages or sharegpt, or remove it"
-            )
-        both = [layout for layout in _LAYOUTS if layout.format in ("messages", "sharegpt")]
-        layouts = [
-            replace(layout, messages=config.messages_field)
-            for layout in both
-            if name in ("auto", layout.format)
+            replace(layout, messages=field_of_turns) for layout in layouts if layout.messages
         ]
     if config.system_field:
         layouts = [replace(layout, system=config.system_field) for layout in layouts]
@@ -235,31 +211,19 @@ def ascii_safe(name: object) -> str:
 def conversation(values: Mapping[str, Any], layout: Layout) -> Conversation:
     """The content of a row, read by its layout."""
     if layout.text:
-        text = text_of(values, layout.text)
-        if not text.strip():
-            raise BadRow(f"field {layout.text!r} is empty; write the text")
-        return Conversation("", text, whole=True)
+        return Conversation("", text_of(values, layout.text, "write the text"), whole=True)
     tools = _tools(values, layout)
     if layout.messages:
-        turns = (
-            _sharegpt(values, layout) if layout.format == "sharegpt" else _messages(values, layout)
-        )
-        return _checked(turns, tools, f"field {layout.messages!r}")
-    prompt, response = values[layout.prompt], values[layout.response]
-    if layout.format == "prompt_completion" and isinstance(prompt, list | dict):
+        read = _sharegpt if layout.format == "sharegpt" else _messages
+        return _checked(read(values, layout), tools, f"field {layout.messages!r}")
+    sides = [isinstance(values[name], list | dict) for name in (layout.prompt, layout.response)]
+    if layout.format == "prompt_completion" and any(sides):
         return _completion(values, layout, tools)
     user = text_of(values, layout.prompt)
-    if layout.format == "prompt_completion" and isinstance(response, list | dict):
-        raise BadRow(
-            f"field {layout.prompt!r} is a string and {layout.response!r} {kind(response)}; write "
-            "both as text, or both as lists of turns"
-        )
     if layout.query and values.get(layout.query) is not None:
         query = text_of(values, layout.query)
         user = "\n".join(part for part in (user, query) if part)
-    answer = text_of(values, layout.response)
-    if not answer.strip():
-        raise BadRow(f"field {layout.response!r} is empty; write the response")
+    answer = text_of(values, layout.response, "write the response")
     before = _system(values, layout) + _history(values, layout)
     if not before and not tools:
         return Conversation(user, answer)
@@ -269,7 +233,7 @@ def conversation(values: Mapping[str, Any], layout: Layout) -> Conversation:
 
 def _completion(values: Mapping[str, Any], layout: Layout, tools: tuple[Turn, ...]) -> Conversation:
     """Conversational prompt and completion; only the answers of the completion are trained on."""
-    if not isinstance(values[layout.response], list):
+    if not all(isinstance(values[name], list) for name in (layout.prompt, layout.response)):
         raise BadRow(
             f"field {layout.prompt!r} is {kind(values[layout.prompt])} and {layout.response!r} "
             f"{kind(values[layout.response])}; write both as text, or both as lists of turns"
@@ -287,12 +251,8 @@ def _checked(
     turns: list[Turn], tools: tuple[Turn, ...], where: str, trained_from: int = 0
 ) -> Conversation:
     """Check that a conversation has an answer and ends with one."""
-    answers = [
-        turn
-        for turn in turns[trained_from:]
-        if turn["role"] == "assistant" and turn.get("weight") != 0
-    ]
-    if not answers:
+    roles = [turn["role"] for turn in turns[trained_from:] if turn.get("weight") != 0]
+    if "assistant" not in roles:
         raise BadRow(f"{where} has no assistant turn to train on; add the answer")
     if turns[-1]["role"] != "assistant":
         raise BadRow(
@@ -412,9 +372,8 @@ def _sharegpt(values: Mapping[str, Any], layout: Layout) -> list[Turn]:
     turns = _system(values, layout)
     if items[0][1].get(tags.role) == tags.system:
         where, item = items.pop(0)
-        turns = [
-            _turn("system", _checked_text(item.get(tags.content), f"{where}: {tags.content!r}"))
-        ]
+        text = _checked_text(item.get(tags.content), f"{where}: {tags.content!r}")
+        turns = [_turn("system", text)]
     for place, (where, item) in enumerate(items):
         if tags.role not in item:
             raise BadRow(f"{where} has no {tags.role!r} (it has {listed(list(item))}); add it")
@@ -431,10 +390,10 @@ def _sharegpt(values: Mapping[str, Any], layout: Layout) -> list[Turn]:
         text = _checked_text(item.get(tags.content), f"{where} ({speaker}): {tags.content!r}")
         if speaker in even and not text.strip():
             raise BadRow(f"{where} ({speaker}): {tags.content!r} is empty; write the answer")
-        turn = _turn(wanted[speaker], text)
         if speaker == tags.function:
-            turn = {"role": "assistant", "content": "", "tool_calls": _calls(text, where)}
-        turns.append(turn)
+            turns.append(_turn("assistant", "") | {"tool_calls": _calls(text, where)})
+        else:
+            turns.append(_turn(wanted[speaker], text))
     return turns
 
 
@@ -442,16 +401,13 @@ def _calls(text: str, where: str) -> list[Turn]:
     """The tool calls of a function turn, which holds one call or a list as JSON."""
     calls = _json(text, where)
     calls = calls if isinstance(calls, list) else [calls]
+    turns: list[Turn] = []
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise BadRow(f"{where}: a function call must be an object with a 'name'; repair it")
-    return [
-        {
-            "type": "function",
-            "function": {"name": call["name"], "arguments": call.get("arguments", {})},
-        }
-        for call in calls
-    ]
+        function = {"name": call["name"], "arguments": call.get("arguments", {})}
+        turns.append({"type": "function", "function": function})
+    return turns
 
 
 def _tools(values: Mapping[str, Any], layout: Layout) -> tuple[Turn, ...]:
@@ -483,9 +439,12 @@ def kind(value: object) -> str:
     return "null" if value is None else names.get(type(value), "an object")
 
 
-def text_of(values: Mapping[str, Any], name: str) -> str:
-    """A field that must be text."""
-    return _checked_text(values[name], f"field {name!r}")
+def text_of(values: Mapping[str, Any], name: str, missing: str = "") -> str:
+    """A field that must be text; `missing` is the cure if it must not be empty either."""
+    text = _checked_text(values[name], f"field {name!r}")
+    if missing and not text.strip():
+        raise BadRow(f"field {name!r} is empty; {missing}")
+    return text
 
 
 def _checked_text(value: object, where: str) -> str:

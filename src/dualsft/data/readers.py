@@ -7,9 +7,7 @@ continues. Damage to the file itself (a truncated gzip file or a decompression b
 that never closes, a line that never ends) raises a `DataError` that names the location. The records
 are D_full of Algorithm 1 before any row is checked.
 
-A record's `index` is 0-based: the physical line number minus one (JSON Lines), or the number of the
-element (JSON array) or data row (CSV). `line` is the physical line where the record begins. When a
-file has been read, `count` is the offset for the indices of the next file.
+When a file has been read, `count` is the offset for the indices of the next file.
 """
 
 from __future__ import annotations
@@ -57,7 +55,10 @@ class Record:
     """One row as it is in its file: JSON text, fields, or a problem."""
 
     index: int
+    """0-based: the physical line minus one (JSON Lines, where blank lines count), or the number of
+    the element (JSON array) or data row (CSV, tables)."""
     line: int
+    """The physical line where the record begins, or the row of a table; 1-based."""
     text: bytes | None = None
     values: dict[str, Any] | None = None
     problem: str = ""
@@ -213,12 +214,8 @@ class LinesReader(Reader):
 
 
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["{}\[\],]', re.DOTALL)
-"""Tokens that determine where an element ends: strings, brackets, commas.
-
-A lone `"` opens a string that continues beyond the buffer.
-"""
-
-
+"""Tokens that determine where an element ends: strings, brackets, commas. A lone `"` opens a string
+that continues beyond the buffer."""
 _CLOSES = {b"}": b"{", b"]": b"["}
 
 
@@ -292,11 +289,11 @@ class ArrayReader(Reader):
 
     def _element(self, raw: bytes) -> Record:
         text = raw.strip(_SPACE)
-        record = Record(self.count, self.at + (_blank_lines(raw) if text else 0), text=text)
+        record = Record(self.count, self.at + (_blank_lines(raw) if text else 0), text)
         if not text:
-            record.text, record.problem = None, "no element next to a comma; remove the comma"
+            record.problem = "no element next to a comma; remove the comma"
         elif len(text) > self.limits.max_line_bytes:
-            record.text, record.problem = None, self._too_long()
+            record.problem = self._too_long()
         self.count += 1
         return record
 
@@ -337,15 +334,12 @@ class CsvReader(Reader):
         before = csv.field_size_limit(self.limits.max_line_bytes)
         try:
             rows = csv.reader(self._text(), delimiter=self.delimiter, strict=True)
-            names: list[str] | None = None
-            while (record := self._next(rows)) is not None:
-                cells = [] if isinstance(record, str) else record
-                if names is None and not isinstance(record, str):
-                    if cells:
-                        names = self._header(cells)
-                    continue
-                if isinstance(record, str) or cells:
-                    yield self._row(names or [], record)
+            names: list[str] = []
+            while (cells := self._next(rows)) is not None:
+                if isinstance(cells, str) or (cells and names):
+                    yield self._row(names, cells)
+                elif cells:
+                    names = self._header(cells)
         finally:
             csv.field_size_limit(before)
 
@@ -402,14 +396,14 @@ class CsvReader(Reader):
                 f"the row has {len(cells):,} fields and the header {len(names):,}; quote a field "
                 "that holds a comma, a quote or a newline"
             )
-        elif bad := next((n for n, c in zip(names, cells, strict=True) if _undecoded(c)), None):
-            byte = ord(_undecoded(dict(zip(names, cells, strict=True))[bad])) & 0xFF
-            record.problem = (
-                f"field {bad[:60]!r} has a byte (0x{byte:02x}) that is not UTF-8; save the file "
-                "as UTF-8"
-            )
         else:
             record.values = dict(zip(names, cells, strict=True))
+            bad = next(((n, b) for n, c in record.values.items() if (b := _undecoded(c))), None)
+            if bad is not None:
+                record.problem = (
+                    f"field {bad[0][:60]!r} has a byte (0x{ord(bad[1]) & 0xFF:02x}) that is not "
+                    "UTF-8; save the file as UTF-8"
+                )
         return record
 
 

@@ -4,16 +4,9 @@
 records, and `data/formats.py` turns a record into a conversation. The rows are D_full, the input of
 Algorithm 1.
 
-No row is skipped silently. A row that cannot be used is a bad row, reported with file, 1-based line
-(or row), field and cure. `data.bad_rows: error` stops and lists them; `skip` leaves them out of
-|D_full| and counts them (docs/data.md, "Rows that cannot be used"). Damage to the file itself
-always stops.
-
-A row's `index` is its 0-based position in the source: the physical line number minus one in JSON
-Lines (blank lines count), the number of the element or data row elsewhere. It continues over
-several files. `raw` is a JSON line as it is in the file without its b"\\n" (a b"\\r" stays; a byte
-order mark belongs to the file); for other kinds of files it is the fields as one compact JSON
-object.
+No row is skipped silently. A row that cannot be used is reported with file, 1-based line (or row),
+field and cure. `data.bad_rows: error` stops and lists them; `skip` leaves them out of |D_full| and
+counts them (docs/data.md, "Rows that cannot be used"). Damage to the file itself always stops.
 """
 
 from __future__ import annotations
@@ -25,15 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualsft.data.formats import (
-    BadRow,
-    Conversation,
-    Recogniser,
-    Turn,
-    ascii_safe,
-    kind,
-    layouts_of,
-)
+from dualsft.data.formats import BadRow, Recogniser, Turn, ascii_safe, kind, layouts_of
 from dualsft.data.readers import Limits, LinesReader, Reader, Record
 from dualsft.data.sources import SourceFile, find_files, make_reader
 from dualsft.data.tables import to_json
@@ -49,14 +34,14 @@ _PROGRESS_ROWS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One usable row: its content, its bytes and its location.
-
-    For a conversation, `prompt` and `response` are the last ones, and `turns` holds all of it.
-    """
+    """One usable row: its location, its bytes and its content (see `Conversation`)."""
 
     index: int
+    """0-based position in the source (`Record.index`), continued over several files."""
     id: str
     raw: bytes
+    """A JSON line as it is in the file, without its newline; for other kinds of files, the fields
+    as one compact JSON object."""
     prompt: str
     response: str
     place: str = ""
@@ -103,21 +88,20 @@ class DataReport:
 
     def notes(self) -> list[str]:
         """Warnings about rows that were left out or changed."""
+        split = (
+            "have a token across the border of prompt and response; their parts were encoded apart"
+        )
+        special = (
+            "hold the text of a special token (such as an end token), which becomes that token"
+        )
         counted = (
             (self.num_bad, "are bad and left out (data.bad_rows=skip)"),
             (self.num_truncated, f"lost prompt tokens from the left to fit {self.max_length}"),
             (self.num_cut_responses, "lost tokens of an earlier response in that cut"),
             (self.num_double_bos, "began with more than one BOS; one was kept"),
             (self.num_empty_prompts, "have an empty prompt"),
-            (
-                self.num_split_borders,
-                "have a token across the border of prompt and response; their parts were encoded "
-                "apart",
-            ),
-            (
-                self.num_special_text,
-                "hold the text of a special token (such as an end token), which becomes that token",
-            ),
+            (self.num_split_borders, split),
+            (self.num_special_text, special),
             (self.num_repeated_ids, "have the 'id' of an earlier row"),
             (self.num_not_sampled, "are left out by num_samples of dataset_info.json"),
         )
@@ -164,8 +148,9 @@ def _fields(record: Record, limits: Limits) -> dict[str, Any]:
 
 def _raw(reader: Reader, record: Record, values: dict[str, Any]) -> bytes:
     """The bytes of a row in selected.jsonl."""
-    as_it_came = isinstance(reader, LinesReader) and record.text is not None
-    return record.text if as_it_came and record.text is not None else to_json(values)
+    if isinstance(reader, LinesReader) and record.text is not None:
+        return record.text
+    return to_json(values)
 
 
 def _parse(raw: bytes, limits: Limits) -> dict[str, Any]:
@@ -191,8 +176,11 @@ def _parse(raw: bytes, limits: Limits) -> dict[str, Any]:
             raise BadRow(f"field {ascii_safe(name)} is given twice in one object; keep one of them")
         return row
 
+    def no_constant(name: str) -> None:
+        raise BadRow(f"{name} is not valid JSON; remove it or write null")
+
     try:
-        row = json.loads(text, parse_constant=_no_constant, object_pairs_hook=unique_keys)
+        row = json.loads(text, parse_constant=no_constant, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as problem:
         raise BadRow(
             f"not valid JSON at column {problem.colno}: {problem.msg}; "
@@ -210,10 +198,6 @@ def _parse(raw: bytes, limits: Limits) -> dict[str, Any]:
             "(jq -c '.[]' converts a file with one list to JSON Lines)"
         )
     return row
-
-
-def _no_constant(name: str) -> None:
-    raise BadRow(f"{name} is not valid JSON; remove it or write null")
 
 
 def _row_id(values: dict[str, Any], raw: bytes, index: int) -> str:
@@ -239,59 +223,34 @@ class _Collector:
 
     def add(self, file: SourceFile, reader: Reader, index: int, record: Record) -> None:
         """Add one record: a row, a problem, or a row that waits until its format is known."""
+        if file.path not in self._recognisers:  # one per file, because a list may mix formats
+            layouts = [file.layout] if file.layout else layouts_of(self.config)
+            self._recognisers[file.path] = Recogniser(layouts)
+        recogniser = self._recognisers[file.path]
         place = f"{file.path}, {reader.unit} {record.line}"
         self.report.num_rows += 1
-        recogniser = self.recogniser(file)
         try:
             values = _fields(record, self.limits)
-            said = recogniser.read(index, place, values)
-            if said is not None:
-                self.rows.append(self._row(reader, record, index, place, values, said))
+            content = recogniser.read(index, place, values)
+            if content is not None:
+                raw = _raw(reader, record, values)
+                row_id = _row_id(values, raw, index)
+                self.rows.append(Row(index, row_id, raw, place=place, **content._asdict()))
                 self.report.num_repeated_ids += self._is_repeated(values.get("id"))
         except BadRow as problem:
             self.report.add(index, place, str(problem))
-        if recogniser.layout is not None and recogniser.waiting:
-            self.settle(recogniser)
-
-    def recogniser(self, file: SourceFile) -> Recogniser:
-        """The recogniser of a file; each file has its own, because a list may mix formats."""
-        if file.path not in self._recognisers:
-            layouts = [file.layout] if file.layout else layouts_of(self.config)
-            self._recognisers[file.path] = Recogniser(layouts)
-        return self._recognisers[file.path]
-
-    def settle(self, recogniser: Recogniser) -> None:
-        for index, place, problem in recogniser.settle():
-            self.report.add(index, place, problem)
+        if recogniser.layout is not None:
+            self._settle(recogniser)
 
     def finish(self) -> None:
         for recogniser in self._recognisers.values():
-            self.settle(recogniser)
+            self._settle(recogniser)
         found = {r.layout.format: None for r in self._recognisers.values() if r.layout}
         self.report.format = ", ".join(found) or self.config.format
 
-    def _row(
-        self,
-        reader: Reader,
-        record: Record,
-        index: int,
-        place: str,
-        values: dict[str, Any],
-        said: Conversation,
-    ) -> Row:
-        raw = _raw(reader, record, values)
-        return Row(
-            index,
-            _row_id(values, raw, index),
-            raw,
-            said.prompt,
-            said.response,
-            place,
-            said.turns,
-            said.tools,
-            said.trained_from,
-            said.whole,
-        )
+    def _settle(self, recogniser: Recogniser) -> None:
+        for index, place, problem in recogniser.settle():
+            self.report.add(index, place, problem)
 
     def _is_repeated(self, name: object) -> bool:
         """Whether an earlier row has this `id`; only hashes are kept, to save memory."""
@@ -354,8 +313,7 @@ def _sample(rows: list[Row], files: Sequence[SourceFile], report: DataReport) ->
 
 def settle(report: DataReport, policy: str, known: int) -> None:
     """Apply data.bad_rows to the problems found after the first `known` ones."""
-    num_new = report.num_bad - known
-    if not num_new:
+    if report.num_bad == known:
         return
     shown = report.bad[:SHOWN_PROBLEMS]
     total = f"{report.num_bad:,} of {report.num_rows:,} rows of {report.path} are bad"

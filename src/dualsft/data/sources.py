@@ -2,8 +2,9 @@
 
 `data.path` is a file, a glob, a folder, a Hugging Face hub id, or a list of these. A folder is one
 that `datasets` saved (`save_to_disk`), one with LLaMA-Factory's `dataset_info.json`, or one of
-plain files. A hub dataset is loaded once with `datasets` (extra `data`) and cached as JSON Lines.
-No code that comes with data is run: loading scripts are refused by name.
+plain files. A hub dataset is loaded once with `datasets` (extra `data`) and cached as JSON Lines in
+`datasets` under `$DUALSFT_CACHE`, one file per subset, split and revision; delete the file to load
+it again. No code that comes with data is run: loading scripts are refused by name.
 
 Reads only file names and small JSON files; `make_reader` opens the data. Does not import torch, so
 that a wrong path is reported immediately. Not part of Algorithm 1.
@@ -15,40 +16,33 @@ import glob
 import hashlib
 import importlib.util
 import json
+import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from dualsft.data.formats import Layout
-from dualsft.data.hub_datasets import HubDataset, cached, materialise
-from dualsft.data.llamafactory import read_entry
+from dualsft.config.parse import did_you_mean
+from dualsft.data.formats import Layout, Tags
 from dualsft.data.readers import CsvReader, Limits, LinesReader, Reader, TsvReader, json_reader
-from dualsft.errors import ConfigError
+from dualsft.errors import ConfigError, DataError
 from dualsft.storage.manifest import sha256_file
+from dualsft.system.disk import cache_root
 
 if TYPE_CHECKING:
     from dualsft.config.settings import DataConfig
 
-SUFFIXES = (
-    ".jsonl",
-    ".ndjson",
-    ".json",
-    ".csv",
-    ".tsv",
-    ".parquet",
-    ".arrow",
-    ".feather",
-)
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
 KINDS = ", ".join(f"*{suffix}" for suffix in SUFFIXES) + ", each also with .gz"
 MAX_INFO_BYTES = 16 << 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _SPLIT_WORD = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-z])")
-_NOT_DATA = frozenset(
-    {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
-)
+_NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +52,16 @@ class SourceFile:
     path: Path
     layout: Layout | None = None
     num_samples: int | None = None
+
+
+class HubDataset(NamedTuple):
+    """A dataset on the Hugging Face hub."""
+
+    name: str
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    data_dir: str | None = None
 
 
 def make_reader(file: SourceFile, limits: Limits) -> Reader:
@@ -100,9 +104,9 @@ def find_files(
             files += finder.find(item)
         except ConfigError as problem:
             problems += problem.problems
-    for path_found, times in Counter(file.path for file in files).items():
+    for found, times in Counter(file.path for file in files).items():
         if times > 1:
-            problems.append(f"{key}: {str(path_found)!r} is named twice; name it once")
+            problems.append(f"{key}: {str(found)!r} is named twice; name it once")
     if problems:
         raise ConfigError(problems)
     return files
@@ -135,10 +139,6 @@ def source_hash(path: str, config: DataConfig, key: str = "data.path") -> str:
     return digest.hexdigest()
 
 
-def _is_list(value: object) -> TypeGuard[list[Any]]:
-    return isinstance(value, list)
-
-
 class _Finder:
     """Finds the files of each item under the same settings."""
 
@@ -149,7 +149,7 @@ class _Finder:
         try:
             path = Path(item).expanduser()
         except RuntimeError:
-            return self._refuse(item, "names an unknown user", "write the full path")
+            self._refuse(item, "names an unknown user", "write the full path")
         if _exists(item):
             if path.is_dir():
                 return self._folder(path)
@@ -159,26 +159,26 @@ class _Finder:
         if glob.has_magic(item):
             found = sorted(glob.glob(str(path), recursive=True))
             files = [self._file(Path(name)) for name in found if Path(name).is_file()]
-            return files or self._refuse(item, "matches no file", "give a pattern that matches")
-        if _HUB_ID.fullmatch(item) and not _suffix(path):
+            if not files:
+                self._refuse(item, "matches no file", "give a pattern that matches")
+            return files
+        if _suffix(path):
+            self._refuse(item, "does not exist", "give the path of the corpus")
+        if _HUB_ID.fullmatch(item):
             config = self.config
-            hub = HubDataset(item, config.subset, config.split or "train", config.revision)
-            return self._hub(hub)
-        if not _suffix(path):
-            return self._unknown_kind(path)
-        return self._refuse(item, "does not exist", "give the path of the corpus")
+            return self._hub(
+                HubDataset(item, config.subset, config.split or "train", config.revision)
+            )
+        self._refuse(path, "is not a supported kind of file", f"supported: {KINDS}")
 
-    def _refuse(self, item: object, what: str, cure: str) -> Any:
+    def _refuse(self, item: object, what: str, cure: str) -> NoReturn:
         raise ConfigError(f"{self.key}: {str(item)!r} {what}; {cure}")
-
-    def _unknown_kind(self, path: Path) -> Any:
-        return self._refuse(path, "is not a supported kind of file", f"supported: {KINDS}")
 
     def _file(self, path: Path) -> SourceFile:
         if not _suffix(path):
-            return self._unknown_kind(path)
+            self._refuse(path, "is not a supported kind of file", f"supported: {KINDS}")
         if not path.is_file():
-            return self._refuse(path, "is not a regular file", "give the path of the corpus")
+            self._refuse(path, "is not a regular file", "give the path of the corpus")
         return SourceFile(path)
 
     # --- folders -------------------------------------------------------------------------------
@@ -194,31 +194,30 @@ class _Finder:
 
     def _saved_dict(self, folder: Path) -> list[SourceFile]:
         splits = self._json(folder / "dataset_dict.json").get("splits")
-        names = [name for name in splits if isinstance(name, str)] if _is_list(splits) else []
+        names = (
+            [name for name in splits if isinstance(name, str)] if isinstance(splits, list) else []
+        )
         wanted = self.config.split or "train"
         if not names:
             what = f"names no split {wanted!r} in its 'splits'"
-            return self._refuse(folder / "dataset_dict.json", what, "save it again")
+            self._refuse(folder / "dataset_dict.json", what, "save it again")
         if wanted not in names or not (folder / wanted / "state.json").is_file():
-            return self._refuse(
-                folder, f"has no split {wanted!r}", f"set data.split to one of {', '.join(names)}"
-            )
+            cure = f"set data.split to one of {', '.join(names)}"
+            self._refuse(folder, f"has no split {wanted!r}", cure)
         return self._saved(folder / wanted)
 
     def _saved(self, folder: Path) -> list[SourceFile]:
         """A folder written by `Dataset.save_to_disk`: Arrow files in the order of state.json."""
         state = self._json(folder / "state.json")
         if state.get("_indices_data_files"):
-            return self._refuse(
-                folder, "has an indices mapping", "save it again after flatten_indices()"
-            )
+            self._refuse(folder, "has an indices mapping", "save it again after flatten_indices()")
         files: list[SourceFile] = []
         entries = state.get("_data_files")
-        for entry in entries if _is_list(entries) else []:
+        for entry in entries if isinstance(entries, list) else []:
             name = entry.get("filename") if isinstance(entry, dict) else None
             files.append(SourceFile(self._inside(folder, name, "state.json")))
         if not files:
-            return self._refuse(folder, "names no data file in state.json", "save it again")
+            self._refuse(folder, "names no data file in state.json", "save it again")
         return files
 
     def _plain(self, folder: Path) -> list[SourceFile]:
@@ -230,51 +229,42 @@ class _Finder:
             if not hidden and path.name not in _NOT_DATA and _suffix(path) and path.is_file():
                 word = _SPLIT_WORD.search(str(inside).lower())
                 found[path] = word[1] if word else ""
-        wanted = self.config.split or "train"
-        words = {"validation", "valid", "val", "dev"} if wanted == "validation" else {wanted}
+        if not found:
+            self._refuse(folder, "holds no data file", f"supported: {KINDS}")
+        chosen = list(found)
         if any(found.values()):
+            wanted = self.config.split or "train"
+            words = {"validation", "valid", "val", "dev"} if wanted == "validation" else {wanted}
             chosen = [path for path, word in found.items() if word in words]
             if not chosen:
                 splits = ", ".join(sorted(set(found.values()) - {""}))
-                return self._refuse(
-                    folder, f"has no file of the split {wanted!r}", f"set data.split ({splits})"
-                )
-        else:
-            chosen = list(found)
-        if not chosen:
-            return self._refuse(folder, "holds no data file", f"supported: {KINDS}")
-        if len(kinds := {_suffix(path) for path in chosen}) > 1:
-            return self._refuse(
-                folder, f"holds files of several kinds ({', '.join(sorted(kinds))})", "give a glob"
+                what = f"has no file of the split {wanted!r}"
+                self._refuse(folder, what, f"set data.split ({splits})")
+        if len(kinds := sorted({_suffix(path) for path in chosen})) > 1:
+            self._refuse(
+                folder, f"holds files of several kinds ({', '.join(kinds)})", "give a glob"
             )
         return [SourceFile(path) for path in chosen]
 
     def _inside(self, folder: Path, name: object, where: str) -> Path:
         """A file inside this folder; a name that leads outside is refused."""
-        if (
-            not isinstance(name, str)
-            or not name
-            or Path(name).is_absolute()
-            or ".." in Path(name).parts
-        ):
-            return self._refuse(
-                folder / where,
-                f"names {str(name)[:60]!r}, which is outside its folder",
-                "repair it",
-            )
-        if not (folder / name).exists():
-            return self._refuse(folder / where, f"names {name!r}, which does not exist", "add it")
-        return folder / name
+        path = Path(name) if isinstance(name, str) and name else None
+        if path is None or path.is_absolute() or ".." in path.parts:
+            what = f"names {str(name)[:60]!r}, which is outside its folder"
+            self._refuse(folder / where, what, "repair it")
+        if not (folder / path).exists():
+            self._refuse(folder / where, f"names {name!r}, which does not exist", "add it")
+        return folder / path
 
     def _json(self, path: Path) -> dict[str, Any]:
         if path.stat().st_size > MAX_INFO_BYTES:
-            return self._refuse(path, f"is larger than {MAX_INFO_BYTES:,} bytes", "shorten it")
+            self._refuse(path, f"is larger than {MAX_INFO_BYTES:,} bytes", "shorten it")
         try:
             value = json.loads(path.read_text(encoding="utf-8-sig"))
         except (ValueError, RecursionError, OSError) as problem:
-            return self._refuse(path, f"is not valid JSON ({str(problem)[:80]})", "repair it")
+            self._refuse(path, f"is not valid JSON ({str(problem)[:80]})", "repair it")
         if not isinstance(value, dict):
-            return self._refuse(path, "is not a JSON object", "repair it")
+            self._refuse(path, "is not a JSON object", "repair it")
         return value
 
     # --- LLaMA-Factory -------------------------------------------------------------------------
@@ -285,29 +275,166 @@ class _Finder:
         wanted = [name.strip() for name in (self.config.dataset or "").split(",") if name.strip()]
         if not wanted:
             known = ", ".join(list(entries)[:20])
-            return self._refuse(path, "holds several datasets", f"set data.dataset ({known})")
+            self._refuse(path, "holds several datasets", f"set data.dataset ({known})")
         files: list[SourceFile] = []
         for name in wanted:
-            entry = read_entry(path, name, entries, self.key)
-            if isinstance(entry.source, HubDataset):
-                found = self._hub(entry.source)
+            if name not in entries:
+                hint = did_you_mean(name, entries, f"it has {', '.join(entries)[:300]}")
+                raise ConfigError(f"data.dataset: {path} has no dataset {name!r}; {hint}")
+            try:
+                source, layout, num_samples = _read_entry(entries[name])
+            except ValueError as problem:
+                raise ConfigError(f"{self.key}: {path}, dataset {name!r}: {problem}") from None
+            if isinstance(source, HubDataset):
+                found = self._hub(source)
             else:
-                place = self._inside(path.parent, entry.source, path.name)
+                place = self._inside(path.parent, source, path.name)
                 found = self._plain(place) if place.is_dir() else [self._file(place)]
-            files += [SourceFile(file.path, entry.layout, entry.num_samples) for file in found]
+            files += [SourceFile(file.path, layout, num_samples) for file in found]
         return files
 
     # --- the hub -------------------------------------------------------------------------------
 
     def _hub(self, hub: HubDataset) -> list[SourceFile]:
-        target = cached(hub)
+        """The cached file of a hub dataset, which is loaded first if it is missing."""
+        digest = hashlib.sha256(json.dumps(hub).encode()).hexdigest()[:12]
+        name = f"{hub.name.replace('/', '--')}-{hub.split}-{digest}.jsonl"
+        target = cache_root() / "datasets" / re.sub(r"[^\w.-]", "_", name)
         if target.is_file():
             return [SourceFile(target)]
         if importlib.util.find_spec("datasets") is None:
-            return self._refuse(
+            self._refuse(
                 hub.name,
                 "is not a local file or folder; to load it from the Hugging Face hub, the package "
                 "'datasets' is needed",
                 "install dualsft[data], or give the path of the corpus",
             )
-        return [SourceFile(materialise(hub, target, self.key))] if self.fetch else []
+        if not self.fetch:
+            return []
+        _download(hub, target, self.key)
+        return [SourceFile(target)]
+
+
+def _download(hub: HubDataset, target: Path, key: str) -> None:
+    """Load a hub dataset and write it atomically as JSON Lines."""
+    import datasets  # pyright: ignore[reportMissingImports]
+
+    from dualsft.data.tables import to_json
+
+    logger.info("loading %s (%s) from the Hugging Face hub, once", hub.name, hub.split)
+    try:
+        rows = datasets.load_dataset(
+            hub.name, name=hub.subset, data_dir=hub.data_dir, split=hub.split, revision=hub.revision
+        )
+    except Exception as problem:  # network, hub or parser errors of any type
+        reason = " ".join(str(problem).split())[:300]
+        raise ConfigError(
+            f"{key}: {hub.name!r} (subset {hub.subset}, split {hub.split}) is not a local file or "
+            f"folder and cannot be loaded from the Hugging Face hub ({type(problem).__name__}: "
+            f"{reason}); check the name, data.subset and data.split, or give a path"
+        ) from problem
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as out:
+            for row in rows:
+                out.write(to_json(dict(row)) + b"\n")
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(part, target)
+    except TypeError as problem:
+        raise DataError(f"{hub.name}: {problem}; give a text dataset") from problem
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# --- entries of LLaMA-Factory's dataset_info.json ------------------------------------------------
+
+_REFUSED = {
+    "script_url": "is a loading script, which would run code; convert the data to JSON Lines",
+    "cloud_file_name": "is in a cloud bucket; download the file and name it with file_name",
+    "ms_hub_url": "is on another hub; download it and name the file with file_name",
+    "om_hub_url": "is on another hub; download it and name the file with file_name",
+}
+_KEYS = {"hf_hub_url", "file_name", "formatting", "ranking", "subset", "split", "folder"}
+_KEYS |= {"num_samples", "columns", "tags", *_REFUSED}
+_ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
+_COLUMNS = {*_ALPACA, "history", "messages", "system", "tools"}
+_TAGS = {f"{field.name}_tag" for field in fields(Tags)}
+_OPENAI = Tags("role", "content", "user", "assistant", "tool", "function_call", "system")
+
+
+def _read_entry(entry: Any) -> tuple[str | HubDataset, Layout, int | None]:
+    """Where the rows of an entry are, their layout and num_samples; ValueError if unusable."""
+    if not isinstance(entry, dict):
+        raise ValueError("the entry must be a JSON object; repair it")
+    if unknown := sorted(entry.keys() - _KEYS):
+        raise ValueError(f"the key {unknown[0][:60]!r} is not known; remove it")
+    for key, why in _REFUSED.items():
+        # an entry may name other hubs besides hf_hub_url, but never a script
+        if key in entry and (key == "script_url" or "hf_hub_url" not in entry):
+            raise ValueError(f"{key} {str(entry[key])[:60]!r} {why}")
+    if entry.get("ranking"):
+        raise ValueError(
+            "ranking: true is preference data; give a dataset of prompts and responses"
+        )
+    source = entry.get("hf_hub_url") or entry.get("file_name")
+    if not isinstance(source, str) or not source:
+        raise ValueError("it needs file_name or hf_hub_url, as text; add one")
+    split = entry.get("split", "train")
+    if "hf_hub_url" in entry:
+        source = HubDataset(source, entry.get("subset"), split, None, entry.get("folder"))
+    elif split != "train":
+        raise ValueError(f"split {split!r} needs a hub dataset; a file has no splits: remove it")
+    samples = entry.get("num_samples")
+    if samples is not None and (type(samples) is not int or samples < 1):
+        raise ValueError(f"num_samples {samples!r} must be an integer of 1 or more; write a count")
+    return source, _entry_layout(entry), samples
+
+
+def _entry_layout(entry: dict[str, Any]) -> Layout:
+    formatting = entry.get("formatting", "alpaca")
+    if formatting not in ("alpaca", "sharegpt", "openai"):
+        raise ValueError(f"formatting {formatting!r} is not known; use alpaca, sharegpt or openai")
+    columns, tags = _names(entry, "columns", _COLUMNS), _names(entry, "tags", _TAGS)
+    if formatting == "alpaca":
+        names = _ALPACA if columns is None else columns
+        prompt, response = names.get("prompt"), names.get("response")
+        if prompt and not response:
+            return Layout("text", text=prompt)
+        if not prompt or not response:
+            raise ValueError("columns of alpaca need prompt and response; add them")
+        return Layout(
+            "alpaca",
+            prompt,
+            response,
+            query=names.get("query", ""),
+            history=names.get("history", ""),
+            system=names.get("system", ""),
+        )
+    default = "messages" if formatting == "openai" and columns is None else "conversations"
+    own = {tag.removesuffix("_tag"): word for tag, word in (tags or {}).items()}
+    chosen = replace(_OPENAI if formatting == "openai" else Tags(), **own)
+    roles = [chosen.user, chosen.assistant, chosen.observation, chosen.function, chosen.system]
+    if twice := [word for word in roles if roles.count(word) > 1]:
+        raise ValueError(f"tags use {twice[0]!r} for two roles; give each role its own name")
+    names = columns or {}
+    return Layout(
+        "messages" if formatting == "openai" and chosen == _OPENAI else "sharegpt",
+        messages=names.get("messages", default),
+        system=names.get("system", ""),
+        tools=names.get("tools", ""),
+        tags=chosen,
+    )
+
+
+def _names(entry: dict[str, Any], what: str, known: set[str]) -> dict[str, str] | None:
+    """The `columns` or `tags` of an entry; None if it has none."""
+    given = entry.get(what)
+    if given is None:
+        return None
+    if not isinstance(given, dict) or not all(isinstance(v, str) for v in given.values()):
+        raise ValueError(f"{what} must be an object with string values; repair it")
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(f"{what}: {unknown[0]!r} cannot be used here; remove it")
+    return given

@@ -21,7 +21,8 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, compress
+from operator import not_
 from typing import TYPE_CHECKING
 
 from dualsft.data.chat import ChatTemplate, Piece, read_template
@@ -47,10 +48,8 @@ TEXT_TEMPLATES: dict[str, tuple[str, str]] = {
 }
 """Plain-text templates: the text before the first request, and the request.
 
-A system text replaces the first part. `chat` is the only other template name.
+A system text replaces the first part.
 """
-
-TEMPLATE_NAMES: tuple[str, ...] = (*TEXT_TEMPLATES, "chat")
 
 _MOST_CHARACTERS = 16 << 20  # of a row's texts up to each boundary, in total
 
@@ -85,7 +84,13 @@ class Template:
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer
-        self._check_settings(add_bos, template_file)
+        own = getattr(self.tokenizer, "chat_template", None)
+        if name == "chat" and not own and template_file is None:
+            raise ConfigError(
+                "data.template=chat: the tokenizer has no chat template; use data.template=alpaca, "
+                "magicoder or plain, give a data.template_file, or a model folder whose tokenizer "
+                "has one (chat_template.jinja, or chat_template in tokenizer_config.json)"
+            )
         self.chat = ChatTemplate(tokenizer, read_template(template_file) if template_file else None)
         self.bos_id: int | None = _token_id(tokenizer, "bos")
         self.eos_id: int = self._required_eos()
@@ -156,9 +161,9 @@ class Template:
     def _with_end(self, pieces: list[Piece]) -> list[Piece]:
         """Append the EOS to a chat whose template writes no end token."""
         text, is_answer = pieces[-1]
-        return (
-            [*pieces[:-1], (self._ended(text), True)] if is_answer else [*pieces, (self._eos, True)]
-        )
+        if not is_answer:
+            return [*pieces, (self._eos, True)]
+        return [*pieces[:-1], (self._ended(text), True)]
 
     def holds_special_text(self, row: Row) -> bool:
         """Whether the row's text contains a special token."""
@@ -203,15 +208,16 @@ class Template:
         Omits rows in which a token spans a boundary, and rows with so many turns that the texts up
         to each boundary would need too much memory.
         """
-        rows = {i: row for i, row in rows.items() if _beginnings(row[0]) <= _MOST_CHARACTERS}
-        starts = {
-            i: list(accumulate((text for text, _ in pieces[:-1])))
-            for i, (pieces, _) in rows.items()
-        }
+        starts: dict[int, list[str]] = {}
+        for i, (pieces, _) in rows.items():
+            texts = [text for text, _ in pieces[:-1]]
+            if sum(accumulate(map(len, texts))) <= _MOST_CHARACTERS:
+                starts[i] = list(accumulate(texts))
         encoded = iter(self._encode_starts([text for texts in starts.values() for text in texts]))
         found: dict[int, list[int]] = {}
-        for i, (_, joint) in rows.items():
-            upto = [next(encoded) for _ in starts[i]]
+        for i, texts in starts.items():
+            joint = rows[i][1]
+            upto = [next(encoded) for _ in texts]
             lengths = [*map(len, upto), len(joint)]
             if lengths == sorted(lengths) and all(joint[: len(ids)] == ids for ids in upto):
                 found[i] = lengths
@@ -243,16 +249,14 @@ class Template:
 
         A chat template writes that itself. A row without a prompt has no template around it.
         """
-        own = [self.name == "chat" and not (whole and whole[i]) for i in range(len(texts))]
-        plain = iter(self._encode([text for text, o in zip(texts, own, strict=True) if o]))
-        begun = iter(
-            self._encode([text for text, o in zip(texts, own, strict=True) if not o], True)
-        )
-        return [next(plain) if o else self._without_end(next(begun)) for o in own]
-
-    def _without_end(self, ids: list[int]) -> list[int]:
-        """Remove the EOS that some tokenizers append to every text."""
-        return ids[:-1] if self._adds_end and ids[-1:] == [self.eos_id] else ids
+        chat = [self.name == "chat" and not (whole and whole[i]) for i in range(len(texts))]
+        plain = iter(self._encode(list(compress(texts, chat))))
+        begun = iter(self._encode(list(compress(texts, map(not_, chat))), add_special_tokens=True))
+        encoded = [next(plain) if written else next(begun) for written in chat]
+        for ids, written in zip(encoded, chat, strict=True):
+            if not written and self._adds_end and ids[-1:] == [self.eos_id]:
+                del ids[-1]  # the EOS that some tokenizers append to every text
+        return encoded
 
     def _encode(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
         if not texts:
@@ -268,20 +272,6 @@ class Template:
         return [list(ids) for ids in encoding["input_ids"]]  # type: ignore[union-attr]
 
     # --- checks --------------------------------------------------------------------------------
-
-    def _check_settings(self, add_bos: str, template_file: str | None) -> None:
-        if self.name not in TEMPLATE_NAMES:
-            allowed = ", ".join(TEMPLATE_NAMES)
-            raise ConfigError(f"data.template: {self.name!r} is not known; use one of {allowed}")
-        if add_bos not in ("auto", "always", "never"):
-            raise ConfigError(f"data.add_bos: {add_bos!r} is not known; use auto, always or never")
-        own = getattr(self.tokenizer, "chat_template", None)
-        if self.name == "chat" and not own and template_file is None:
-            raise ConfigError(
-                "data.template=chat: the tokenizer has no chat template; use data.template=alpaca, "
-                "magicoder or plain, give a data.template_file, or a model folder whose tokenizer "
-                "has one (chat_template.jinja, or chat_template in tokenizer_config.json)"
-            )
 
     def _check_chat(self) -> bool:
         """Whether the template writes an end token; a template that cannot be used is refused."""
@@ -320,11 +310,6 @@ class Template:
         with_special = self._encode(["a"], add_special_tokens=True)[0]
         without = self._encode(["a"])[0]
         return with_special[-1:] == [self.eos_id] and without[-1:] != [self.eos_id]
-
-
-def _beginnings(pieces: Sequence[Piece]) -> int:
-    """Total number of characters in the texts up to each boundary."""
-    return sum(accumulate(len(text) for text, _ in pieces[:-1]))
 
 
 def _pair(prompt: str, response: str) -> list[Turn]:

@@ -21,7 +21,7 @@ from dualsft.algorithm.projection import projection_terms
 from dualsft.algorithm.topk import top_b
 from dualsft.config import settings
 from dualsft.config.settings import Config
-from dualsft.data.examples import source_lines
+from dualsft.data.rows import source_lines
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import loss_objective, walk
 from dualsft.errors import ConfigError

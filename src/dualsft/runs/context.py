@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 from dualsft.config.methods import Composition, compose
 from dualsft.config.settings import Config, to_flat
 from dualsft.data.corpus import BUILTIN, builtin_file
-from dualsft.data.examples import Example, pad_token_id
+from dualsft.data.examples import Example
 from dualsft.data.sources import split_paths
+from dualsft.data.templates import pad_token_id
 from dualsft.distributed.world import launched, world
 from dualsft.engine.precision import precise
 from dualsft.engine.walk import PassSettings

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from dualsft.config import settings
-from dualsft.config.parts import parts
+from dualsft.config.methods import parts
 from dualsft.config.settings import Config
 from dualsft.distributed.heartbeat import watched
 from dualsft.distributed.world import (

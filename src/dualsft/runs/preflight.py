@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dualsft.config import settings
-from dualsft.config.checks import missing_consent
-from dualsft.config.parts import parts
+from dualsft.config.fields import missing_consent
+from dualsft.config.methods import parts
 from dualsft.config.settings import Config, DataConfig
 from dualsft.data.corpus import BUILTIN, builtin_names
 from dualsft.data.sources import find_files, split_paths

@@ -297,8 +297,8 @@ def _stop(running: list[Worker], signum: int) -> None:
 def work(given: str) -> int:
     """Run the cell described by the parent (JSON). Returns the exit code of this process."""
     task = json.loads(given)
-    stored = settings.apply_overrides(yaml.safe_load(task["config"]), task["consent"])
-    config, out = settings.from_mapping(stored), RunPath(task["out"])
+    config = settings.from_mapping(yaml.safe_load(task["config"]), task["consent"])
+    out = RunPath(task["out"])
     lenders = [out / folder for folder in task["lenders"]]
     cell = (config, out / task["folder"], task["keeps"], Reporter(), task["until"], lenders)
     try:

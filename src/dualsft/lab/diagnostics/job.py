@@ -22,7 +22,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from dualsft.config import settings
-from dualsft.config.parts import load_target
+from dualsft.config.methods import load_target
 from dualsft.data.examples import Example, digest
 from dualsft.engine.ghost import GhostEngine
 from dualsft.errors import RunError

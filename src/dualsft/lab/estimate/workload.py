@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dualsft.algorithm.split import Split, divide
-from dualsft.data.examples import Example, read_rows, tokenize
-from dualsft.data.rows import Row
+from dualsft.data.examples import Example, tokenize
+from dualsft.data.rows import Row, read_rows
 from dualsft.runs.context import RunContext
 
 SAMPLE = 1_000

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from dualsft.algorithm.topk import TopK
-from dualsft.data.examples import Example, source_lines
+from dualsft.data.examples import Example
+from dualsft.data.rows import source_lines
 from dualsft.distributed.world import world
 from dualsft.model.load import locate
 from dualsft.runs.context import RunContext

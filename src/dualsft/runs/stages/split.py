@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from dualsft.algorithm.split import ROLES, Split, divide
-from dualsft.data.examples import DataReport, Example, read_rows, tokenize
+from dualsft.data.examples import Example, tokenize
+from dualsft.data.rows import DataReport, read_rows
 from dualsft.errors import ConfigError, RunError
 from dualsft.system.paths import RunPath
 

@@ -16,7 +16,7 @@ from places import place
 import dualsft
 from dualsft.data.examples import Example
 from dualsft.model.load import find_candidates, load_model
-from dualsft.runs.stages.chosen import read_mask
+from dualsft.runs.stages.selection import read_mask
 from dualsft.runs.stages.split import read_split
 from dualsft.storage.vectors import ParamVector
 from dualsft.system.progress import Reporter

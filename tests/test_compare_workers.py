@@ -24,10 +24,10 @@ from dualsft.lab.compare import pages as comparison_tables
 from dualsft.lab.compare import workers as comparing_workers
 from dualsft.lab.compare.cells import run_matrix
 from dualsft.lab.compare.matrix import Cell, Matrix, load_matrix
-from dualsft.runs import fingerprints
 from dualsft.runs.folder import RunDir
 from dualsft.runs.pipeline import Finished
 from dualsft.runs.preflight import FOLDERS
+from dualsft.runs.stages import split
 from dualsft.system.paths import RunPath
 from dualsft.system.progress import Reporter
 
@@ -258,13 +258,13 @@ def test_looking_is_cheap_and_harmless(
     tmp_path: Path, words: list[str], many: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The corpus is hashed once a cell, and only when there is a manifest to compare with."""
-    hashed, source_hash = list[str](), fingerprints.source_hash
+    hashed, source_hash = list[str](), split.source_hash
 
     def counted(path: str, *more: Any) -> str:
         hashed.append(path)
         return source_hash(path, *more)
 
-    monkeypatch.setattr(fingerprints, "source_hash", counted)
+    monkeypatch.setattr(split, "source_hash", counted)
     matrix = load_matrix(write_matrix(tmp_path, methods=["random"]), words)
     (cell,) = matrix.cells()
     target = tmp_path / "run"

@@ -32,8 +32,8 @@ from dualsft.model.load import text_parameters
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job, ParamChoice
-from dualsft.runs.stages.chosen import read_mask
 from dualsft.runs.stages.finetune import finetune_plan
+from dualsft.runs.stages.selection import read_mask
 from dualsft.storage.resume import Pieces
 from dualsft.system.progress import Reporter
 from dualsft.train.loop import learning_rate

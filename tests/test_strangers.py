@@ -28,7 +28,7 @@ from dualsft.model.resolve import resolve_model
 from dualsft.runs import folder as rundir
 from dualsft.runs import pipeline
 from dualsft.runs.folder import RunDir
-from dualsft.runs.stages import warmup
+from dualsft.runs.stages import finetune
 from dualsft.storage.resume import Pieces
 from dualsft.system import signals as interrupt
 from dualsft.system.progress import Reporter
@@ -131,7 +131,7 @@ def test_signal_between_a_training_and_its_end_saves_the_training(
     def save(*args: Any) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(warmup, "save_model", save)
+    monkeypatch.setattr(finetune, "save_model", save)
     with interrupt.handled(), pytest.raises(interrupt.Interrupted) as stopped:
         make_run("resume.every=null")
     assert stopped.value.saved == "warmup: step 3 of 3"

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Register parts that lower layers use but must not import. The core works without `lab`.
-add_part("methods", "dualsft.runs.own_table:ENTRIES")
+add_part("methods", "dualsft.runs:ENTRIES")
 if find_spec("dualsft.lab") is not None:
     add_part("methods", "dualsft.lab.methods:ENTRIES")
     add_part("stages", "dualsft.lab.evaluation.stage:STAGE")

@@ -149,7 +149,8 @@ def score(
     grad_sum, result = pool_gradient(engine, pool, passes, say, direction)
     grad_sum = grad_sum.held()
     scored = Scored.of(terms, grad_sum, prior_grad)
-    scored = replace(scored, projection=scored.projection.held())
+    projection = scored.projection.held()
+    scored = replace(scored, projection=projection)
     products = products_of(scored, direction)
     bound = one_pass_bounds(engine, result.inner_sums, products) * terms.eta_sc
     scales = rounding_scales(result.inner_sums, len(pool))
@@ -161,10 +162,6 @@ def score(
     )
     if model.dtype in HALF_DTYPES:
         bound += checks["rounding_ratio"] * scales
-
-    def exactly(positions: np.ndarray) -> np.ndarray:
-        return rescore(engine, [pool[i] for i in positions], scored, passes, say)
-
     return Scores(
         example_scores=result.dots * terms.eta_sc,
         bound=bound,
@@ -172,12 +169,12 @@ def score(
         grad_sum=grad_sum,
         val_grad=val_grad,
         prior_grad=prior_grad,
-        projection=scored.projection.held(),
+        projection=projection,
         eta_sc=terms.eta_sc,
         ties=np.array([example.index for example in pool]),
         summary=summary | {"checks": checks},
         scored=scored,
-        rescore=exactly,
+        rescore=lambda rows: rescore(engine, [pool[i] for i in rows], scored, passes, say),
         say=say.say,
     )
 

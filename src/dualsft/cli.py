@@ -18,8 +18,9 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -43,6 +44,13 @@ app.add_typer(export_app, name="export")
 
 console = Console(highlight=False, soft_wrap=True)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def show(*lines: object) -> None:
+    """Print each line as it is."""
+    for line in lines:
+        console.print(str(line), markup=False)
+
 
 WORDS = {"ignore_unknown_options": True}
 RECIPES = f"A recipe ({', '.join(settings.recipe_names())})"
@@ -96,15 +104,12 @@ def make_reporter() -> Reporter:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
 
-    def write(line: str) -> None:
-        console.print(line, markup=False)
-
     def rewrite(line: str, last: bool) -> None:
         width = console.width
         sys.stdout.write("\r" + line[: width - 1].ljust(width - 1) + ("\n" if last else ""))
         sys.stdout.flush()
 
-    return Reporter(write, rewrite if console.is_terminal else None)
+    return Reporter(show, rewrite if console.is_terminal else None)
 
 
 def parse_words(words: list[str] | None) -> tuple[str | None, list[str]]:
@@ -158,12 +163,12 @@ def run(
     config = load_checked(*parse_words(with_consent(words, allow_code)), until)
     folder = work(config, out, until, gpus)
     if launch.rank() == 0:
-        console.print(f"run folder: {folder}", markup=False)
+        show(f"run folder: {folder}")
 
 
 def work(config: Config, folder: Path, until: str | None, gpus: int | None) -> Path:
     """Run the stages up to `until`, in this process or in --gpus processes."""
-    launch.spread(gpus, config, lambda line: console.print(line, markup=False))
+    launch.spread(gpus, config, show)
     return later("dualsft.runs.pipeline").run(config, folder, until, make_reporter())
 
 
@@ -177,22 +182,17 @@ def _stage_command(name: str, stage: str, text: str) -> None:
     def command(folder: RunFolder, words: Words = None, gpus: Gpus = None) -> None:
         work(folder_config(folder, words, stage), folder, stage, gpus)
 
-    app.command(name, help=text, context_settings=WORDS)(command)
-
-
-def _evaluate_command(name: str, stage: str, text: str) -> None:
-    def command(
+    def evaluate(
         folder: RunFolder, words: Words = None, allow_code: AllowCode = False, gpus: Gpus = None
     ) -> None:
-        config = folder_config(folder, with_consent(words, allow_code), stage)
-        work(config, folder, stage, gpus)
+        command(folder, with_consent(words, allow_code), gpus)
 
-    app.command(name, help=text, context_settings=WORDS)(command)
+    made = evaluate if name == "evaluate" else command
+    app.command(name, help=text, context_settings=WORDS)(made)
 
 
 for _name, (_stage, _text) in STAGE_COMMANDS.items():
-    make_command = _evaluate_command if _name == "evaluate" else _stage_command
-    make_command(_name, _stage, _text)
+    _stage_command(_name, _stage, _text)
 
 
 @app.command()
@@ -209,16 +209,14 @@ def report(
     ] = None,
 ) -> None:
     """Write report.html, report.md and a model card; several runs are shown side by side."""
-    for path in later("dualsft.lab.report.side_by_side").write_reports(folders, out):
-        console.print(str(path), markup=False)
+    show(*later("dualsft.lab.report.side_by_side").write_reports(folders, out))
 
 
 @app.command(context_settings=WORDS)
 def check(words: Words = None) -> None:
     """Preview a run: candidates, counts, rendered examples, and a per-example gradient check."""
     config = load_checked(*parse_words(words))
-    problems = later("dualsft.lab.check").check(config, make_reporter())
-    if problems:
+    if later("dualsft.lab.check").check(config, make_reporter()):
         raise typer.Exit(1)
 
 
@@ -259,20 +257,16 @@ def show_estimate(found: Any) -> None:
     seconds = sum(stage.seconds for stage in found.stages)
     table.add_row("all", "", "", clock(seconds), gib(found.disk_bytes), "")
     console.print(table)
-    console.print(
+    show(
         f"{found.num_parameters:,} parameters, {found.num_candidates:,} of them candidates; "
         f"{found.num_rows:,} rows, about {found.num_tokens:,} tokens, the longest {found.longest:,}"
         f"; {found.device} with {gib(found.device_memory)} GiB to use",
-        markup=False,
+        *(f"{stage.name} does not fit: {stage.cure}" for stage in found.stages if not stage.fits),
     )
-    for stage in found.stages:
-        if not stage.fits:
-            console.print(f"{stage.name} does not fit: {stage.cure}", markup=False)
     if not found.enough_disk:
-        console.print(
+        show(
             f"the disk has {disk.human(found.disk_free)} free but the run needs "
-            f"{disk.human(found.disk_bytes)}; give an --out on a larger disk",
-            markup=False,
+            f"{disk.human(found.disk_bytes)}; give an --out on a larger disk"
         )
 
 
@@ -296,13 +290,8 @@ def diagnose(
     if show_list:
         for one in diagnostics.registry().values():
             console.print(f"[bold]{one.name}[/bold]{'' if one.default else ' (on request)'}")
-            console.print(
-                f"  {one.summary}\n  paper: {one.paper}\n  cost: {one.cost}", markup=False
-            )
-            docs = one.docs()
-            for key, spec in one.specs().items():
-                text = docs.get(key.rpartition(".")[2], "")
-                console.print(f"  {key}={spec.default} ({spec.allowed}): {text}", markup=False)
+            show(f"  {one.summary}", f"  paper: {one.paper}", f"  cost: {one.cost}")
+            show_options(one)
         return
     if folder is None:
         raise ConfigError("diagnose: give a run folder, or --list")
@@ -311,9 +300,8 @@ def diagnose(
     consent = [w for w in given if w.partition("=")[0] in settings.CONSENTS]
     options = [w for w in given if "=" in w and w not in consent]
     wanted = diagnostics.Wanted.of([w for w in given if "=" not in w], options)
-    job = later("dualsft.lab.diagnostics.job")
-    for path in job.diagnose(folder, wanted, make_reporter(), consent):
-        console.print(str(path), markup=False)
+    diagnose = later("dualsft.lab.diagnostics.job").diagnose
+    show(*diagnose(folder, wanted, make_reporter(), consent))
 
 
 @app.command(context_settings=WORDS)
@@ -342,17 +330,17 @@ def compare(
 ) -> None:
     """Run a matrix of methods, models, data, budgets and seeds; writes tables and figures."""
     source, overrides = parse_words(with_consent(words, allow_code))
+    matrices = later("dualsft.lab.compare.matrix")
     if source is None:
-        known = ", ".join(later("dualsft.lab.compare.matrix").recipe_names())
         raise ConfigError(
-            "compare: give a matrix file or a recipe, such as quick; use one of " + known
+            "compare: give a matrix file or a recipe, such as quick; use one of "
+            + ", ".join(matrices.recipe_names())
         )
-    if until is not None:
-        check_stage(until)
-    matrix = later("dualsft.lab.compare.matrix").load_matrix(source, overrides)
+    check_stage(until)
+    matrix = matrices.load_matrix(source, overrides)
     comparing = later("dualsft.lab.compare.cells")
     if dry_run:
-        comparing.dry_run(matrix, lambda line: console.print(line, markup=False), only)
+        comparing.dry_run(matrix, show, only)
         return
     failed = {}
     if not tables:
@@ -360,8 +348,7 @@ def compare(
     for title, why in failed.items():
         errors.print(f"error: {title}: {why}", markup=False)
     if until is None and (tables or len(failed) < len(matrix.cells(only))):
-        for path in later("dualsft.lab.compare.pages").write_tables(matrix, out, reference):
-            console.print(str(path), markup=False)
+        show(*later("dualsft.lab.compare.pages").write_tables(matrix, out, reference))
     if failed:
         raise typer.Exit(1)
 
@@ -372,19 +359,23 @@ def methods() -> None:
     for axis, entries in registry().items():
         for entry in entries.values():
             console.print(f"[bold]method.{axis}={entry.name}[/bold]")
-            console.print(f"  {entry.summary}", markup=False)
+            show(f"  {entry.summary}")
             for label in ("cost", "memory", "source", "deviations"):
-                console.print(f"  {label}: {getattr(entry, label)}", markup=False)
+                show(f"  {label}: {getattr(entry, label)}")
             if entry.lr_ratio != 1.0:
-                console.print(f"  learning rate: {entry.lr_ratio:g} x finetune.lr", markup=False)
+                show(f"  learning rate: {entry.lr_ratio:g} x finetune.lr")
             if entry.extra:
-                console.print(f"  needs: pip install 'dualsft[{entry.extra}]'", markup=False)
-            docs = entry.docs()
-            for key, spec in entry.specs().items():
-                name = key.rpartition(".")[2]
-                paper = f"; paper: {entry.paper[name]}" if name in entry.paper else ""
-                line = f"  {key}={spec.default} ({spec.allowed}{paper}): {docs.get(name, '')}"
-                console.print(line, markup=False)
+                show(f"  needs: pip install 'dualsft[{entry.extra}]'")
+            show_options(entry, entry.paper)
+
+
+def show_options(one: Any, paper: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Print the settings of a method or a diagnostic: default, allowed values, meaning."""
+    docs = one.docs()
+    for key, spec in one.specs().items():
+        name = key.rpartition(".")[2]
+        published = f"; paper: {paper[name]}" if name in paper else ""
+        show(f"  {key}={spec.default} ({spec.allowed}{published}): {docs.get(name, '')}")
 
 
 @export_app.command()
@@ -399,7 +390,7 @@ def merge(
 ) -> None:
     """Merge a delta into its base model; writes a Hugging Face folder."""
     count = later("dualsft.model.export").merge(base, delta, out, dtype, force)
-    console.print(f"{count:,} entries merged into {out}", markup=False)
+    show(f"{count:,} entries merged into {out}")
 
 
 @export_app.command()
@@ -411,7 +402,7 @@ def extract(
 ) -> None:
     """Write the entries in which two models differ to a delta file."""
     count = later("dualsft.model.export").extract(base, tuned, out, dtype)
-    console.print(f"{count:,} changed entries written to {out}", markup=False)
+    show(f"{count:,} changed entries written to {out}")
 
 
 @app.command(context_settings=WORDS)
@@ -429,12 +420,12 @@ def quickstart(
     quickstart = later("dualsft.lab.quickstart")
     quickstart.check_own_task(config)
     for line in quickstart.run_quickstart(config, out, make_reporter()):
-        console.print(line, markup=False)
+        show(line)
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        console.print(f"dualsft {__version__}")
+        show(f"dualsft {__version__}")
         raise typer.Exit
 
 
@@ -458,44 +449,40 @@ def _guarded(action: Callable[[], Any], debug: bool) -> int:
             action()
     except interrupt.Interrupted as stopped:
         saved = f"saved {stopped.saved}; " if stopped.saved else ""
-        _tell(stopped, f"stopped by {stopped}: {saved}run the same command to resume")
+        _print_error(stopped, f"stopped by {stopped}: {saved}run the same command to resume")
         return stopped.exit_code
-    except DualsftError as problem:
-        if debug:
-            raise
-        _tell(problem, *(f"error: {line}" for line in str(problem).splitlines()))
-        return problem.exit_code
-    except OSError as problem:
-        if debug:
-            raise
-        _tell(problem, f"error: {problem}; check the path, its permissions and the disk")
-        return 2 if isinstance(problem, PermissionError | NotADirectoryError) else 1
     except Exception as problem:
         if debug:
             raise
-        _tell(problem, f"error: {_unforeseen(problem)}")
-        return 1
+        lines, code = _explained(problem)
+        _print_error(problem, *(f"error: {line}" for line in lines))
+        return code
     return 0
 
 
-def _tell(error: BaseException, *lines: str) -> None:
+def _print_error(error: BaseException, *lines: str) -> None:
     """Print an error to stderr; only once if several processes raise the same one."""
     launch.speak(error, lines, lambda line: errors.print(line, markup=False))
 
 
-def _unforeseen(problem: Exception) -> str:
-    """Message for an uncaught exception: out of memory, or a bug."""
+def _explained(problem: Exception) -> tuple[list[str], int]:
+    """(message lines, exit code) of an exception."""
+    if isinstance(problem, DualsftError):
+        return str(problem).splitlines(), problem.exit_code
+    if isinstance(problem, OSError):
+        code = 2 if isinstance(problem, PermissionError | NotADirectoryError) else 1
+        return [f"{problem}; check the path, its permissions and the disk"], code
     text = " ".join(str(problem).split())[:300]
     if later("dualsft.system.usage").is_out_of_memory(problem):
-        return (
+        return [
             f"out of memory ({text}); lower score.batch_tokens and data.max_length, use "
             "model.dtype=bfloat16 on a GPU, or a machine with more memory, then run the same "
             "command again (saved progress is kept)"
-        )
-    return (
+        ], 1
+    return [
         f"unexpected {type(problem).__name__}: {text}; this is a bug in dualsft: please report "
         "it with the output of `dualsft --debug …`"
-    )
+    ], 1
 
 
 def main() -> None:
@@ -510,4 +497,4 @@ def main() -> None:
     library = logging.getLogger("dualsft")
     library.addHandler(handler)
     library.setLevel(logging.INFO)
-    raise SystemExit(_guarded(lambda: app(), debug))
+    raise SystemExit(_guarded(app, debug))

@@ -13,7 +13,7 @@ import torch
 from conftest import Runner
 from test_methods_params import MOVING, OPTIONS, Killed, choosing, summary
 
-from dualsft.runs.stages.chosen import read_mask
+from dualsft.runs.stages.selection import read_mask
 from dualsft.storage.resume import Pieces
 
 pytestmark = pytest.mark.gpu

@@ -73,7 +73,7 @@ class Entry:
     lends: bool = False
     """For data methods: whether the selection is independent of the parameter side and fully
     contained in the returned value, so that a run with another parameter side can reuse it
-    (`runs/stages/reuse.py`)."""
+    (`runs/stages/selection.py`)."""
     extra: str | None = None
     """The optional dependency that it requires, if any."""
 

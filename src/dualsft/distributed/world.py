@@ -17,6 +17,7 @@ single process runs on its own is wrapped in `alone()`, which sets a world of si
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from dualsft.errors import ConfigError, RunError
+from dualsft.system.paths import RunPath
 
 T = TypeVar("T")
 
@@ -234,6 +236,41 @@ class World:
         """As `agreed`, for something of which each process has a copy, or if sharded its rows."""
         if not self.sharded:
             self.agreed(value, what)
+
+    # --- what a run does differently with several processes ---------------------------------------
+
+    def pick(self, whole: T, sharded: T) -> T:
+        """`sharded` if parameters and vectors are sharded over the processes, else `whole`."""
+        return sharded if self.sharded else whole
+
+    @property
+    def description(self) -> str:
+        """Number of processes and what each holds, for the log; empty for one process."""
+        held = self.pick("the whole model", "its rows of the model")
+        return f"{self.size} processes, each with {held}" if self.size > 1 else ""
+
+    def facts(self) -> dict[str, Any]:
+        """Entry of a stage manifest; empty for one process that holds the whole model."""
+        if self.size == 1 and not self.sharded:
+            return {}
+        return {"parallel": {"processes": self.size, "sharded": self.sharded}}
+
+    def check_shared(self, folder: RunPath) -> None:
+        """Raise unless every process sees what rank 0 writes to `folder`."""
+        if self.size == 1:
+            return
+        probe = folder / f".{self.told(secrets.token_hex(8))}.tmp"
+        if self.main:
+            probe.write_bytes(b"")
+        self.barrier()
+        missing = self.answers(probe.is_file()).count(False)
+        if self.main:
+            probe.unlink()
+        if missing:
+            raise RunError(
+                f"--out: {missing} of {self.size} processes do not see what rank 0 writes to "
+                f"{folder}; give a folder on a file system that all machines share"
+            )
 
 
 def gather(every: Tensor, own: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 Stages share no state in memory. Each stage reads the files that earlier stages wrote, so
 `dualsft run` and the single-stage commands compute the same thing, and every number can be
-recomputed from the run folder.
+recomputed from the run folder. The methods `pick` to `weight_hashes` return parts of stage
+fingerprints.
 """
 
 from __future__ import annotations
@@ -39,18 +40,21 @@ from dualsft.model.load import (
     load_tokenizer,
     read_model_config,
 )
-from dualsft.model.resolve import resolve_model
+from dualsft.model.resolve import resolve_model, weights_hash
 from dualsft.model.sharded import load_sharded
 from dualsft.runs.folder import RunDir
 from dualsft.runs.preflight import FOLDERS
 from dualsft.runs.stages.split import read_split
-from dualsft.storage.manifest import damage, read_stage_manifest
+from dualsft.storage.manifest import damage, read_stage_manifest, sha256_file
 from dualsft.storage.resume import Pieces
 from dualsft.storage.vectors import LazyVector, accumulation_dtype
 from dualsft.system.disk import cache_root
 from dualsft.system.paths import Place, RunPath
 from dualsft.system.progress import Reporter
 from dualsft.system.usage import limit_memory
+
+Settings = dict[str, Any]
+"""Settings and hashes that a stage's result depends on: part of its fingerprint."""
 
 
 @dataclass
@@ -73,6 +77,31 @@ class RunContext:
         return self.rundir.path / FOLDERS[stage]
 
     @cached_property
+    def methods(self) -> Composition:
+        """The methods of this run, one per axis."""
+        return compose(to_flat(self.config))
+
+    # --- data -----------------------------------------------------------------------------------
+
+    def data_path(self, path: str) -> str:
+        """Resolve `builtin:NAME/FILE` items of a data path to files that the package generates."""
+        return ",".join(
+            str(builtin_file(item, cache_root())) if item.startswith(BUILTIN) else item
+            for item in split_paths(path)
+        )
+
+    def roles(self) -> dict[str, list[Example]]:
+        """Examples of each role (val, anchor, warm, pool), in source order."""
+        return read_split(self.folder("split"))
+
+    # --- model ----------------------------------------------------------------------------------
+
+    @property
+    def trusted(self) -> bool:
+        """Whether Python code shipped with the model may run."""
+        return self.config.model.trust_remote_code
+
+    @cached_property
     def model_folder(self) -> Path:
         """θ_old as a local Hugging Face folder."""
         model = self.config.model
@@ -84,17 +113,18 @@ class RunContext:
             )
         return resolve_model(model.path, model.revision, self.trusted)
 
-    @property
-    def trusted(self) -> bool:
-        """Whether Python code shipped with the model may run."""
-        return self.config.model.trust_remote_code
+    @cached_property
+    def model_config(self) -> Any:
+        """Configuration of the text model; loads no weights."""
+        return read_model_config(self.model_folder, self.trusted)
 
-    def data_path(self, path: str) -> str:
-        """Resolve `builtin:NAME/FILE` items of a data path to files that the package generates."""
-        return ",".join(
-            str(builtin_file(item, cache_root())) if item.startswith(BUILTIN) else item
-            for item in split_paths(path)
-        )
+    @property
+    def model_type(self) -> str:
+        return str(self.model_config.model_type)
+
+    @property
+    def max_positions(self) -> int | None:
+        return getattr(self.model_config, "max_position_embeddings", None)
 
     @cached_property
     def device(self) -> torch.device:
@@ -120,11 +150,6 @@ class RunContext:
         return pad_token_id(self.tokenizer)
 
     @cached_property
-    def methods(self) -> Composition:
-        """The methods of this run, one per axis."""
-        return compose(to_flat(self.config))
-
-    @cached_property
     def parameter_shapes(self) -> dict[str, torch.Size]:
         """Shape of every parameter by name; loads no weights."""
         empty = empty_model(self.model_folder, self.trusted)
@@ -134,8 +159,7 @@ class RunContext:
     def candidate_shapes(self) -> dict[str, torch.Size]:
         """Shapes of the candidate parameters by name; loads no weights."""
         empty = empty_model(self.model_folder, self.trusted)
-        chosen = find_candidates(empty, self.config.score.candidates)
-        return {name: p.shape for name, p in chosen.items()}
+        return {name: p.shape for name, p in self.candidates(empty).items()}
 
     @property
     def num_candidates(self) -> int:
@@ -157,18 +181,40 @@ class RunContext:
         """Bytes on disk of the model's weights in the run's dtype."""
         return self.num_parameters * self.dtype.itemsize
 
-    @cached_property
-    def model_config(self) -> Any:
-        """Configuration of the text model; loads no weights."""
-        return read_model_config(self.model_folder, self.trusted)
+    def local(self, folder: Place) -> Path:
+        """A model folder as a local path; a folder inside the run is verified first."""
+        return folder if isinstance(folder, Path) else model_in(folder)
+
+    def load(self, folder: Place) -> PreTrainedModel:
+        attention, path = self.config.model.attention, self.local(folder)
+        load = world().pick(load_model, load_sharded)
+        return load(path, self.dtype, self.device, attention, self.trusted)
+
+    def theta_old(self) -> PreTrainedModel:
+        return self.load(self.model_folder)
+
+    def theta_bar(self) -> PreTrainedModel:
+        """The warmed-up model; equals θ_old without a warmup."""
+        return self.load(self.folder("warmup") / "theta_bar")
+
+    def candidates(self, model: PreTrainedModel) -> Candidates:
+        return find_candidates(model, self.config.score.candidates)
+
+    # --- vectors and passes ---------------------------------------------------------------------
 
     @property
-    def model_type(self) -> str:
-        return str(self.model_config.model_type)
+    def warmed_up(self) -> bool:
+        """Whether a warmup ran, so that the curvature ĉ exists."""
+        return (self.folder("warmup") / "curvature.safetensors").is_file()
 
-    @property
-    def max_positions(self) -> int | None:
-        return getattr(self.model_config, "max_position_embeddings", None)
+    def vector(self, stage: str, name: str, candidates: Candidates) -> LazyVector:
+        """Open a stored vector over the candidates; pieces are read onto the device on access."""
+        path = self.folder(stage) / f"{name}.safetensors"
+        return LazyVector.open(path, candidates.names, self.device)
+
+    def curvature(self, candidates: Candidates) -> LazyVector | None:
+        """ĉ, or None without a warmup."""
+        return self.vector("warmup", "curvature", candidates) if self.warmed_up else None
 
     @cached_property
     def batch_tokens(self) -> int:
@@ -180,51 +226,48 @@ class RunContext:
         """Padded tokens per training forward pass: score.batch_tokens, or the device's default."""
         return self.config.score.batch_tokens or TRAINING_BATCH_TOKENS[self.device.type]
 
-    def local(self, folder: Place) -> Path:
-        """A model folder as a local path; a folder inside the run is verified first."""
-        return folder if isinstance(folder, Path) else model_in(folder)
-
-    def load(self, folder: Place) -> PreTrainedModel:
-        load = load_sharded if world().sharded else load_model
-        return load(
-            self.local(folder), self.dtype, self.device, self.config.model.attention, self.trusted
-        )
-
-    def theta_old(self) -> PreTrainedModel:
-        return self.load(self.model_folder)
-
-    def theta_bar(self) -> PreTrainedModel:
-        """The warmed-up model; equals θ_old without a warmup."""
-        return self.load(self.folder("warmup") / "theta_bar")
-
-    @property
-    def warmed_up(self) -> bool:
-        """Whether a warmup ran, so that the curvature ĉ exists."""
-        return (self.folder("warmup") / "curvature.safetensors").is_file()
-
     def precise(
         self, what: Literal["directions", "pool"], label: str, *models: PreTrainedModel
     ) -> AbstractContextManager[tuple[PreTrainedModel, ...]]:
         """The models for a walk, in the precision set by `score.precision`."""
-        precision, warn = self.config.score.precision, self.reporter.warn
-        return precise(precision, what, label, warn, *models)
+        return precise(self.config.score.precision, what, label, self.reporter.warn, *models)
 
-    def candidates(self, model: PreTrainedModel) -> Candidates:
-        return find_candidates(model, self.config.score.candidates)
+    # --- fingerprints ---------------------------------------------------------------------------
 
-    def roles(self) -> dict[str, list[Example]]:
-        """Examples of each role (val, anchor, warm, pool), in source order."""
-        return read_split(self.folder("split"))
+    def pick(self, *keys: str) -> Settings:
+        """Config values by full key; `section.*` selects the whole section."""
+        flat = to_flat(self.config)
+        chosen: Settings = {}
+        for key in keys:
+            if key.endswith(".*"):
+                chosen |= {name: v for name, v in flat.items() if name.startswith(key[:-1])}
+            else:
+                chosen[key] = flat[key]
+        return chosen
 
-    def vector(self, stage: str, name: str, candidates: Candidates) -> LazyVector:
-        """Open a stored vector over the candidates; pieces are read onto the device on access."""
-        return LazyVector.open(
-            self.folder(stage) / f"{name}.safetensors", candidates.names, self.device
-        )
+    def template_hash(self) -> Settings:
+        """Hash of the template file, to replace its path."""
+        file = self.config.data.template_file
+        return {} if file is None else {"data.template_file": sha256_file(Path(file).expanduser())}
 
-    def curvature(self, candidates: Candidates) -> LazyVector | None:
-        """ĉ, or None without a warmup."""
-        return self.vector("warmup", "curvature", candidates) if self.warmed_up else None
+    def compute_settings(self) -> Settings:
+        """Settings that affect the numerics of every pass through the model."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        chosen = {"dtype": dtype, "device": self.device.type, "batch_tokens": self.batch_tokens}
+        return chosen | self.pick("model.attention", "model.deterministic", "data.padding_side")
+
+    def training_settings(self) -> Settings:
+        """`compute_settings`, and tokens per training pass if not the default (dropout)."""
+        usual = TRAINING_BATCH_TOKENS[self.device.type]
+        own = self.training_tokens != usual
+        return self.compute_settings() | ({"training tokens": self.training_tokens} if own else {})
+
+    def weight_hashes(self) -> Settings:
+        """Hashes of θ_old's weights and config."""
+        return {
+            "weights of model.path": weights_hash(self.model_folder),
+            "config.json of model.path": sha256_file(self.model_folder / "config.json"),
+        }
 
 
 READ_BY_LOADERS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".safetensors")

@@ -4,14 +4,15 @@ One numbered folder per step of Algorithm 1 (docs/run_folder.md). A stage is wri
 `<folder>.part`, sealed by a manifest (`storage/manifest.py`), and renamed into place. The old stage
 is removed only after the new one is complete; after a crash during the swap, the next reader
 completes it or rolls it back. Progress of an unfinished stage is in `<folder>.work`
-(`storage/resume.py`). Only one process writes at a time.
-Reads and writes `config.yaml`, `manifest.json`, `metrics.jsonl` and the stage folders.
+(`storage/resume.py`). Only one process writes at a time. Reads and writes `config.yaml`,
+`manifest.json`, `metrics.jsonl` and the stage folders; `load_summaries` reads what a report shows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -25,13 +26,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+import yaml
+
 from dualsft.config.settings import sealed_text
 from dualsft.errors import ConfigError, RunError
+from dualsft.runs.preflight import FOLDERS
 from dualsft.storage.manifest import (
     FORMAT_VERSION,
     MANIFEST,
     Fingerprint,
-    atomic_write_bytes,
     atomic_write_text,
     damage,
     is_whole,
@@ -40,7 +43,6 @@ from dualsft.storage.manifest import (
     read_stage_manifest,
     render_manifest,
     seal,
-    sha256_file,
     versions,
 )
 from dualsft.system import signals as interrupt
@@ -48,27 +50,13 @@ from dualsft.system.disk import FULL, check_room, folder_bytes, storage_failure
 from dualsft.system.paths import Place, RunPath, run_path
 from dualsft.system.peak_memory import PeakMemory
 
-try:
-    import fcntl
-except ImportError:  # Windows has no fcntl: concurrent runs in one folder are not detected
-    fcntl = None
-
-__all__ = [
-    "FORMAT_VERSION",
-    "Fingerprint",
-    "RunDir",
-    "StageState",
-    "StageWriter",
-    "atomic_write_bytes",
-    "atomic_write_text",
-    "sha256_file",
-]
-
 log = logging.getLogger(__name__)
 
 STAGE_FOLDER = re.compile(r"[0-9]+_[a-z_]+")
-REPORTS = ("report.md", "report.html", "model_card.md", "diagnostics")
-RUN_FILES = frozenset({"config.yaml", MANIFEST, "metrics.jsonl", *REPORTS})
+RUN_FILES = {
+    *("config.yaml", MANIFEST, "metrics.jsonl"),
+    *("report.md", "report.html", "model_card.md", "diagnostics"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +65,6 @@ class StageState:
 
     status: Literal["missing", "stale", "corrupt", "ready"]
     reasons: tuple[str, ...] = ()
-    manifest: Mapping[str, Any] | None = None
-    extra: tuple[str, ...] = ()
-    """Files in the folder that the manifest does not list; ignored."""
 
     @property
     def ready(self) -> bool:
@@ -94,10 +79,8 @@ class StageWriter:
         self.facts: dict[str, Any] = {}
         self.memory = PeakMemory()
         self.seconds = 0.0
-        self.elsewhere = 0.0
-        """Seconds spent on reused parts in the runs that computed them."""
-        self.kept = False
-        """Whether the stage is complete and in place."""
+        self.elsewhere = 0.0  # seconds spent on reused parts, in the runs that computed them
+        self.kept = False  # whether the stage is complete and in place
 
     def __truediv__(self, name: str) -> RunPath:
         return self.path / name
@@ -119,14 +102,27 @@ class StageWriter:
         """Peak bytes: of the GPU if the stage used one, otherwise of the process."""
         return self.memory.cuda_bytes or self.memory.rss_bytes
 
+    def manifest(self, folder: str, fingerprint: Fingerprint) -> dict[str, Any]:
+        """The stage's manifest, without the hashes of its files."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "stage": folder.partition("_")[2],
+            "fingerprint": fingerprint.as_dict(),
+            "facts": self.facts,
+            "seconds": round(self.seconds, 3),
+            "peak_memory": self.memory.as_dict(),
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": versions(),
+        }
+
 
 def _beside(path: RunPath, suffix: str) -> RunPath:
     return path.with_name(path.name + suffix)
 
 
 def _is_run(names: list[str]) -> bool:
-    """Whether a folder without a valid manifest.json is still a run folder: it contains only files
-    of a run, including a stage or the settings."""
+    """Whether a folder without a valid manifest.json holds only files of a run, and a stage or the
+    settings."""
     stages = {name for name in names if STAGE_FOLDER.fullmatch(name.partition(".")[0])}
     return bool(stages or "config.yaml" in names) and set(names) - stages <= RUN_FILES
 
@@ -153,9 +149,8 @@ class RunDir:
                 raise ConfigError(f"--out: {str(self.path)!r} is not a folder; give a new folder")
         except RunError as problem:
             raise ConfigError(f"--out: {problem}") from None
-        names = self.path.names()
-        visible = [name for name in names if not name.startswith(".")]
-        own = MANIFEST in names and "stages" in read_manifest(self.path / MANIFEST)[0]
+        visible = [name for name in self.path.names() if not name.startswith(".")]
+        own = MANIFEST in visible and "stages" in read_manifest(self.path / MANIFEST)[0]
         if visible and not own and not _is_run(visible):
             raise ConfigError(
                 f"--out: {str(self.path)!r} is neither empty nor a run folder; give a new folder"
@@ -212,10 +207,9 @@ class RunDir:
         return records
 
     def under_way(self, since: float) -> dict[str, Any]:
-        """The `stage` that is being written and its last progress record, for an onlooker.
+        """The `stage` that is being written and its last progress record not older than `since`.
 
-        Older records than `since` are of an earlier attempt. One that was killed may have left a
-        later stage, so the first is the present one.
+        A killed attempt may have left a later stage, so the first `.part` is the current one.
         """
         parts = sorted(name for name in self.path.names() if name.endswith(".part"))
         if not parts:
@@ -246,12 +240,11 @@ class RunDir:
         if wrong:
             return StageState("corrupt", (wrong,))
         if reasons := fingerprint.explain(manifest):
-            return StageState("stale", tuple(reasons), manifest)
+            return StageState("stale", tuple(reasons))
         reasons, extra = damage(final, manifest)
         if extra:
             log.info("%s: ignoring files that the stage did not write: %s", final, ", ".join(extra))
-        status = "corrupt" if reasons else "ready"
-        return StageState(status, tuple(reasons), manifest, tuple(extra))
+        return StageState("corrupt" if reasons else "ready", tuple(reasons))
 
     @contextlib.contextmanager
     def write_stage(
@@ -278,7 +271,7 @@ class RunDir:
                     writer.seconds = time.perf_counter() - start + writer.elsewhere
                     # computation is done: defer signals until the stage is in place
                     waiting.enter_context(interrupt.deferred())
-                    seal(part, self._stage_body(folder, fingerprint, writer))
+                    seal(part, writer.manifest(folder, fingerprint))
                 except BaseException as problem:
                     failure = storage_failure(problem, part.location, folder_bytes(part))
                     with contextlib.suppress(OSError):
@@ -292,9 +285,8 @@ class RunDir:
                 self._write_manifest()
 
     def adopt(self, folder: str, lender: RunPath) -> bool:
-        """Reuse the finished stage of another run folder, by hard links where supported.
+        """Reuse the finished stage of another run folder, manifest included, by hard links.
 
-        The manifest is copied too: fingerprint, hashes, and the cost at the time of computation.
         Returns False and copies nothing if files have disappeared in the meantime: another process
         is replacing the stage, or removing files that a comparison does not keep.
         """
@@ -304,7 +296,10 @@ class RunDir:
             self._recover(folder)
             part.remove()
             try:
-                _copy_stage(lender / folder, part)
+                part.mkdir()
+                for name, file in (lender / folder).tree()[0].items():  # plain files only
+                    (part / name).parent.mkdir(parents=True, exist_ok=True)
+                    (part / name).link_to(file)
             except FileNotFoundError:
                 if has_all(lender / folder):  # no file is missing: another error
                     raise
@@ -327,19 +322,6 @@ class RunDir:
         """Remove temporary files of killed processes; the caller must hold the lock."""
         for file in self.path.glob(".*.tmp"):
             file.remove()
-
-    @staticmethod
-    def _stage_body(folder: str, fingerprint: Fingerprint, writer: StageWriter) -> dict[str, Any]:
-        return {
-            "format_version": FORMAT_VERSION,
-            "stage": folder.partition("_")[2],
-            "fingerprint": fingerprint.as_dict(),
-            "facts": writer.facts,
-            "seconds": round(writer.seconds, 3),
-            "peak_memory": writer.memory.as_dict(),
-            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": versions(),
-        }
 
     def _swap(self, part: RunPath, final: RunPath) -> None:
         """Replace the old folder by a sealed one; recoverable after a crash at any point."""
@@ -374,14 +356,14 @@ class RunDir:
         if not swapping and (final.is_taken() or not _beside(final, ".part").is_taken()):
             return
         try:
-            if not self._try_lock():
-                return
+            free = self._try_lock()
         except OSError:
             return
-        try:
-            self._recover(folder)
-        finally:
-            self._unlock()
+        if free:
+            try:
+                self._recover(folder)
+            finally:
+                self._unlock()
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -419,11 +401,10 @@ class RunDir:
 def locked(file: int, path: Place) -> bool:
     """Lock an open file until it is closed; False if another process holds the lock.
 
-    Always True where locks are not supported (Windows, some file systems).
+    Always True on file systems that do not support locks.
     """
     try:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
@@ -436,9 +417,6 @@ class FollowedRunDir(RunDir):
 
     def create(self) -> RunDir:
         return self
-
-    def write_config(self, text: str) -> None:
-        """No-op; rank 0 writes it."""
 
     def log_metrics(self, stage: str, **values: Any) -> None:
         """No-op; rank 0 writes it."""
@@ -468,10 +446,89 @@ def has_all(stage: RunPath) -> bool:
     return all(file.is_file() and file.size == size for file, size in places)
 
 
-def _copy_stage(source: RunPath, target: RunPath) -> None:
-    """Hard-link or copy a stage's files; anything but plain files is skipped."""
-    target.mkdir()
-    for name, file in source.tree()[0].items():
-        copy = target / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.link_to(file)
+# --- reading a run -------------------------------------------------------------------------------
+
+SUMMARIES = {
+    **dict[str, str].fromkeys(("split", "scores", "selection", "finetune"), "summary.json"),
+    "evaluation": "results.json",
+}
+
+
+def read_manifests(run: RunPath) -> tuple[dict[str, Any], list[str]]:
+    """(manifests of all intact stages, in pipeline order; descriptions of damaged stages)."""
+    found: dict[str, Any] = {}
+    problems: list[str] = []
+    for stage, folder in FOLDERS.items():
+        try:
+            if not (run / folder).is_dir():
+                continue
+        except RunError as problem:
+            problems.append(str(problem))
+            continue
+        manifest, wrong = read_stage_manifest(run / folder)
+        reported = {SUMMARIES[stage]} if stage in SUMMARIES else set[str]()
+        reasons = [wrong] if wrong else damage(run / folder, manifest, only=reported)[0]
+        problems += [f"{run / folder}: {reason}" for reason in reasons]
+        if not reasons:
+            found[stage] = manifest
+    return found, problems
+
+
+def outdated(manifests: dict[str, Any]) -> list[str]:
+    """Stages whose inputs have been recomputed since: they describe another selection."""
+    old: list[str] = []
+    for stage, manifest in manifests.items():
+        for name, read in manifest["fingerprint"]["reads"].items():
+            now = manifests.get(name)
+            if now is None or name in old or now["fingerprint"]["hash"] != read:
+                old.append(stage)
+                break
+    return old
+
+
+def read_settings(run: RunPath) -> tuple[str, Mapping[str, Any]]:
+    """config.yaml of a run, as text and parsed; both empty if the file does not exist."""
+    path = run / "config.yaml"
+    try:
+        text = path.read_text() if path.is_file() else ""
+        config = yaml.safe_load(text) or {}
+        if not isinstance(config, Mapping):
+            raise ValueError("not a mapping")
+        for part in ("model", "data", "finetune"):
+            if not isinstance(config.get(part, {}), Mapping):
+                raise ValueError(f"{part} is not a mapping")
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
+        reason = " ".join(str(problem).split())
+        raise RunError(
+            f"{path}: not the settings of a run ({reason}); restore the file that `dualsft run` "
+            "wrote, or move it away: the report works without it"
+        ) from problem
+    return text, config
+
+
+def load_summaries(run: RunPath) -> dict[str, Any]:
+    """The settings, the summaries of the finished stages, and their manifests and warnings."""
+    manifests, problems = read_manifests(run)
+    if problems:
+        cure = f"run `dualsft run {run}/config.yaml --out {run}` again: it replaces what is damaged"
+        raise RunError("\n".join([*problems, cure]))
+    old = outdated(manifests)
+    current = {stage: m for stage, m in manifests.items() if stage not in old}
+    if "selection" in current:  # ignore stages that an earlier run with another method left
+        read = current["selection"]["fingerprint"]["reads"]
+        for stage in ("warmup", "gradients", "scores"):
+            if stage not in read:
+                current.pop(stage, None)
+    text, config = read_settings(run)
+    found: dict[str, Any] = {
+        "config_text": text,
+        "config": config,
+        "manifests": current,
+        "warnings": {stage: m["facts"]["warnings"] for stage, m in current.items()},
+        "warning_codes": {s: m["facts"].get("warning_codes", []) for s, m in current.items()},
+        "outdated": old,
+    }
+    for stage, file in SUMMARIES.items():
+        if stage in current:
+            found[stage] = (run / FOLDERS[stage] / file).read_json()
+    return found

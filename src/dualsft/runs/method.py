@@ -1,10 +1,13 @@
-"""Base classes of methods, one per axis, and the `Job` that they work on.
+"""Methods: the base classes, one per axis, the `Job` that they work on, and DualSFT's own methods.
 
 `DataMethod` chooses examples. `ParamMethod` chooses entries: once, repeatedly during training (a
 moving mask), or none (an adapter). `WeightMethod` sets the weight of each token in training
 (Algorithm 1 line 12 with another loss). `AfterMethod` edits the trained weights. The selection
 stage calls the first two, the fine-tuning stage the others; neither refers to methods by name.
-`Job` measures the cost of each method.
+
+DualSFT's own methods (Algorithm 1 lines 9 to 11: the largest signed scores on both sides) and the
+controls reversed, random and all are at the end, with `Scoring`, which loads what they select by.
+`ENTRIES` of `runs/__init__.py` describes them; methods of other papers are in `lab/methods/`.
 """
 
 from __future__ import annotations
@@ -17,14 +20,24 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dualsft.algorithm.projection import Scored
+from dualsft.algorithm.scores import rounding_scales
+from dualsft.algorithm.selection import Chosen, choose_entries, choose_examples, rescore
+from dualsft.algorithm.topk import TopK
 from dualsft.config.methods import Axis, Entry
 from dualsft.data.examples import Batch, Example, collate, digest, make_batches
+from dualsft.engine.fused import HALF_DTYPES
+from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import token_losses
-from dualsft.runs.context import RunContext
+from dualsft.runs.context import RunContext, pass_settings
+from dualsft.runs.stages.gradients import read_pool
+from dualsft.runs.stages.scores import load_scored
+from dualsft.storage.vectors import Vector
 from dualsft.system.paths import RunPath
 from dualsft.system.peak_memory import PeakMemory
 from dualsft.train.loop import Hooks
@@ -197,15 +210,15 @@ class ParamMethod(_Method, ABC):
 
     def refresh(self, job: Job, model: PreTrainedModel, k: int, step: int) -> Mapping[str, Tensor]:
         """The mask to use after `step` completed steps."""
-        raise TypeError(f"{type(self).__name__} does not implement this method")
+        raise NotImplementedError
 
     def attach(self, job: Job, model: PreTrainedModel) -> dict[str, nn.Parameter]:
         """Add the adapter to the model; returns its trainable parameters by name."""
-        raise TypeError(f"{type(self).__name__} does not implement this method")
+        raise NotImplementedError
 
     def detach(self, job: Job, model: PreTrainedModel) -> PreTrainedModel:
         """Save the adapter to `job.part`, merge it, and return the plain model."""
-        raise TypeError(f"{type(self).__name__} does not implement this method")
+        raise NotImplementedError
 
 
 class WeightMethod(_Method, ABC):
@@ -225,3 +238,219 @@ class AfterMethod(_Method, ABC):
     @abstractmethod
     def apply(self, job: Job, before: PreTrainedModel, after: PreTrainedModel) -> dict[str, Any]:
         """Edit `after` in place (`before` is θ_old); returns facts for the summary."""
+
+
+# --- DualSFT's own methods and the controls ------------------------------------------------------
+
+WIDER = 8.0  # rounding of bf16 scores over that of re-scored ones (TF32 products or better)
+
+
+@dataclass
+class Scoring:
+    """Inputs of DualSFT's own selection on both sides: u, G, the engine, the pool.
+
+    In half precision an example that rounding could move across the boundary is re-scored like
+    one that the certificate leaves open (docs/algorithm.md, "One pass instead of two").
+    """
+
+    ctx: RunContext
+    engine: GhostEngine
+    pool: list[Example]
+    scored: Scored
+    num_full: int
+    mask: TopK | None = None
+    """Result of `choose_entries`."""
+
+    @classmethod
+    def of(cls, ctx: RunContext, keep: Callable[[Vector], Vector] = lambda v: v) -> Scoring:
+        """Load the scores; `keep` maps every stored vector (`at_hand` if all are read often)."""
+        roles = ctx.roles()
+        model = ctx.theta_bar()
+        engine = GhostEngine(model, ctx.candidates(model))
+        scored = load_scored(ctx, engine.candidates, len(roles["pool"]), keep)
+        return cls(ctx, engine, roles["pool"], scored, sum(len(rows) for rows in roles.values()))
+
+    @classmethod
+    def shared(cls, job: Job) -> Scoring:
+        """The same object for both sides of a selection."""
+        return job.shared("scoring", lambda job: cls.of(job.ctx))
+
+    @property
+    def rounding(self) -> np.ndarray:
+        """Estimated rounding error of each score, from the self-check; zero for fp32 or fp64."""
+        ctx, count = self.ctx, len(self.pool)
+        if ctx.dtype not in HALF_DTYPES:
+            return np.zeros(count)
+        inner_sums = read_pool(ctx.folder("gradients") / "pool.parquet").get("inner_sums")
+        return self.summary["rounding_ratio"] * rounding_scales(inner_sums, count)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """4_scores/summary.json."""
+        return (self.ctx.folder("scores") / "summary.json").read_json()
+
+    def choose_entries(self, k: int, reverse: bool = False) -> TopK:
+        """The exact signed top k of u ⊙ G; `reverse` takes the bottom k."""
+        self.mask = choose_entries(self.scored, k, reverse)
+        return self.mask
+
+    def choose_examples(self, b: int, reverse: bool = False) -> Chosen:
+        """The exact top b of the pool; `reverse` takes the bottom b."""
+        ctx, pool = self.ctx, self.pool
+        table = (ctx.folder("scores") / "examples.parquet").read_table()
+        scores, bound = table["score"].to_numpy(), table["bound"].to_numpy() + self.rounding
+        ties = np.array([e.index for e in pool])
+        passes = pass_settings(ctx)
+
+        def exactly(positions: np.ndarray) -> np.ndarray:
+            rows = [pool[i] for i in positions]
+            return rescore(self.engine, rows, self.scored, passes, ctx.reporter)
+
+        return choose_examples(scores, bound, ties, b, exactly, ctx.reporter.say, reverse)
+
+    def describe(self, part: RunPath, data: Chosen, b: int) -> dict[str, Any]:
+        """Write rescored.parquet; returns the data side of the summary."""
+        ctx, pool = self.ctx, self.pool
+        slack = self.summary["rounding_slack"]
+        columns = {
+            "id": pa.array([pool[i].id for i in data.rescored], pa.string()),
+            "score": pa.array(data.scores[data.rescored], pa.float64()),
+        }
+        (part / "rescored.parquet").write_table(pa.table(columns))
+        chosen = np.zeros(len(pool), bool)
+        chosen[data.positions] = True
+        lowest = float(data.scores[chosen].min())
+        highest_out = float(data.scores[~chosen].max()) if b < len(pool) else None
+        near = 0
+        if highest_out is not None:
+            half = ctx.dtype in HALF_DTYPES
+            margin = self.rounding if half else np.full(len(pool), slack)
+            if half:
+                margin[data.rescored] /= WIDER
+            distance = np.where(chosen, data.scores - highest_out, lowest - data.scores)
+            near = int((distance <= margin).sum())
+        negative = int((data.scores[chosen] <= 0).sum())
+        if negative:
+            ctx.reporter.warn(
+                f"{negative:,} of the {b:,} selected examples have a score ≤ 0: the budget exceeds "
+                "what the scores recommend (lower select.data_budget)",
+                code="nonpositive_scores",
+            )
+        ctx.reporter.say(
+            f"examples: {b:,} of {self.num_full:,} rows ({100 * b / self.num_full:.2f} %); "
+            f"{near:,} lie within the rounding slack of {slack:.2g} around the boundary"
+        )
+        return {
+            "score_threshold": lowest,
+            "boundary_gap": None if highest_out is None else lowest - highest_out,
+            "rounding_slack": slack,
+            "near_ties": near,
+            "certified_in": data.inside,
+            "certified_out": data.outside,
+            "rescored": len(data.rescored),
+            "num_nonpositive_examples": negative,
+            "num_sign_uncertain": int((chosen & (np.abs(data.scores) <= data.bound)).sum()),
+        }
+
+
+def describe_entries(ctx: RunContext, mask: TopK) -> dict[str, Any]:
+    """Threshold, boundary gap and number of nonpositive scores of a top-k; warns of the last."""
+    if mask.num_nonpositive:
+        ctx.reporter.warn(
+            f"{mask.num_nonpositive:,} of the {mask.num_selected:,} selected entries have a score "
+            "≤ 0: the budget exceeds what the scores recommend (lower select.param_budget)",
+            code="nonpositive_scores",
+        )
+    gap = None if mask.next_score is None else mask.threshold - mask.next_score
+    return {
+        "threshold": mask.threshold,
+        "param_boundary_gap": gap,
+        "num_nonpositive_params": mask.num_nonpositive,
+    }
+
+
+class DualData(DataMethod):
+    """The exact b largest signed scores: certificate, then re-scoring of undecided examples."""
+
+    pool_roles = ("pool",)
+    reverse = False
+
+    def choose(self, job: Job, pool: list[Example], b: int) -> DataChoice | None:
+        scoring = Scoring.shared(job)
+        data = scoring.choose_examples(b, self.reverse)
+        job.accounts.backward_examples += len(data.rescored)
+        return DataChoice(data.positions, scoring.describe(job.part, data, b))
+
+
+class ReversedData(DualData):
+    """The b smallest signed scores."""
+
+    reverse = True
+
+
+class DualParams(ParamMethod):
+    """The k largest signed scores over all candidates."""
+
+    reverse = False
+
+    def choose(self, job: Job, k: int) -> ParamChoice | None:
+        mask = Scoring.shared(job).choose_entries(k, self.reverse)
+        return ParamChoice(mask.indices, describe_entries(job.ctx, mask))
+
+
+class ReversedParams(DualParams):
+    """The k smallest signed scores over all candidates."""
+
+    reverse = True
+
+
+class AllData(DataMethod):
+    """All of D_train."""
+
+    def choose(self, job: Job, pool: list[Example], b: int) -> DataChoice | None:
+        return None
+
+
+class AllParams(ParamMethod):
+    """Every parameter."""
+
+    def choose(self, job: Job, k: int) -> ParamChoice | None:
+        return None
+
+
+class RandomData(DataMethod):
+    """b examples, uniformly at random, without replacement."""
+
+    def choose(self, job: Job, pool: list[Example], b: int) -> DataChoice | None:
+        return DataChoice(job.rng("examples").choice(len(pool), b, replace=False))
+
+
+class RandomParams(ParamMethod):
+    """k candidate entries, uniformly at random, without replacement."""
+
+    def choose(self, job: Job, k: int) -> ParamChoice | None:
+        sizes = np.array([shape.numel() for shape in job.shapes().values()])
+        ends = np.cumsum(sizes)
+        flat = distinct(job.rng("entries"), int(ends[-1]), k)
+        parts = np.split(flat, np.searchsorted(flat, ends[:-1]))
+        indices = zip(job.shapes(), parts, ends - sizes, strict=True)
+        return ParamChoice({name: torch.from_numpy(part - first) for name, part, first in indices})
+
+
+def distinct(rng: np.random.Generator, total: int, count: int) -> np.ndarray:
+    """`count` distinct integers below `total`, sorted; every such set is equally likely.
+
+    Draws with replacement until enough values are distinct, because numpy's draws without
+    replacement either hold a permutation of `total` or are limited to 1e9. For more than half of
+    `total`, the complement is drawn instead.
+    """
+    if 2 * count > total:
+        left = np.ones(total, dtype=bool)
+        left[distinct(rng, total, total - count)] = False
+        return np.flatnonzero(left)
+    found = np.empty(0, dtype=np.int64)
+    while len(found) < count:
+        drawn = rng.integers(0, total, count - len(found), dtype=np.int64)
+        found = np.sort(np.concatenate([found, drawn]))
+        found = found[np.append(True, found[1:] != found[:-1])]  # np.unique is far slower
+    return found

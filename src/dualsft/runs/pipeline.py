@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +25,21 @@ from dualsft.config import settings
 from dualsft.config.methods import parts
 from dualsft.config.settings import Config
 from dualsft.distributed.heartbeat import watched
-from dualsft.distributed.world import (
-    alone,
-    joined,
-    launched,
-    place_of_meeting,
-    settled,
-    world,
-)
-from dualsft.errors import ConfigError, RunError
+from dualsft.distributed.world import alone, joined, launched, place_of_meeting, settled, world
+from dualsft.errors import ConfigError
 from dualsft.memory.scaling import ModelShape, scoring_memory, warmup_memory
 from dualsft.model.load import choose_device, empty_model
-from dualsft.runs.context import RunContext, repeatable
-from dualsft.runs.fingerprints import (
-    Settings,
-    finetune_settings,
-    gradients_settings,
-    gradients_with_product,
-    scores_settings,
-    selection_settings,
-    split_settings,
-    warmup_settings,
-)
-from dualsft.runs.folder import Fingerprint, FollowedRunDir, RunDir, atomic_write_text, has_all
-from dualsft.runs.method import Job
+from dualsft.runs.context import RunContext, Settings, repeatable
+from dualsft.runs.folder import FollowedRunDir, RunDir, has_all, outdated, read_manifests
 from dualsft.runs.preflight import FOLDERS, STAGE_NAMES, check_consent, check_paths, check_stage
 from dualsft.runs.stages import finetune, gradients, scores, selection, split, warmup
-from dualsft.runs.summaries import outdated, read_manifests
-from dualsft.storage.manifest import read_stage_manifest, sha256_text, versions
+from dualsft.storage.manifest import (
+    Fingerprint,
+    atomic_write_text,
+    read_stage_manifest,
+    sha256_text,
+    versions,
+)
 from dualsft.storage.resume import Pieces
 from dualsft.system.disk import explained
 from dualsft.system.paths import Place, RunPath
@@ -61,6 +47,8 @@ from dualsft.system.progress import Reporter, clock
 from dualsft.system.signals import Interrupted
 
 log = logging.getLogger(__name__)
+
+MOST_OF_GPU = 0.7  # share of a GPU that weights and state may take before mode auto shards
 
 
 @dataclass(frozen=True)
@@ -94,11 +82,11 @@ class Stage:
 
 
 STAGES: tuple[Stage, ...] = (
-    Stage("split", split.run, split_settings, (), together=lambda _: False),
+    Stage("split", split.run, split.settings, (), together=lambda _: False),
     Stage(
         "warmup",
         warmup.run,
-        warmup_settings,
+        warmup.settings,
         ("split",),
         need=lambda ctx: ctx.model_bytes + ctx.vector_bytes,
         needed="warmup",
@@ -106,16 +94,16 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "gradients",
         gradients.run,
-        gradients_settings,
+        gradients.settings,
         ("split", "warmup"),
-        gradients_with_product,
+        gradients.richer_settings,
         need=lambda ctx: 3 * ctx.vector_bytes,
         needed="scores",
     ),
     Stage(
         "scores",
         scores.run,
-        scores_settings,
+        scores.settings,
         ("split", "warmup", "gradients"),
         need=lambda ctx: len(scores.kept_vectors(ctx)) * ctx.vector_bytes,
         needed="scores",
@@ -123,14 +111,14 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "selection",
         selection.run,
-        selection_settings,
+        selection.settings,
         ("split", "warmup", "gradients", "scores"),
         together=lambda ctx: ctx.methods.parallel,
     ),
     Stage(
         "finetune",
         finetune.run,
-        finetune_settings,
+        finetune.settings,
         ("split", "selection"),
         need=lambda ctx: ctx.model_bytes,
         together=finetune.together,
@@ -187,62 +175,40 @@ def run(
 
 def _check_same(rundir: RunDir, config: Config) -> None:
     """Raise unless all processes have the same settings, packages and run folder."""
-    present = world()
-    if present.size == 1:
-        return
     text = "\n".join([settings.to_yaml(config), *settings.consent_of(config)])
-    present.agreed(sha256_text(text), "the configuration (its hash)")
-    present.agreed(json.dumps(versions(), sort_keys=True), "what is installed")
-    # probe file: check that every process sees what rank 0 writes
-    word = rundir.path / f".{present.told(secrets.token_hex(8))}.tmp"
-    if present.main:
-        atomic_write_text(word, "")
-    present.barrier()
-    missing = present.answers(word.is_file()).count(False)
-    if present.main:
-        word.unlink()
-    if missing:
-        raise RunError(
-            f"--out: {missing} of {present.size} processes do not see what rank 0 writes to "
-            f"{rundir.path}; give a folder on a file system that all machines share"
-        )
-
-
-def _warn_of_noise(ctx: RunContext) -> None:
-    """Warn about dropout: each process draws it for its own examples."""
-    rates = {
-        name: value
-        for name, value in ctx.model_config.to_dict().items()
-        if "drop" in name and isinstance(value, float) and 0 < value < 1
-    }
-    if rates:
-        name, value = next(iter(rates.items()))
-        ctx.reporter.warn(
-            f"the model has dropout ({name}={value}): the dropout masks depend on the number of "
-            "processes, so results differ between numbers of processes by more than rounding"
-        )
+    world().agreed(sha256_text(text), "the configuration (its hash)")
+    world().agreed(json.dumps(versions(), sort_keys=True), "what is installed")
+    world().check_shared(rundir.path)
 
 
 @contextmanager
 def _settled(ctx: RunContext) -> Iterator[None]:
     """Set the world to replicated or sharded, as chosen by `parallel.mode`."""
     parallel, present = ctx.config.parallel, world()
-    present.decided(
-        lambda: str(ctx.model_folder)
-    )  # rank 0 downloads the model before the others look for it
+    present.decided(lambda: str(ctx.model_folder))  # rank 0 downloads the model first
     sharded = launched(parallel.mode == "shard") and present.decided(lambda: _is_sharded(ctx))
     if sharded and (problems := _not_sharded(ctx.config)):
         raise ConfigError(problems)
-    with settled(sharded=sharded, offload=sharded and parallel.offload):
-        if present.size > 1:
-            how = "each with its rows of the model" if sharded else "each with the whole model"
-            ctx.reporter.say(f"{present.size} processes, {how}")
+    with settled(sharded=sharded, offload=sharded and parallel.offload) as present:
+        if present.description:
+            ctx.reporter.say(present.description)
             _warn_of_noise(ctx)
         elif parallel.mode == "shard" and not sharded:
             ctx.reporter.warn(
                 "parallel.mode=shard has no effect: not started by a launcher (torchrun)"
             )
         yield
+
+
+def _warn_of_noise(ctx: RunContext) -> None:
+    """Warn about dropout: each process draws it for its own examples."""
+    for name, value in ctx.model_config.to_dict().items():
+        if "drop" in name and isinstance(value, float) and 0 < value < 1:
+            ctx.reporter.warn(
+                f"the model has dropout ({name}={value}): the dropout masks depend on the number "
+                "of processes, so results differ between numbers of processes by more than rounding"
+            )
+            return
 
 
 def _not_sharded(config: Config) -> list[str]:
@@ -264,7 +230,7 @@ def _not_sharded(config: Config) -> list[str]:
 def _is_sharded(ctx: RunContext) -> bool:
     """Whether to shard: `parallel.mode`; auto shards if scoring or the warmup would fill a GPU."""
     mode, device = ctx.config.parallel.mode, ctx.device
-    if mode != "auto" or device.type != "cuda" or world().size == 1:
+    if mode != "auto" or device.type != "cuda":
         return mode == "shard"
     empty = empty_model(ctx.model_folder, ctx.trusted)
     shape = ModelShape.of(empty, ctx.candidates(empty).parameters, ctx.dtype.itemsize)
@@ -273,9 +239,6 @@ def _is_sharded(ctx: RunContext) -> bool:
     if warmup.epochs and not warmup.offload and warmup.trainable == "all":
         needs.append(warmup_memory(shape, 1, sharded=False))
     return max(needs) > MOST_OF_GPU * torch.cuda.mem_get_info(device)[1]
-
-
-MOST_OF_GPU = 0.7  # share of a GPU that weights and state may take before mode auto shards
 
 
 class _Onlooker(RunContext):
@@ -343,8 +306,8 @@ def _run_stages(ctx: RunContext, last: str) -> None:
             hashes[stage.name] = _ensure(ctx, stage, hashes)
         else:
             ctx.reporter.say(f"[{stage.name}] not needed by {ctx.methods.title}")
-        if stage.name == "split":
-            check_budgets(ctx, last)
+        if stage.name == "split" and STAGE_NAMES.index(last) >= STAGE_NAMES.index("selection"):
+            selection.check_budgets(ctx)
         if stage.name == last:
             for name in outdated(read_manifests(rundir.path)[0]):
                 ctx.reporter.say(f"[{name}] is now out of date; `dualsft run` recomputes it")
@@ -372,21 +335,6 @@ def _described_by(rundir: RunDir, config: Config) -> Iterator[None]:
         raise
 
 
-def check_budgets(ctx: RunContext, last: str = "report") -> None:
-    """Raise if b exceeds the pool or k the candidates; called after the split, before scoring."""
-    if STAGE_NAMES.index(last) < STAGE_NAMES.index("selection"):
-        return
-    counts = {role: len(rows) for role, rows in ctx.roles().items()}
-    data, params = ctx.methods.load("data"), ctx.methods.load("params")
-    if data.entry.uses_budget:
-        num_pool = sum(counts[role] for role in data.pool_roles)
-        selection.data_budget(ctx, sum(counts.values()), num_pool)
-    job = Job(ctx, "params", ctx.folder("selection"))
-    params.check(job)
-    if params.entry.uses_budget:
-        selection.param_budget(ctx, params.eligible(job))
-
-
 def _lender(ctx: RunContext, folder: str, fingerprint: Fingerprint) -> RunPath | None:
     """A cached run with this stage, finished and intact; None if there is none."""
     for other in ctx.lenders:
@@ -398,77 +346,70 @@ def _lender(ctx: RunContext, folder: str, fingerprint: Fingerprint) -> RunPath |
     return None
 
 
-@dataclass(frozen=True)
-class _Due:
-    """A stage's fingerprint, and whether a finished stage with it exists."""
+def _reused(ctx: RunContext, stage: Stage, hashes: Mapping[str, str]) -> tuple[Fingerprint, bool]:
+    """(fingerprint, whether a finished stage with it is in place); logs the outcome.
 
-    fingerprint: Fingerprint
-    ready: bool
-
-
-def _due(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> _Due:
-    """Look for the finished stage here and in the cached runs, and log the outcome."""
+    Looks here first, then in the cached runs.
+    """
     folder = FOLDERS[stage.name]
     fingerprint, *richer = stage.fingerprints(ctx, hashes)
     state = ctx.rundir.stage_state(folder, fingerprint)
-    for other in richer if state.status == "stale" else ():
-        if ctx.rundir.stage_state(folder, other).ready:
-            ctx.rundir.discard_work(folder)
-            ctx.reporter.say(f"[{stage.name}] reused: it holds all that is needed")
-            return _Due(other, ready=True)
+    found, where = None, ""
     if state.ready:
-        ctx.rundir.discard_work(folder)
-        ctx.reporter.say(f"[{stage.name}] reused: nothing it depends on has changed")
-        return _Due(fingerprint, ready=True)
-    for wanted in (fingerprint, *richer):
+        found, where = fingerprint, ": nothing it depends on has changed"
+    elif state.status == "stale":
+        found = next((one for one in richer if ctx.rundir.stage_state(folder, one).ready), None)
+        where = ": it holds all that is needed"
+    for wanted in (fingerprint, *richer) if found is None else ():
         lender = _lender(ctx, folder, wanted)
         if lender is not None and ctx.rundir.adopt(folder, lender):
-            ctx.rundir.discard_work(folder)
-            ctx.reporter.say(f"[{stage.name}] reused from {lender}")
-            return _Due(wanted, ready=True)
+            found, where = wanted, f" from {lender}"
+            break
+    if found is not None:
+        ctx.rundir.discard_work(folder)
+        ctx.reporter.say(f"[{stage.name}] reused{where}")
+        return found, True
     redo = state.status in ("stale", "corrupt")
     why = f"again ({'; '.join(state.reasons)})" if redo else "started"
     ctx.reporter.say(f"[{stage.name}] {why}")
-    return _Due(fingerprint, ready=False)
+    return fingerprint, False
 
 
-def _ensure(ctx: RunContext, stage: Stage, hashes: dict[str, str]) -> str:
+def _ensure(ctx: RunContext, stage: Stage, hashes: Mapping[str, str]) -> str:
     """Reuse the finished stage or run it; returns its fingerprint's hash."""
     present = world()
-    due = present.decided(lambda: _due(ctx, stage, hashes))
-    if not due.ready:
+    fingerprint, ready = present.decided(lambda: _reused(ctx, stage, hashes))
+    if not ready:
         if stage.together(ctx):
-            _compute_stage(ctx, stage, due.fingerprint)
+            _compute_stage(ctx, stage, fingerprint)
         elif present.main:
-            if present.size > 1 and stage.name != "split":
+            if present.description and stage.name != "split":
                 what = ctx.methods.title
                 ctx.reporter.say(f"[{stage.name}] runs on rank 0 only: {what} is not distributed")
             with alone():
-                _compute_stage(ctx, stage, due.fingerprint)
+                _compute_stage(ctx, stage, fingerprint)
         present.barrier()  # wait until rank 0 has moved the stage into place
-    return due.fingerprint.hash
+    return fingerprint.hash
 
 
 def _compute_stage(ctx: RunContext, stage: Stage, fingerprint: Fingerprint) -> None:
-    folder, present = FOLDERS[stage.name], world()
-    ctx.reporter.warnings.clear()
-    ctx.reporter.codes.clear()
+    folder, reporter = FOLDERS[stage.name], ctx.reporter
+    reporter.warnings.clear()
+    reporter.codes.clear()
     ctx.plans.clear()
-    ctx.reporter.metrics = lambda **values: ctx.rundir.log_metrics(stage.name, **values)
+    reporter.metrics = partial(ctx.rundir.log_metrics, stage.name)
     work, every = ctx.rundir.work_path(folder), ctx.config.resume.every
-    ctx.pieces = Pieces(work, fingerprint.hash, every, ctx.reporter.say)
+    ctx.pieces = Pieces(work, fingerprint.hash, every, reporter.say)
     writer = None
     try:
         with ctx.rundir.write_stage(folder, fingerprint, stage.need(ctx)) as writer:
             facts = stage.run(ctx, writer.path)
-            if lent := facts.get("taken_over"):
-                writer.count(lent["seconds"], lent["peak_bytes"], ctx.device.type == "cuda")
+            if reused := facts.get("taken_over"):
+                writer.count(reused["seconds"], reused["peak_bytes"], ctx.device.type == "cuda")
             plans = {"plans": dict(ctx.plans)} if ctx.plans else {}
-            shared = {"processes": present.size, "sharded": present.sharded}
-            many = {"parallel": shared} if present.size > 1 or present.sharded else {}
-            warned = {"warnings": list(ctx.reporter.warnings)}
-            warned |= {"warning_codes": [ctx.reporter.codes[w] for w in ctx.reporter.warnings]}
-            writer.note(facts | plans | many | warned)
+            codes = [reporter.codes[warning] for warning in reporter.warnings]
+            warned = {"warnings": list(reporter.warnings), "warning_codes": codes}
+            writer.note(facts | plans | world().facts() | warned)
     except Interrupted as stopped:  # outside a loop: save the state of the last loop
         if writer is not None and writer.kept:
             stopped.saved = f"the stage {stage.name}"
@@ -476,4 +417,4 @@ def _compute_stage(ctx: RunContext, stage: Stage, fingerprint: Fingerprint) -> N
         raise
     ctx.pieces = Pieces()
     peak = writer.peak_memory / 2**30
-    ctx.reporter.say(f"[{stage.name}] done in {clock(writer.seconds)}, peak memory {peak:.2f} GiB")
+    reporter.say(f"[{stage.name}] done in {clock(writer.seconds)}, peak memory {peak:.2f} GiB")

@@ -33,8 +33,8 @@ from dualsft.lab.diagnostics.surrogate import budgets, known_scores, warm_surrog
 from dualsft.memory.placement import at_hand
 from dualsft.model.load import locate
 from dualsft.runs.context import pass_settings
-from dualsft.runs.stages.chosen import read_mask
 from dualsft.runs.stages.gradients import read_pool
+from dualsft.runs.stages.selection import read_mask
 from dualsft.storage.vectors import Vector, reduction_dtype
 
 TOP_LAYERS = 5

@@ -34,9 +34,9 @@ from dualsft.lab.diagnostics.trials import Trials, plain_training, quiet, sample
 from dualsft.memory.placement import blank
 from dualsft.model.load import text_parameters
 from dualsft.runs.context import RunContext, pass_settings
-from dualsft.runs.stages.chosen import read_mask
 from dualsft.runs.stages.finetune import finetune_plan, training_examples
 from dualsft.runs.stages.gradients import prior_of
+from dualsft.runs.stages.selection import read_mask
 from dualsft.storage.vectors import ParamVector, Products, Vector
 
 COORDINATES = 1 << 14

@@ -29,10 +29,8 @@ from dualsft.errors import RunError
 from dualsft.lab.diagnostics import Diagnostic, Wanted
 from dualsft.memory.placement import at_hand
 from dualsft.runs.context import RunContext
-from dualsft.runs.folder import RunDir, atomic_write_text
-from dualsft.runs.method import Job
-from dualsft.runs.stages.selection import Scoring
-from dualsft.runs.summaries import outdated, read_manifests
+from dualsft.runs.folder import RunDir, atomic_write_text, outdated, read_manifests
+from dualsft.runs.method import Job, Scoring
 from dualsft.storage.resume import Pieces
 from dualsft.system.paths import Place, RunPath, run_path
 from dualsft.system.peak_memory import PeakMemory

@@ -31,8 +31,8 @@ from dualsft.lab.diagnostics.trials import (
     stratified_mask,
 )
 from dualsft.lab.evaluation.stage import compare, evaluation_sets
-from dualsft.runs.stages.chosen import read_mask
 from dualsft.runs.stages.finetune import finetune_plan, training_examples
+from dualsft.runs.stages.selection import read_mask
 
 ARMS = (
     ("dual", "dual"),

@@ -417,7 +417,7 @@ class _Estimator:
     # --- memory ---------------------------------------------------------------------------------
 
     def _at_hand(self, num_bytes: int) -> int:
-        """GPU bytes of a vector, or 0 if it does not fit (`at_hand` in `runs/stages/chosen.py`)."""
+        """GPU bytes of a vector, or 0 if it does not fit (`algorithm/projection.py: at_hand`)."""
         free = self.room.device_bytes - self.model_bytes
         return num_bytes if not self.room.on_cpu and num_bytes <= free // 2 else 0
 

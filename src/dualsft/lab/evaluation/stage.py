@@ -31,8 +31,7 @@ from dualsft.errors import RunError
 from dualsft.lab.evaluation.benchmarks import harness_model, run_benchmarks, vllm_model
 from dualsft.lab.evaluation.tasks import check_room, task_files, wanted_tasks
 from dualsft.model.sharded import is_sharded, release
-from dualsft.runs.context import RunContext, model_in
-from dualsft.runs.fingerprints import Settings, hash_template, pick
+from dualsft.runs.context import RunContext, Settings, model_in
 from dualsft.runs.pipeline import Stage
 from dualsft.runs.stages.split import load_examples
 from dualsft.storage.manifest import sha256_file
@@ -258,7 +257,7 @@ def answer(ctx: RunContext, model: PreTrainedModel, prompt: str) -> str:
 
 
 def evaluation_settings(ctx: RunContext) -> Settings:
-    chosen = pick(ctx, "evaluation.*", "data.*")
+    chosen = ctx.pick("evaluation.*", "data.*") | ctx.template_hash()
     del chosen["data.path"], chosen["data.val_path"]
     del chosen["evaluation.allow_code_execution"]
     files = ctx.config.evaluation.files
@@ -266,7 +265,6 @@ def evaluation_settings(ctx: RunContext) -> Settings:
         name: source_hash(ctx.data_path(path), ctx.config.data, f"evaluation.files: {name}")
         for name, path in files.items()
     }
-    hash_template(ctx, chosen)
     return chosen | {"evaluation.files": hashes, "losses of examples": True} | _task_settings(ctx)
 
 

@@ -3,7 +3,7 @@
 The summary at the top shows what was selected, what it cost, and what was gained and kept. It works
 without JavaScript. Below it: warnings with their meaning and cure, results, a browser of examples,
 the mask by layer and module, scores, diagnostics, time and memory, settings and versions. Reads the
-files of a run folder (`runs/summaries.py`, `lab/report/examples.py`) and computes nothing new. A
+files of a run folder (`runs/folder.py`, `lab/report/examples.py`) and computes nothing new. A
 Content-Security-Policy with a hash blocks connections and every script except the page's own. Not
 part of Algorithm 1.
 """

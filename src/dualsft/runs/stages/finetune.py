@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +24,46 @@ from dualsft.model.delta import Delta, extract_delta, take_delta
 from dualsft.model.load import text_parameters
 from dualsft.model.resolve import weights_hash
 from dualsft.model.save import save_model
-from dualsft.runs.context import RunContext
-from dualsft.runs.folder import sha256_file
+from dualsft.runs.context import RunContext, Settings
 from dualsft.runs.method import AfterMethod, Job, ParamMethod, WeightMethod
-from dualsft.runs.stages.chosen import read_mask
+from dualsft.runs.stages.selection import read_mask
+from dualsft.storage.manifest import sha256_file
 from dualsft.system.paths import RunPath
 from dualsft.train.loop import FEW_STEPS, Hooks, TrainingPlan, train
 from dualsft.train.optimizer import SparseAdamW
 from dualsft.train.sharded import make_optimizer
 
+DENSE = 0.2  # share of all parameters; with more changed entries only the model is saved
+
+
+def settings(ctx: RunContext) -> Settings:
+    chosen = ctx.pick("finetune.*", "seed")
+    del chosen["finetune.checkpointing"]  # affects memory only
+    chosen["learning rate"] = learning_rate(ctx)
+    # with all/all no earlier stage hashes the weights
+    chosen |= ctx.weight_hashes() | ctx.training_settings()
+    if not ctx.methods.entries["params"].uses_budget and ctx.methods.load("params").adapter:
+        # an adapter is created here, so its budget is a setting of this stage
+        chosen |= ctx.pick("select.param_budget", "method.denominator", "score.candidates")
+        chosen |= ctx.methods.settings("params")
+    return chosen | ctx.methods.settings("weights") | ctx.methods.settings("after")
+
+
+def together(ctx: RunContext) -> bool:
+    """Whether all processes train; requires a static mask and the plain mean loss."""
+    params: ParamMethod = ctx.methods.load("params")
+    job = Job(ctx, "params", ctx.folder("selection"))
+    still = not params.adapter and params.refresh_every(job) is None
+    return still and ctx.methods["weights"] is None and ctx.methods["after"] is None
+
 
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     """Fine-tune; write the delta and the merged model to `part`."""
     selection = ctx.folder("selection")
-    chosen = (selection / "summary.json").read_json()
-    final = selection / chosen["final"]
-    params: ParamMethod = ctx.methods.load("params")
-    shapes = ctx.parameter_shapes
-    indices = read_mask(final, shapes) if (final / "mask.safetensors").is_file() else None
+    final = selection / (selection / "summary.json").read_json()["final"]
+    masked = (final / "mask.safetensors").is_file()
+    indices = read_mask(final, ctx.parameter_shapes) if masked else None
     examples = training_examples(ctx, final)
-    job = Job(ctx, "params", part, examples)
     start = selection / "start"
     model = ctx.load(start) if start.is_dir() else ctx.theta_old()
     plan = finetune_plan(ctx)
@@ -54,9 +75,14 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
             "or select.data_budget)",
             code="few_steps",
         )
+    hooks, facts, accounts = Hooks(), dict[str, Any](), dict[str, Any]()
     weights: WeightMethod | None = ctx.methods.load("weights")
     weighing = Job(ctx, "weights", part, examples)
-    hooks = Hooks() if weights is None else _weighting(weights, weighing, model)
+    if weights is not None:
+        with weighing.measured():
+            hooks = weights.hooks(weighing, model)
+    params: ParamMethod = ctx.methods.load("params")
+    job = Job(ctx, "params", part, examples)
     named = [*params.attach(job, model).items()] if params.adapter else text_parameters(model)
     with make_optimizer(
         model,
@@ -77,12 +103,10 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
                     code="static_mask",
                 )
             hooks = _moving(params, job, model, optimizer, indices, every, hooks, num_steps)
-        log = _logger(ctx)
+        log = partial(ctx.rundir.log_metrics, "finetune")
         train(model, examples, optimizer, plan, ctx.reporter, "fine-tuning", log, ctx.pieces, hooks)
     if params.adapter:
         model = params.detach(job, model)
-    facts: dict[str, Any] = {}
-    accounts: dict[str, Any] = {}
     if weights is not None:
         accounts["weights"] = weighing.accounts.as_dict()
         if weights.facts:
@@ -100,15 +124,13 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
         )
     if delta is not None:
         delta.save(part / "delta.safetensors")
-    (part / "model").mkdir()
-    save_model(model, ctx.tokenizer, ctx.model_folder, (part / "model").checked())
+    save_tuned(ctx, model, part / "model")
+    counts = {"steps": num_steps, "examples": len(examples), "trained_entries": trained}
     summary = {
         "variant": ctx.config.select.variant,
         "methods": {axis: entry.name for axis, entry in ctx.methods.entries.items()},
         "selection": final.name if final != selection else ".",
-        "steps": num_steps,
-        "examples": len(examples),
-        "trained_entries": trained,
+        **counts,
         "num_parameters": ctx.num_parameters,
         "changed_entries": changed,
         "lr": plan.lr,
@@ -117,21 +139,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
         **facts,
     }
     (part / "summary.json").write_json(summary)
-    counts = {"steps": num_steps, "examples": len(examples), "trained_entries": trained}
     return counts | ({"accounts": accounts} if accounts else {})
-
-
-def together(ctx: RunContext) -> bool:
-    """Whether all processes train; requires a static mask and the plain mean loss."""
-    params: ParamMethod = ctx.methods.load("params")
-    job = Job(ctx, "params", ctx.folder("selection"))
-    still = not params.adapter and params.refresh_every(job) is None
-    return still and ctx.methods["weights"] is None and ctx.methods["after"] is None
-
-
-def _weighting(weights: WeightMethod, job: Job, model: PreTrainedModel) -> Hooks:
-    with job.measured():
-        return weights.hooks(job, model)
 
 
 def _moving(
@@ -172,13 +180,15 @@ def _delta(
     dense = ctx.methods.name("params") in ("all", None) or ctx.methods.load("params").adapter
     if dense and ctx.methods["after"] is None:
         return None, None
-    before = ctx.theta_old()
-    delta = extract_delta(before, model, base_model=origin[0], base_hash=origin[1])
-    dense = delta.num_entries > DENSE * sum(p.numel() for p in before.parameters())
+    delta = extract_delta(ctx.theta_old(), model, base_model=origin[0], base_hash=origin[1])
+    dense = delta.num_entries > DENSE * ctx.num_parameters
     return None if dense else delta, delta.num_entries
 
 
-DENSE = 0.2  # share of all parameters; with more changed entries only the model is saved
+def save_tuned(ctx: RunContext, model: PreTrainedModel, folder: RunPath) -> None:
+    """Write a model with the tokenizer to a new folder of the run."""
+    folder.mkdir()
+    save_model(model, ctx.tokenizer, ctx.model_folder, folder.checked())
 
 
 def training_examples(ctx: RunContext, final: RunPath) -> list[Example]:
@@ -199,21 +209,17 @@ def learning_rate(ctx: RunContext) -> float:
 
 
 def finetune_plan(ctx: RunContext) -> TrainingPlan:
-    config = ctx.config
+    finetune = ctx.config.finetune
     return TrainingPlan(
         lr=learning_rate(ctx),
-        epochs=config.finetune.epochs,
-        batch_size=config.finetune.batch_size,
-        warmup_ratio=config.finetune.warmup_ratio,
-        max_grad_norm=config.finetune.max_grad_norm,
-        micro_batch_size=config.finetune.micro_batch_size,
+        epochs=finetune.epochs,
+        batch_size=finetune.batch_size,
+        warmup_ratio=finetune.warmup_ratio,
+        max_grad_norm=finetune.max_grad_norm,
+        micro_batch_size=finetune.micro_batch_size,
         batch_tokens=ctx.training_tokens,
-        seed=config.seed,
+        seed=ctx.config.seed,
         pad_id=ctx.pad_id,
-        padding_side=config.data.padding_side,
-        checkpointing=config.finetune.checkpointing,
+        padding_side=ctx.config.data.padding_side,
+        checkpointing=finetune.checkpointing,
     )
-
-
-def _logger(ctx: RunContext) -> Any:
-    return lambda **values: ctx.rundir.log_metrics("finetune", **values)

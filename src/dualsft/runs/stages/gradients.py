@@ -20,13 +20,43 @@ from dualsft.algorithm.projection import projection_terms
 from dualsft.algorithm.scores import TOLERANCE, check_fused_loss
 from dualsft.data.examples import Example
 from dualsft.distributed.world import world
+from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import PassSettings
 from dualsft.engine.walk_state import PassResult
-from dualsft.runs.context import RunContext, pass_settings
+from dualsft.runs.context import RunContext, Settings, pass_settings
 from dualsft.storage.vectors import LazyVector, Vector
 from dualsft.system.paths import RunPath
 from dualsft.system.usage import give_back
+
+DIRECTION = (
+    "score.lam",
+    "score.lam_relative",
+    "score.curvature",
+    "score.curvature_scale",
+    "score.step",
+    "finetune.lr",
+)
+"""Settings of u and U₀."""
+
+
+def settings(ctx: RunContext, product: bool | None = None) -> Settings:
+    chosen = ctx.pick("score.preservation") | ctx.compute_settings() | precision_settings(ctx)
+    if ctx.config.score.preservation == "cwsd":
+        chosen |= ctx.pick("score.tau")
+    product = one_pass_wanted(ctx) if product is None else product
+    chosen["per-example product in the pool pass"] = product
+    return chosen | (ctx.pick(*DIRECTION) if product else {})
+
+
+def richer_settings(ctx: RunContext) -> Settings | None:
+    """If only G is needed: the settings of a pool pass that computes G and the product."""
+    return None if one_pass_wanted(ctx) else settings(ctx, product=True)
+
+
+def precision_settings(ctx: RunContext) -> Settings:
+    """Which walks use fp32 weights; relevant only for half-precision models."""
+    return ctx.pick("score.precision") if ctx.dtype in HALF_DTYPES else {}
 
 
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
@@ -53,8 +83,8 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
         direction = terms.estimate()
     grad_sum, result = pool_gradient(engine, pool, passes, ctx.reporter, direction)
     grad_sum.save(part / "grad_sum.safetensors", n_sc=len(pool))
-    columns = list(engine.columns)
-    write_pool(part / "pool.parquet", pool, result, columns, one_pass=direction is not None)
+    columns = None if direction is None else list(engine.columns)
+    _write_pool(part / "pool.parquet", pool, result, columns)
     return {
         "n_sc": len(pool),
         "validation_loss": float(validation.values.mean()),
@@ -78,9 +108,8 @@ def prior_of(
     ctx: RunContext, engine: GhostEngine, anchors: list[Example], passes: PassSettings
 ) -> tuple[Vector, float]:
     """(v_prior, preservation loss) under the run's settings."""
-    score = ctx.config.score
+    kind, tau = ctx.config.score.preservation, ctx.config.score.tau
     load = ctx.theta_old if ctx.warmed_up else None
-    kind, tau = score.preservation, score.tau
     return prior_gradient(kind, engine, load, anchors, tau, passes, ctx.reporter)
 
 
@@ -89,22 +118,21 @@ def one_pass_wanted(ctx: RunContext) -> bool:
     return ctx.config.score.mode == "one_pass" and ctx.methods.scored("data")
 
 
-def write_pool(
-    path: RunPath, pool: list[Example], result: PassResult, columns: list[str], one_pass: bool
+def _write_pool(
+    path: RunPath, pool: list[Example], result: PassResult, columns: list[str] | None
 ) -> None:
-    """Write id, loss, response_tokens; in one-pass mode also f and the inner sums."""
+    """Write id, loss, response_tokens; given columns, also f and the inner sums (one pass)."""
     table: dict[str, Any] = {
         "id": [e.id for e in pool],
         "loss": result.values,
         "response_tokens": pa.array([e.num_response_tokens for e in pool], pa.int32()),
     }
-    if one_pass:
+    if columns is not None:
         table["f"] = result.dots
         flat = pa.array(result.inner_sums.reshape(-1))
         table["inner_sums"] = pa.FixedSizeListArray.from_arrays(flat, len(columns))
-    built = pa.table(table)
-    metadata = {"parameters": "\n".join(columns)} if one_pass else {}
-    path.write_table(built.replace_schema_metadata(metadata))
+    metadata = {} if columns is None else {"parameters": "\n".join(columns)}
+    path.write_table(pa.table(table).replace_schema_metadata(metadata))
 
 
 def read_pool(path: RunPath) -> dict[str, np.ndarray]:

@@ -31,10 +31,15 @@ from dualsft.algorithm.scores import (
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
 from dualsft.model.load import Candidates
-from dualsft.runs.context import RunContext, pass_settings
-from dualsft.runs.stages.gradients import one_pass_wanted, read_pool
+from dualsft.runs.context import RunContext, Settings, pass_settings
+from dualsft.runs.stages.gradients import DIRECTION, one_pass_wanted, precision_settings, read_pool
 from dualsft.storage.vectors import Vector
 from dualsft.system.paths import RunPath
+
+
+def settings(ctx: RunContext) -> Settings:
+    chosen = ctx.pick(*DIRECTION, "score.mode", "score.keep") | precision_settings(ctx)
+    return chosen | {"per-example scores": ctx.methods.scored("data")}
 
 
 def load_scored(

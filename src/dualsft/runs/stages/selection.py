@@ -1,103 +1,136 @@
 """Selection: Algorithm 1 lines 9 to 11, m_θ ← TopK(s_θ, k) and D_sel ← TopB(s_D, b).
 
-`run` calls the run's methods (`runs/method.py`), examples first; `Scoring` implements DualSFT's own
-methods. Their selection is exact, signed, and global over all candidates. The parameter scores
-u ⊙ G are computed chunk by chunk each time the top-k reads them and are never held in full. In
-one-pass mode the certificate (docs/algorithm.md, "One pass instead of two") leaves some examples
-undecided; these, and in half precision those that rounding could move across the boundary, are
-scored exactly here. Reads 1_split to 4_scores and the source file; writes mask.safetensors,
-selected.jsonl, rescored.parquet, summary.json, and round_<t>/ for each round of fixed-side
-re-selection (`runs/stages/reselection.py`).
+`run` calls the run's methods (`runs/method.py`), examples first, checks their budgets and writes
+the files. A mask is stored as sorted flat indices by parameter name, a subset as the lines of the
+source file, byte for byte. Reads 1_split to 4_scores and the source file; writes mask.safetensors,
+selected.jsonl, ids.json, rescored.parquet, baseline_scores.parquet, summary.json, and round_<t>/
+for each round of fixed-side re-selection.
+
+Runs that differ only on the parameter side (LESS, LESS + S²FT, LESS + NanoAdam) select the same
+examples, and that selection may cost more than the rest of the run. The manifest therefore stores
+a fingerprint of the inputs of the example selection (`data_choice`), and a selection with the same
+fingerprint reuses the examples, scores, warnings and cost accounts of a cached run or of the
+selection that it replaces. DualSFT's own methods do not need this: they read the scores, a stage
+that is reused as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from torch import Tensor
 
-from dualsft.algorithm.projection import Scored
-from dualsft.algorithm.scores import rounding_scales
-from dualsft.algorithm.selection import Chosen, choose_entries, choose_examples, rescore
+from dualsft.algorithm.selection import mask_jaccard, select_entries, select_examples
 from dualsft.algorithm.split import resolve_budget
-from dualsft.algorithm.topk import TopK
+from dualsft.config.methods import Entry
 from dualsft.data.examples import Example
-from dualsft.engine.fused import HALF_DTYPES
-from dualsft.engine.ghost import GhostEngine
+from dualsft.data.rows import source_lines
+from dualsft.distributed.world import world
 from dualsft.errors import ConfigError, RunError
-from dualsft.runs.context import RunContext, pass_settings
-from dualsft.runs.method import DataMethod, Job, ParamChoice, ParamMethod
-from dualsft.runs.stages import reuse as lent
-from dualsft.runs.stages.chosen import (
+from dualsft.model.load import locate
+from dualsft.runs.context import RunContext, Settings, pass_settings
+from dualsft.runs.method import (
+    Accounts,
+    DataChoice,
+    DataMethod,
+    Job,
+    ParamMethod,
+    Scoring,
     describe_entries,
-    write_baseline_scores,
-    write_mask,
-    write_selected,
 )
-from dualsft.runs.stages.gradients import read_pool
-from dualsft.runs.stages.reselection import reselect
-from dualsft.runs.stages.scores import load_scored
-from dualsft.storage.vectors import Vector
-from dualsft.system.paths import RunPath
+from dualsft.runs.preflight import FOLDERS
+from dualsft.storage.manifest import Fingerprint, read_stage_manifest
+from dualsft.storage.tensor_files import TensorFile
+from dualsft.storage.vectors import of_all
+from dualsft.system.paths import Place, RunPath
+from dualsft.system.progress import NOTE
+
+IDS, SCORES = "ids.json", "baseline_scores.parquet"
+
+
+def settings(ctx: RunContext) -> Settings:
+    chosen, methods = ctx.pick("select.*"), ctx.methods
+    if not methods.entries["data"].uses_budget:
+        del chosen["select.data_budget"]
+    if methods.entries["params"].uses_budget:
+        chosen |= ctx.pick("method.denominator")
+    else:
+        del chosen["select.param_budget"]
+    if not ctx.config.select.rounds:
+        del chosen["select.order"]
+    chosen |= methods.settings("data") | methods.settings("params")
+    return chosen | _own_passes(ctx, methods.entries.values())
+
+
+def _own_passes(ctx: RunContext, entries: Iterable[Entry]) -> Settings:
+    """Settings of methods that run the model themselves.
+
+    DualSFT's own methods read the scores instead, a stage whose fingerprint covers these settings.
+    """
+    others = [entry for entry in entries if "scores" not in entry.needs and entry.name != "all"]
+    chosen: Settings = {}
+    if others:
+        chosen |= ctx.weight_hashes() | ctx.training_settings()
+        chosen |= ctx.pick("score.candidates", "seed")
+    if any(entry.trains for entry in others):
+        chosen |= ctx.pick("finetune.*")
+        del chosen["finetune.checkpointing"]
+    return chosen
 
 
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     """Select examples and entries with the run's methods; write both to `part`."""
     common: dict[str, Any] = {}
-    accounts: dict[str, Any] = {}
+    data, params = Job(ctx, "data", part, common=common), Job(ctx, "params", part, common=common)
     summary: dict[str, Any] = {
         "variant": ctx.config.select.variant,
         "methods": {axis: ctx.methods.entries[axis].name for axis in ("data", "params")},
         "final": ".",
     }
-    examples, positions, noted = _choose_data(ctx, part, common, summary, accounts)
-    mask = _choose_params(ctx, part, common, summary, accounts, examples)
+    params.examples, positions, noted = _choose_data(data, summary)
+    _choose_params(params, summary)
     if ctx.config.select.rounds:
-        scoring = common["scoring"]
-        assert mask is not None and positions is not None
-        summary |= reselect(
-            ctx, part, scoring.engine, scoring.pool, scoring.scored, scoring.mask, positions
-        )
+        assert positions is not None
+        summary |= _reselect(Scoring.shared(params), part, positions)
     (part / "summary.json").write_json(summary)
     facts = {key: summary[key] for key in ("k", "b", "rescored") if key in summary}
-    facts |= {
-        "accounts": accounts
-    }  # timings vary between runs, so they go to the manifest, not to summary.json
-    return facts | noted
+    # timings vary between runs, so they go to the manifest, not to summary.json
+    accounts = {"data": data.accounts.as_dict(), "params": params.accounts.as_dict()}
+    return facts | {"accounts": accounts} | noted
 
 
 def _choose_data(
-    ctx: RunContext,
-    part: RunPath,
-    common: dict[str, Any],
-    summary: dict[str, Any],
-    accounts: dict[str, Any],
+    job: Job, summary: dict[str, Any]
 ) -> tuple[list[Example], np.ndarray | None, dict[str, Any]]:
     """(training examples, their positions in the pool, manifest facts).
 
     The positions are None if the method chose everything.
     """
+    ctx = job.ctx
     method: DataMethod = ctx.methods.load("data")
-    job = Job(ctx, "data", part, common=common)
     num_full = sum(len(rows) for rows in job.roles.values())
-    pool = sorted((e for role in method.pool_roles for e in job.roles[role]), key=_source_order)
+    pool = [e for role in method.pool_roles for e in job.roles[role]]
+    pool.sort(key=lambda e: e.index)
     b = data_budget(ctx, num_full, len(pool)) if method.entry.uses_budget else len(pool)
-    asked = lent.identity(ctx)
-    told = len(ctx.reporter.warnings)
-    if (found := lent.find(ctx, asked, pool, b)) is not None:
-        ctx.reporter.say(f"the examples of {method.entry.name} are reused from {found.folder}")
-        choice, job.accounts = found.choice, found.accounts
-        for warning, code in found.warnings.items():
+    identity = _choice_identity(ctx)
+    num_warnings = len(ctx.reporter.warnings)
+    if (cached := _find_choice(ctx, identity, pool, b)) is not None:
+        ctx.reporter.say(f"the examples of {method.entry.name} are reused from {cached.folder}")
+        choice, job.accounts = cached.choice, cached.accounts
+        for warning, code in cached.warnings.items():
             ctx.reporter.warn(warning, code)
     else:
         with job.measured():
             choice = method.choose(job, pool, b)
-    warnings = {text: ctx.reporter.codes[text] for text in ctx.reporter.warnings[told:]}
-    accounts["data"] = job.accounts.as_dict()
     if choice is None:
         return pool, None, {}
     positions = np.sort(np.asarray(choice.positions))
@@ -116,48 +149,95 @@ def _choose_data(
         **choice.facts,
     }
     rows = [pool[i] for i in positions]
-    write_selected(ctx, part, rows)
+    _write_selected(ctx, job.part, rows)
     if choice.scores is not None:
-        write_baseline_scores(part / "baseline_scores.parquet", pool, choice.scores)
+        scores = {"id": [e.id for e in pool], "score": np.asarray(choice.scores, np.float64)}
+        (job.part / SCORES).write_table(pa.table(scores))
     if not ctx.methods.scored("data"):
         ctx.reporter.say(
             f"examples: {b:,} of {num_full:,} rows ({100 * b / num_full:.2f} %) by "
             f"{method.entry.name}"
         )
-    return rows, positions, lent.note(asked, choice, warnings, found)
+    if identity is None:
+        return rows, positions, {}
+    warnings = ctx.reporter.warnings[num_warnings:]
+    noted: dict[str, Any] = {
+        "data_choice": {
+            "fingerprint": identity,
+            "facts": dict(choice.facts),
+            "warnings": warnings,
+            "codes": [ctx.reporter.codes[text] for text in warnings],
+            "scored": choice.scores is not None,
+        }
+    }
+    if cached is not None:
+        cost = job.accounts.as_dict()
+        noted["taken_over"] = {key: cost[key] for key in ("seconds", "peak_bytes")}
+    return rows, positions, noted
 
 
-def _choose_params(
-    ctx: RunContext,
-    part: RunPath,
-    common: dict[str, Any],
-    summary: dict[str, Any],
-    accounts: dict[str, Any],
-    examples: list[Example],
-) -> ParamChoice | None:
+def _choose_params(job: Job, summary: dict[str, Any]) -> None:
+    ctx = job.ctx
     method: ParamMethod = ctx.methods.load("params")
-    job = Job(ctx, "params", part, examples, common)
     eligible = method.eligible(job)
     k = param_budget(ctx, eligible) if method.entry.uses_budget else 0
     with job.measured():
         choice = method.choose(job, k)
-    accounts["params"] = job.accounts.as_dict()
     if choice is None:
-        return None
+        return
     count = sum(index.numel() for index in choice.indices.values())
     if method.entry.uses_budget and count > k and not choice.literal:
         raise RunError(
             f"method.params={method.entry.name} chose {count:,} entries, more than the budget of "
             f"{k:,}: this is a bug in the method"
         )
-    summary |= write_mask(ctx, part, choice.indices, denominator(ctx, eligible))
+    summary |= _write_mask(ctx, job.part, choice.indices, denominator(ctx, eligible))
     asked = None if choice.literal else k or None
     summary |= {"budget_entries": asked, **choice.facts}
-    return choice
 
 
-def _source_order(example: Example) -> int:
-    return example.index
+def _reselect(scoring: Scoring, part: RunPath, positions: np.ndarray) -> dict[str, Any]:
+    """Fixed-side re-selection: each round re-selects one side given the latest other side.
+
+    The paper's Data → Param and Param → Data (`algorithm/reselection.py`); `select.order` sets
+    which side is first. Each round_<t>/ holds the complete pair after that round, `part` itself the
+    one-shot selection, and `final` in summary.json names the round that fine-tuning uses.
+    """
+    ctx, engine, pool, scored, mask = (
+        scoring.ctx,
+        scoring.engine,
+        scoring.pool,
+        scoring.scored,
+        scoring.mask,
+    )
+    assert mask is not None
+    passes, history = pass_settings(ctx), []
+    for number in range(1, ctx.config.select.rounds + 1):
+        moves_mask = (ctx.config.select.order == "data_to_param") == (number % 2 == 1)
+        side = "parameters" if moves_mask else "examples"
+        label = f"round {number} ({side})"
+        if moves_mask:
+            rows, k = [pool[i] for i in positions], mask.num_selected
+            new_mask = select_entries(engine, rows, scored, k, passes, ctx.reporter, label)
+            overlap = mask_jaccard(mask, new_mask)
+            mask = new_mask
+        else:
+            b = len(positions)
+            chosen = select_examples(engine, pool, scored, mask, b, passes, ctx.reporter, label)
+            shared = len(np.intersect1d(positions, chosen))
+            overlap = shared / (len(positions) + len(chosen) - shared)
+            positions = chosen
+        folder = part / f"round_{number}"
+        folder.mkdir()
+        history.append({"round": number, "moved": side, "jaccard": overlap})
+        facts = history[-1] | _write_mask(ctx, folder, mask.indices, mask.num_total)
+        facts |= describe_entries(ctx, mask)
+        _write_selected(ctx, folder, [pool[i] for i in positions])
+        (folder / "summary.json").write_json(facts)
+    return {"rounds": history, "final": f"round_{len(history)}"}
+
+
+# --- budgets -------------------------------------------------------------------------------------
 
 
 def data_budget(ctx: RunContext, num_full: int, num_pool: int) -> int:
@@ -196,112 +276,164 @@ def param_budget(ctx: RunContext, eligible: Mapping[str, torch.Size]) -> int:
     return k
 
 
-WIDER = 8.0  # rounding of bf16 scores over that of re-scored ones (TF32 products or better)
+def check_budgets(ctx: RunContext) -> None:
+    """Raise if b exceeds the pool or k the candidates; called after the split, before scoring."""
+    counts = {role: len(rows) for role, rows in ctx.roles().items()}
+    data: DataMethod = ctx.methods.load("data")
+    if data.entry.uses_budget:
+        num_pool = sum(counts[role] for role in data.pool_roles)
+        data_budget(ctx, sum(counts.values()), num_pool)
+    params: ParamMethod = ctx.methods.load("params")
+    job = Job(ctx, "params", ctx.folder("selection"))
+    params.check(job)
+    if params.entry.uses_budget:
+        param_budget(ctx, params.eligible(job))
 
 
-@dataclass
-class Scoring:
-    """Inputs of DualSFT's own selection on both sides: u, G, the engine, the pool."""
-
-    ctx: RunContext
-    engine: GhostEngine
-    pool: list[Example]
-    scored: Scored
-    num_full: int
-    mask: TopK | None = None
-    """Result of `choose_entries`."""
-
-    @classmethod
-    def of(cls, ctx: RunContext, keep: Callable[[Vector], Vector] = lambda v: v) -> Scoring:
-        """Load the scores; `keep` maps every stored vector (`at_hand` if all are read often)."""
-        roles = ctx.roles()
-        model = ctx.theta_bar()
-        engine = GhostEngine(model, ctx.candidates(model))
-        scored = load_scored(ctx, engine.candidates, len(roles["pool"]), keep)
-        return cls(ctx, engine, roles["pool"], scored, sum(len(rows) for rows in roles.values()))
-
-    def choose_entries(self, k: int, reverse: bool = False) -> TopK:
-        """The exact signed top k of u ⊙ G; `reverse` takes the bottom k."""
-        self.mask = choose_entries(self.scored, k, reverse)
-        return self.mask
-
-    def choose_examples(self, b: int, reverse: bool = False) -> Chosen:
-        """The exact top b of the pool; `reverse` takes the bottom b."""
-        ctx, pool = self.ctx, self.pool
-        table = (ctx.folder("scores") / "examples.parquet").read_table()
-        scores, bound = table["score"].to_numpy(), table["bound"].to_numpy()
-        bound = bound + half_rounding(ctx, len(pool))
-        ties = np.array([e.index for e in pool])
-        passes = pass_settings(ctx)
-
-        def exactly(positions: np.ndarray) -> np.ndarray:
-            rows = [pool[i] for i in positions]
-            return rescore(self.engine, rows, self.scored, passes, ctx.reporter)
-
-        return choose_examples(scores, bound, ties, b, exactly, ctx.reporter.say, reverse)
-
-    def describe_entries(self, mask: TopK) -> dict[str, Any]:
-        return describe_entries(self.ctx, mask)
-
-    def describe(self, part: RunPath, data: Chosen, b: int) -> dict[str, Any]:
-        return _describe_data(self.ctx, part, self.pool, data, b, self.num_full)
+# --- files ---------------------------------------------------------------------------------------
 
 
-def half_rounding(ctx: RunContext, count: int) -> np.ndarray:
-    """Estimated rounding error of each score, from the self-check; zero for fp32 or fp64 models."""
-    if ctx.dtype not in HALF_DTYPES:
-        return np.zeros(count)
-    pool = read_pool(ctx.folder("gradients") / "pool.parquet")
-    scales = rounding_scales(pool.get("inner_sums"), count)
-    return _summary_of_scores(ctx)["rounding_ratio"] * scales
-
-
-def _summary_of_scores(ctx: RunContext) -> dict[str, Any]:
-    return (ctx.folder("scores") / "summary.json").read_json()
-
-
-def _describe_data(
-    ctx: RunContext, folder: RunPath, pool: list[Example], data: Chosen, b: int, num_full: int
+def _write_mask(
+    ctx: RunContext, folder: RunPath, indices: Mapping[str, Tensor], denominator: int
 ) -> dict[str, Any]:
-    """Write rescored.parquet; returns the data side of the summary."""
-    slack = _summary_of_scores(ctx)["rounding_slack"]
-    columns = {
-        "id": pa.array([pool[i].id for i in data.rescored], pa.string()),
-        "score": pa.array(data.scores[data.rescored], pa.float64()),
-    }
-    (folder / "rescored.parquet").write_table(pa.table(columns))
-    chosen = np.zeros(len(pool), bool)
-    chosen[data.positions] = True
-    lowest = float(data.scores[chosen].min())
-    highest_out = float(data.scores[~chosen].max()) if b < len(pool) else None
-    near = 0
-    if highest_out is not None:
-        half = ctx.dtype in HALF_DTYPES
-        margin = half_rounding(ctx, len(pool)) if half else np.full(len(pool), slack)
-        if half:
-            margin[data.rescored] /= WIDER
-        distance = np.where(chosen, data.scores - highest_out, lowest - data.scores)
-        near = int((distance <= margin).sum())
-    negative = int((data.scores[chosen] <= 0).sum())
-    unsure = int((chosen & (np.abs(data.scores) <= data.bound)).sum())
-    if negative:
-        ctx.reporter.warn(
-            f"{negative:,} of the {b:,} selected examples have a score ≤ 0: the budget exceeds "
-            "what the scores recommend (lower select.data_budget)",
-            code="nonpositive_scores",
-        )
-    ctx.reporter.say(
-        f"examples: {b:,} of {num_full:,} rows ({100 * b / num_full:.2f} %); {near:,} lie within "
-        f"the rounding slack of {slack:.2g} around the boundary"
-    )
+    """Write mask.safetensors; returns the number of selected entries per layer and module."""
+    every = of_all(_own_part(indices, ctx.parameter_shapes))
+    every.write(folder / "mask.safetensors", {})
+    counts = {name: form.num_entries for name, form in every.forms.items()}
+    layers: dict[str, int] = defaultdict(int)
+    modules: dict[str, int] = defaultdict(int)
+    for name, entries in counts.items():
+        layer, module = locate(name)
+        layers["other" if layer is None else str(layer)] += entries
+        modules[module] += entries
+    count, of = sum(counts.values()), ctx.config.method.denominator
+    share = count / denominator
+    named = {"candidates": "candidates", "all": "parameters", "eligible": "eligible entries"}[of]
+    ctx.reporter.say(f"parameters: {count:,} of {denominator:,} {named} ({100 * share:.2f} %)")
     return {
-        "score_threshold": lowest,
-        "boundary_gap": None if highest_out is None else lowest - highest_out,
-        "rounding_slack": slack,
-        "near_ties": near,
-        "certified_in": data.inside,
-        "certified_out": data.outside,
-        "rescored": len(data.rescored),
-        "num_nonpositive_examples": negative,
-        "num_sign_uncertain": unsure,
+        "k": count,
+        "denominator": denominator,
+        "denominator_of": of,
+        "share": share,
+        "per_layer": dict(layers),
+        "per_module": dict(modules),
     }
+
+
+def _write_selected(ctx: RunContext, folder: RunPath, chosen: list[Example]) -> None:
+    """Write selected.jsonl and ids.json, in source order.
+
+    JSON lines are copied byte for byte; rows of other formats are written as compact JSON.
+    """
+    rows = sorted(chosen, key=lambda e: e.index)
+    data = ctx.config.data
+    lines = source_lines(ctx.data_path(data.path), {e.index: e.id for e in rows}, data)
+    with (folder / "selected.jsonl").open("wb") as out:
+        for row in rows:
+            out.write(lines[row.index] + b"\n")
+    (folder / IDS).write_text(json.dumps([row.id for row in rows]) + "\n")
+
+
+def read_mask(
+    folder: Place, shapes: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, Tensor]:
+    """Selected flat indices by parameter name; parameters without selected entries are omitted.
+
+    Given the parameters' shapes, each process of a sharded world keeps the indices in its rows.
+    """
+    stored = TensorFile(folder / "mask.safetensors").tensors().items()
+    found = {name: index for name, index in stored if index.numel()}
+    return found if shapes is None else _own_part(found, shapes)
+
+
+def _own_part(
+    indices: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Tensor]:
+    """The indices in this process's rows of each parameter."""
+    found = {}
+    for name, index in indices.items():
+        borders = torch.tensor(world().held(shapes[name])).to(index)
+        first, last = torch.searchsorted(index, borders).tolist()
+        found[name] = index[first:last]
+    return found
+
+
+# --- reuse of an example selection ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _CachedChoice:
+    """A reusable example selection: choice, cost, warnings and folder."""
+
+    choice: DataChoice
+    accounts: Accounts
+    warnings: Mapping[str, str]
+    """Warning code by message."""
+    folder: RunPath
+
+
+def _choice_identity(ctx: RunContext) -> str | None:
+    """Hash of everything that the example selection depends on; None if it is not reusable."""
+    entry = ctx.methods.entries["data"]
+    if not entry.lends or entry.parallel:
+        return None
+    reads: dict[str, str] = {}
+    for name in ("split", *ctx.methods.needs_of("data")):
+        manifest, wrong = read_stage_manifest(ctx.folder(name))
+        if wrong:
+            return None
+        reads[name] = manifest["fingerprint"]["hash"]
+    chosen = ctx.pick("select.data_budget") | ctx.methods.settings("data")
+    return Fingerprint(chosen | _own_passes(ctx, [entry]), reads).hash
+
+
+def _find_choice(
+    ctx: RunContext, identity: str | None, pool: Sequence[Example], b: int
+) -> _CachedChoice | None:
+    """Find the same example selection, intact, in this run or a cached run; None if not found."""
+    for run in (ctx.rundir.path, *ctx.lenders) if identity is not None else ():
+        folder = run / FOLDERS["selection"]
+        manifest, wrong = read_stage_manifest(folder)
+        if wrong:
+            continue
+        try:
+            facts = manifest["facts"]
+            noted = facts.get("data_choice") or {}
+            if noted.get("fingerprint") == identity:
+                choice = _read_choice(folder, manifest["files"], pool, b, noted)
+                accounts = Accounts(**facts["accounts"]["data"])
+                codes = noted.get("codes") or [NOTE] * len(noted["warnings"])
+                warnings = dict(zip(noted["warnings"], codes, strict=True))
+                return _CachedChoice(choice, accounts, warnings, folder)
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, RunError) as problem:
+            why = f"{type(problem).__name__}: {problem}"  # written by another version, or damaged
+            ctx.reporter.say(f"{folder}: its selection of examples cannot be reused ({why})")
+    return None
+
+
+def _read_choice(
+    folder: RunPath,
+    files: Mapping[str, Any],
+    pool: Sequence[Example],
+    b: int,
+    noted: Mapping[str, Any],
+) -> DataChoice:
+    """The stored choice as positions in `pool`, each file verified against the manifest."""
+
+    def verified(name: str) -> bytes:
+        content = (folder / name).read_bytes(limit=files[name]["size"])
+        if hashlib.sha256(content).hexdigest() != files[name]["sha256"]:
+            raise ValueError(f"{name} has a different SHA-256 than when it was written")
+        return content
+
+    place = {example.id: i for i, example in enumerate(pool)}
+    chosen = json.loads(verified(IDS))
+    positions = np.sort(np.array([place[one] for one in chosen], np.int64))
+    if len(set(chosen)) != b:
+        raise ValueError(f"{len(set(chosen))} examples instead of {b}")
+    scores = None
+    if noted["scored"]:
+        table = pq.read_table(pa.BufferReader(verified(SCORES)))
+        of = dict(zip(table["id"].to_pylist(), table["score"].to_numpy(), strict=True))
+        scores = np.array([of[example.id] for example in pool])
+    return DataChoice(positions, noted["facts"], scores)

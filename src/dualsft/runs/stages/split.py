@@ -16,17 +16,34 @@ import pyarrow as pa
 from dualsft.algorithm.split import ROLES, Split, divide
 from dualsft.data.examples import Example, tokenize
 from dualsft.data.rows import DataReport, read_rows
+from dualsft.data.sources import source_hash
 from dualsft.errors import ConfigError, RunError
+from dualsft.model.resolve import code_hash, tokenizer_hash
 from dualsft.system.paths import RunPath
 
-if TYPE_CHECKING:
-    from dualsft.runs.context import RunContext
+if TYPE_CHECKING:  # `context.py` imports `read_split`
+    from dualsft.runs.context import RunContext, Settings
 
 TRUSTED = "val-"
 """Prefix of the ids of rows from data.val_path, which is a separate file."""
 
 LONG_ROWS = 20_000
 """With fewer rows, no progress is shown while reading and tokenising."""
+
+
+def settings(ctx: RunContext) -> Settings:
+    chosen = ctx.pick("seed", "data.*", "split.*") | ctx.template_hash()
+    del chosen["data.padding_side"]  # affects batches, not the split
+    for key in ("data.path", "data.val_path"):
+        if (path := chosen.pop(key)) is not None:
+            chosen[f"rows of {key}"] = source_hash(ctx.data_path(path), ctx.config.data, key)
+    if ctx.trusted:
+        chosen["code of model.path"] = code_hash(ctx.model_folder)
+    return chosen | {
+        "tokenizer": tokenizer_hash(ctx.model_folder),
+        "model type": ctx.model_type,
+        "positions of the model": ctx.max_positions,
+    }
 
 
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
@@ -66,10 +83,7 @@ def _check_vocabulary(ctx: RunContext, examples: Sequence[Example]) -> None:
 def load_examples(
     ctx: RunContext, path: str, key: str = "data.path"
 ) -> tuple[list[Example], DataReport]:
-    """Read and tokenise a data source with the run's template and limits.
-
-    `key` is the setting that names the source, for messages.
-    """
+    """Read and tokenise the data source that the setting `key` names."""
     with ctx.reporter.track(f"reading {key}", 100, "% of the bytes") as reading:
 
         def read(share: float, num_rows: int) -> None:
@@ -91,17 +105,13 @@ def load_examples(
         )
 
 
-def _place(example: Example) -> tuple[bool, int]:
-    """Sort key: rows of the corpus in order, then those of data.val_path."""
-    return example.id.startswith(TRUSTED), example.index
-
-
 def write_split(
     folder: RunPath, examples: Sequence[Example], split: Split, report: DataReport | None = None
 ) -> None:
-    """Write the split and its tokens in source order, and the summary."""
+    """Write the split and its tokens, and the summary; rows of data.val_path come last."""
     assert len(examples) == len(split.roles)
-    order = sorted(range(len(examples)), key=lambda i: _place(examples[i]))
+    places = [(example.id.startswith(TRUSTED), example.index) for example in examples]
+    order = sorted(range(len(examples)), key=lambda i: places[i])
     rows = [examples[i] for i in order]
     shared = {"id": [row.id for row in rows], "role": [split.roles[i] for i in order]}
     index = pa.array([row.index for row in rows], pa.int64())
@@ -113,11 +123,7 @@ def write_split(
         ("tokens.parquet", {**shared, "input_ids": input_ids, "labels": labels}),
     ):
         (folder / name).write_table(pa.table(columns), compression="zstd")
-    (folder / "summary.json").write_json(_summary(rows, split, report), ensure_ascii=False)
-
-
-def _summary(rows: list[Example], split: Split, report: DataReport | None) -> dict[str, Any]:
-    return {
+    summary = {
         "num_examples": len(rows),
         "num_texts": len({row.key for row in rows}),
         "num_tokens": sum(row.num_tokens for row in rows),
@@ -128,6 +134,7 @@ def _summary(rows: list[Example], split: Split, report: DataReport | None) -> di
         "data": report.numbers() if report else None,
         "bad": report.bad if report else [],
     }
+    (folder / "summary.json").write_json(summary, ensure_ascii=False)
 
 
 def read_split(folder: RunPath) -> dict[str, list[Example]]:

@@ -12,20 +12,21 @@ and curvature.safetensors.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from dualsft.algorithm.gradients import adam_rms, rounding_norm
 from dualsft.algorithm.scores import TOLERANCE, check_fused_loss
-from dualsft.config.settings import Config
 from dualsft.distributed.world import world
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine
 from dualsft.model.load import text_parameters
-from dualsft.model.save import save_model
 from dualsft.model.sharded import weights_vector
-from dualsft.runs.context import RunContext, pass_settings
+from dualsft.runs.context import RunContext, Settings, pass_settings
+from dualsft.runs.stages.finetune import finetune_plan, save_tuned
 from dualsft.storage.vectors import accumulation_dtype
 from dualsft.system.paths import RunPath
 from dualsft.system.usage import give_back, is_out_of_memory
@@ -35,6 +36,15 @@ from dualsft.train.sharded import make_optimizer
 ROUNDED_SHARE = 0.3
 """Warn if rounding exceeds this share of θ̄'s movement. At 0.6, a bf16 run of SmolLM2-135M selected
 half of an fp32 run's examples (docs/results.md)."""
+
+
+def settings(ctx: RunContext) -> Settings:
+    keys = ("finetune.warmup_ratio", "finetune.micro_batch_size", "score.candidates")
+    chosen, warmup = ctx.pick("warmup.*", *keys), ctx.config.warmup
+    del chosen["warmup.offload"]  # location of the optimizer state: no effect on results
+    chosen["warmup.lr"] = warmup.lr or ctx.config.finetune.lr
+    chosen["warmup.batch_size"] = warmup.batch_size or ctx.config.finetune.batch_size
+    return chosen | ctx.training_settings() | ctx.weight_hashes()
 
 
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
@@ -47,7 +57,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
             "warmup.epochs is 0: gradients are taken at θ_old, without curvature ĉ, and CWSD is "
             "exactly zero"
         )
-        _save(ctx, ctx.theta_old(), part)
+        save_tuned(ctx, ctx.theta_old(), part / "theta_bar")
         return {"steps": 0, "examples": 0}
     if num_steps < FEW_STEPS:
         ctx.reporter.warn(
@@ -69,19 +79,27 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
         offload=ctx.config.warmup.offload,
         seed=ctx.config.seed,
     ) as optimizer:
-        train(model, examples, optimizer, plan, ctx.reporter, "warmup", _logger(ctx), ctx.pieces)
+        log = partial(ctx.rundir.log_metrics, "warmup")
+        train(model, examples, optimizer, plan, ctx.reporter, "warmup", log, ctx.pieces)
         curvature = adam_rms(optimizer, candidates)
         curvature.save(part / "curvature.safetensors")
         norm, names = curvature.norm(), optimizer.names
         rounding = rounding_norm(optimizer) if ctx.dtype in HALF_DTYPES else None
-    _save(ctx, model, part)
+    save_tuned(ctx, model, part / "theta_bar")
     facts = {"steps": num_steps, "examples": len(examples), "curvature_norm": norm}
-    if rounding is not None:
-        movement = _movement(ctx, model, names)
-        facts |= {"movement": movement, "rounding": rounding}
-        if movement is not None:
-            _warn_of_rounding(ctx, movement, rounding)
-    return facts
+    if rounding is None:
+        return facts
+    movement = _movement(ctx, model, names)
+    if movement is not None and rounding > ROUNDED_SHARE * movement:
+        dtype = str(ctx.dtype).removeprefix("torch.")
+        ctx.reporter.warn(
+            f"rounding θ̄ to {dtype} moved it by {rounding:.3g}; warmup and rounding together moved "
+            f"it by {movement:.3g}: scores at θ̄ depend on the rounding, and a run in float32 may "
+            "select other examples (set model.dtype=float32, or lengthen the warmup: split.warm, "
+            "warmup.min_steps, warmup.lr)",
+            code="rounded_theta_bar",
+        )
+    return facts | {"movement": movement, "rounding": rounding}
 
 
 def _movement(ctx: RunContext, model: PreTrainedModel, names: list[str]) -> float | None:
@@ -91,9 +109,8 @@ def _movement(ctx: RunContext, model: PreTrainedModel, names: list[str]) -> floa
         here, before = (weights_vector(m, names) for m in (model, ctx.theta_old()))
         return here.to(ctx.device, wide).plus(before.to(ctx.device, wide), -1.0).norm()
     except Exception as problem:
-        if (
-            not is_out_of_memory(problem) or world().sharded
-        ):  # sharded: all processes must take part
+        # no process of a sharded world may go on without the others
+        if not world().pick(is_out_of_memory(problem), False):
             raise
     give_back(ctx.device)
     ctx.reporter.warn(
@@ -102,42 +119,14 @@ def _movement(ctx: RunContext, model: PreTrainedModel, names: list[str]) -> floa
     return None
 
 
-def _warn_of_rounding(ctx: RunContext, movement: float, rounding: float) -> None:
-    if rounding <= ROUNDED_SHARE * movement:
-        return
-    dtype = str(ctx.dtype).removeprefix("torch.")
-    ctx.reporter.warn(
-        f"rounding θ̄ to {dtype} moved it by {rounding:.3g}; warmup and rounding together moved it "
-        f"by {movement:.3g}: scores at θ̄ depend on the rounding, and a run in float32 may select "
-        "other examples (set model.dtype=float32, or lengthen the warmup: split.warm, "
-        "warmup.min_steps, warmup.lr)",
-        code="rounded_theta_bar",
-    )
-
-
-def _save(ctx: RunContext, model: PreTrainedModel, part: RunPath) -> None:
-    (part / "theta_bar").mkdir()
-    save_model(model, ctx.tokenizer, ctx.model_folder, (part / "theta_bar").checked())
-
-
 def warmup_plan(ctx: RunContext) -> TrainingPlan:
     """Training plan from warmup.*, with finetune.* as defaults; no gradient clipping."""
-    config: Config = ctx.config
-    return TrainingPlan(
-        lr=config.warmup.lr or config.finetune.lr,
-        epochs=config.warmup.epochs,
-        batch_size=config.warmup.batch_size or config.finetune.batch_size,
-        warmup_ratio=config.finetune.warmup_ratio,
+    warmup, plan = ctx.config.warmup, finetune_plan(ctx)
+    return replace(
+        plan,
+        lr=warmup.lr or ctx.config.finetune.lr,
+        epochs=warmup.epochs,
+        batch_size=warmup.batch_size or plan.batch_size,
         max_grad_norm=0.0,
-        micro_batch_size=config.finetune.micro_batch_size,
-        batch_tokens=ctx.training_tokens,
-        seed=config.seed,
-        pad_id=ctx.pad_id,
-        padding_side=config.data.padding_side,
-        min_steps=config.warmup.min_steps,
-        checkpointing=config.finetune.checkpointing,
+        min_steps=warmup.min_steps,
     )
-
-
-def _logger(ctx: RunContext) -> Any:
-    return lambda **values: ctx.rundir.log_metrics("warmup", **values)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import numpy as np
 import oracle
+import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import Runner
 from models import ARCHITECTURES, tiny_examples, tiny_model
+from transformers import AutoModelForCausalLM
 
 from dualsft.algorithm.calibration import (
     RHOS,
@@ -18,11 +24,12 @@ from dualsft.algorithm.calibration import (
     sketch_of,
 )
 from dualsft.algorithm.gradients import pool_gradient
+from dualsft.config import settings
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.sketch import Sketch
 from dualsft.engine.walk import PassSettings
-from dualsft.errors import RunError
+from dualsft.errors import ConfigError, RunError
 from dualsft.model.load import find_candidates
 from dualsft.storage.vectors import ParamVector
 from dualsft.system.progress import Reporter
@@ -145,3 +152,81 @@ def test_walk_sketches_every_gradient(architecture: str) -> None:
     result.sketches.norms[:] *= 1.01
     with pytest.raises(RunError, match="sketches of the examples add up"):
         check_sketches(engine, sketch, result.sketches, grad_sum, examples, 0, passes)
+
+
+CALIBRATED = ("score.form=calibrated", "score.sketch_dim=256", "split.val=8")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_run_equals_the_oracle(arch: str, make_run: Runner, model_folder) -> None:
+    """Scores of a float64 run folder, from the oracle's gradients and the run's own ρ."""
+    run = make_run("model.dtype=float64", *CALIBRATED, arch=arch, until="selection")
+    summary = json.loads((run / "4_scores/summary.json").read_text())
+    sketch = Sketch(256, seed=42, purpose="calibrated")
+    model = AutoModelForCausalLM.from_pretrained(run / "2_warmup/theta_bar", dtype=torch.float64)
+    engine = GhostEngine(model.eval(), find_candidates(model, "block_linear"))
+    tokens = pq.read_table(run / "1_split/tokens.parquet").to_pylist()
+
+    def sketches(role: str) -> torch.Tensor:
+        names = list(engine.candidates)
+        rows = [row for row in tokens if row["role"] == role]
+        found = [oracle.example_gradient(model, r["input_ids"], r["labels"], names) for r in rows]
+        return torch.stack([sketch_of(engine, sketch, ParamVector(g)) for g in found])
+
+    expected = oracle.calibrated_scores(sketches("pool"), sketches("val"), summary["rho"])
+    table = pq.read_table(run / "4_scores/examples.parquet")
+    scores = table["score"].to_numpy()
+    tolerance = 1e-5 if arch == "gemma3" else 1e-7  # Gemma's norms compute in fp32
+    assert np.abs(scores - expected.numpy()).max() <= tolerance * float(expected.abs().max())
+    assert summary["form"] == "calibrated" and table["exact"].to_pylist() == [True] * len(scores)
+    chosen = json.loads((run / "5_selection/ids.json").read_text())
+    best = np.argsort(-scores, kind="stable")[: len(chosen)]
+    assert set(chosen) == {table["id"][int(i)].as_py() for i in best}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("score.batch_tokens=32",),
+        ("score.plan=blocks",),
+        ("score.plan=host",),
+        ("data.padding_side=left",),
+        ("score.checkpointing=true",),
+    ],
+)
+def test_how_a_run_computes_does_not_change_its_scores(
+    options: tuple[str, ...], make_run: Runner
+) -> None:
+    found = []
+    for extra in ((), options):
+        run = make_run("model.dtype=float64", "score.rho=0.01", *CALIBRATED, *extra, until="scores")
+        found.append(pq.read_table(run / "4_scores/examples.parquet")["score"].to_numpy())
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6, atol=1e-9)
+
+
+def test_fp32_run_chooses_as_float64(make_run: Runner) -> None:
+    runs = [
+        make_run(f"model.dtype={dtype}", "score.rho=0.01", *CALIBRATED, until="selection")
+        for dtype in ("float64", "float32")
+    ]
+    scores = [pq.read_table(r / "4_scores/examples.parquet")["score"].to_numpy() for r in runs]
+    assert np.abs(scores[0] - scores[1]).max() <= 5e-3 * np.abs(scores[0]).max()
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("score.mode=two_pass", "score.mode: 'two_pass' is not allowed with score.form=calibrated"),
+        ("select.rounds=1", "re-selection needs the inner product with u"),
+    ],
+)
+def test_combinations_without_a_meaning_are_refused(option: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        settings.load(
+            "recommended", ["score.form=calibrated", option, "model.path=m", "data.path=d"]
+        )
+
+
+def test_candidates_without_linear_weights_are_refused(make_run: Runner) -> None:
+    with pytest.raises(ConfigError, match="compares the gradients of linear weights"):
+        make_run(*CALIBRATED, "score.candidates=*norm*", until="gradients")

@@ -68,6 +68,14 @@ class Calibration:
     solved_in: str
     residual: float
 
+    @property
+    def how(self) -> str:
+        """How ρ was chosen, in words."""
+        if not self.curve:
+            return "given, or too few validation examples to choose"
+        flat = [point["rho"] for point in self.curve if point["flat"]]
+        return f"from halves of D_val; {min(flat):.2g} to {max(flat):.2g} do as well"
+
     def facts(self) -> dict[str, Any]:
         flat = [point["rho"] for point in self.curve if point["flat"]]
         return {

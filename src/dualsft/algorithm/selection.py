@@ -13,7 +13,7 @@ the selected examples, and s_D = ⟨u ⊙ m, g_n⟩.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -64,13 +64,25 @@ class Chosen:
 
     positions: np.ndarray
     scores: np.ndarray
-    """Best known score of every pool example, eta_sc included."""
+    """Best known score of every pool example, eta_sc included; -inf if it repeats another."""
     bound: np.ndarray
     """Bound on the error of each score; zero where it was scored exactly."""
     rescored: np.ndarray
     """Positions scored exactly by this stage."""
     inside: int
     outside: int
+
+    def within(self, rows: np.ndarray, count: int) -> Chosen:
+        """The same choice in a pool of `count` examples, of which it saw `rows` only."""
+        scores, bound = np.full(count, -np.inf), np.zeros(count)
+        scores[rows], bound[rows] = self.scores, self.bound
+        return replace(
+            self,
+            positions=rows[self.positions],
+            scores=scores,
+            bound=bound,
+            rescored=rows[self.rescored],
+        )
 
 
 def choose_examples(

@@ -138,6 +138,13 @@ class WarmupConfig:
 class ScoreConfig:
     """Gradients, the projection u, and the example and parameter scores."""
 
+    form: Literal["literal", "calibrated"] = "literal"
+    """Example scores. literal: the paper's inner product with u; calibrated: gradients at unit
+    length, compared with D_val after damping what the whole pool shares (docs/algorithm.md)."""
+    sketch_dim: Annotated[int, Bounds(least=16)] = 16384
+    """Numbers per example that the calibrated form keeps of its gradient, 2 bytes each."""
+    rho: Positive | None = None
+    """Damping of the calibrated form. null: chosen from random halves of D_val."""
     lam: Annotated[float, Bounds(least=0, most=1e30)] = 0.8
     """Weight of the preservation gradient: v_val = v_new + lam * v_prior."""
     lam_relative: bool = False
@@ -189,6 +196,9 @@ class SelectConfig:
     """Parameter entries to train: a count, or a fraction of the candidates."""
     rounds: Whole = 0
     """Number of rounds that re-select one side given the other."""
+    duplicates: Literal["keep", "exact", "near"] = "keep"
+    """Rows that repeat a row with a higher score. keep: select them by score, as in the paper;
+    exact: pass over identical texts; near: also over nearly identical ones."""
     order: Literal["data_to_param", "param_to_data"] = "data_to_param"
     """Order of rounds: first re-select parameters given the data, or data given parameters."""
 
@@ -352,6 +362,18 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
             "evaluation.files: the name 'validation' is taken: the run uses it for D_val; write"
             " another_name:PATH"
         )
+    if get("score.form") == "calibrated":
+        if get("score.mode") == "two_pass":
+            problems.append(
+                "score.mode: 'two_pass' is not allowed with score.form=calibrated, whose scores"
+                " come from the sketches of one pass; leave it out"
+            )
+        if get("select.rounds"):
+            problems.append(
+                f"select.rounds: {show(get('select.rounds'))} is not allowed with"
+                " score.form=calibrated: re-selection needs the inner product with u; give"
+                " score.form=literal, or leave select.rounds out"
+            )
     if get("data.val_path") is not None and get("split.val") is not None:
         problems.append(
             f"split.val: {show(get('split.val'))} is not allowed with data.val_path, whose rows are"
@@ -394,12 +416,14 @@ def idle_options(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
         idle("score.preservation=none", "score.lam", "score.lam_relative")
     if curvature == "none":
         idle("score.curvature=none", "score.curvature_scale")
+    if values["score.form"] == "literal":
+        idle("score.form=literal", "score.sketch_dim", "score.rho")
     if values["select.rounds"] == 0:
         idle("select.rounds=0", "select.order")
     if values["select.variant"] == "data":
         idle("select.variant=data", "select.param_budget")
     if values["select.variant"] == "param":
-        idle("select.variant=param", "select.data_budget", "score.mode")
+        idle("select.variant=param", "select.data_budget", "score.mode", "score.form")
     for axis, key in (("data", "select.data_budget"), ("params", "select.param_budget")):
         if values[f"method.{axis}"] == "all":
             idle(f"method.{axis}=all", key)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dualsft.algorithm.duplicates import distinct_texts
 from dualsft.algorithm.projection import Scored
 from dualsft.algorithm.scores import rounding_scales
 from dualsft.algorithm.selection import Chosen, choose_entries, choose_examples, rescore
@@ -306,7 +307,21 @@ class Scoring:
             rows = [pool[i] for i in positions]
             return rescore(self.engine, rows, self.scored, passes, ctx.reporter)
 
-        return choose_examples(scores, bound, ties, b, exactly, ctx.reporter.say, reverse)
+        order = -scores if reverse else scores
+        rows = distinct_texts(ctx.config.select.duplicates, pool, order, ties, b)
+        if len(rows) == len(pool):
+            return choose_examples(scores, bound, ties, b, exactly, ctx.reporter.say, reverse)
+        ctx.reporter.say(f"{len(pool) - len(rows):,} of {len(pool):,} examples repeat others")
+        found = choose_examples(
+            scores[rows],
+            bound[rows],
+            ties[rows],
+            b,
+            lambda positions: exactly(rows[positions]),
+            ctx.reporter.say,
+            reverse,
+        )
+        return found.within(rows, len(pool))
 
     def describe(self, part: RunPath, data: Chosen, b: int) -> dict[str, Any]:
         """Write rescored.parquet; returns the data side of the summary."""
@@ -320,7 +335,8 @@ class Scoring:
         chosen = np.zeros(len(pool), bool)
         chosen[data.positions] = True
         lowest = float(data.scores[chosen].min())
-        highest_out = float(data.scores[~chosen].max()) if b < len(pool) else None
+        others = data.scores[~chosen & np.isfinite(data.scores)]
+        highest_out = float(others.max()) if len(others) else None
         near = 0
         if highest_out is not None:
             half = ctx.dtype in HALF_DTYPES

@@ -3,9 +3,11 @@
 v_new is the gradient of the mean validation loss, G the sum over the scoring pool. In one-pass mode
 (docs/algorithm.md, "One pass instead of two") the pool pass also computes f_n = ⟨U₀, g_n⟩ for a
 direction U₀ known in advance, and the inner sums of the bound on the error of U₀. DualSFT-Param
-needs only G. Each vector is written as soon as it is computed and read back on access, so during
-the pool pass only G and the direction are in memory, and the teacher of v_prior is freed. Reads
-1_split and 2_warmup; writes grad_sum, val_grad, prior_grad (safetensors) and pool.parquet.
+needs only G, the calibrated form G and the sketches of val and pool (`algorithm/calibration.py`).
+Each vector is written as soon as it is computed and read back on access, so during the pool pass
+only G and the direction are in memory, and the teacher of v_prior is freed. Reads 1_split and
+2_warmup; writes grad_sum, val_grad, prior_grad (safetensors), pool.parquet and, in the
+calibrated form, sketches.safetensors.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
+from torch import Tensor
 
 from dualsft.algorithm.gradients import pool_gradient, prior_gradient, validation_gradient
 from dualsft.algorithm.projection import projection_terms
@@ -22,13 +26,17 @@ from dualsft.data.examples import Example
 from dualsft.distributed.world import world
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.sketch import Sketch, SketchRows
 from dualsft.engine.walk import PassSettings
 from dualsft.engine.walk_state import PassResult
+from dualsft.errors import ConfigError
 from dualsft.runs.context import RunContext, Settings, pass_settings
-from dualsft.storage.vectors import LazyVector, Vector
+from dualsft.storage.tensor_files import TensorFile
+from dualsft.storage.vectors import LazyVector, Vector, save_tensors
 from dualsft.system.paths import RunPath
 from dualsft.system.usage import give_back
 
+SKETCHES = "sketches.safetensors"
 DIRECTION = (
     "score.lam",
     "score.lam_relative",
@@ -46,12 +54,15 @@ def settings(ctx: RunContext, product: bool | None = None) -> Settings:
         chosen |= ctx.pick("score.tau")
     product = one_pass_wanted(ctx) if product is None else product
     chosen["per-example product in the pool pass"] = product
+    if sketches_wanted(ctx):
+        chosen |= ctx.pick("score.form", "score.sketch_dim", "seed")
     return chosen | (ctx.pick(*DIRECTION) if product else {})
 
 
 def richer_settings(ctx: RunContext) -> Settings | None:
     """If only G is needed: the settings of a pool pass that computes G and the product."""
-    return None if one_pass_wanted(ctx) else settings(ctx, product=True)
+    needs_more = one_pass_wanted(ctx) or sketches_wanted(ctx)
+    return None if needs_more else settings(ctx, product=True)
 
 
 def precision_settings(ctx: RunContext) -> Settings:
@@ -66,7 +77,8 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     engine = GhostEngine(model, ctx.candidates(model))
     passes = pass_settings(ctx)
     check_fused_loss(model, roles["val"][0], passes, TOLERANCE[ctx.dtype])
-    mean, validation = validation_gradient(engine, roles["val"], passes, ctx.reporter)
+    sketch = sketch_for(ctx, engine)
+    mean, validation = validation_gradient(engine, roles["val"], passes, ctx.reporter, sketch)
     val_grad = _stored(ctx, mean, part / "val_grad.safetensors")
     del mean
     prior, prior_loss = prior_of(ctx, engine, roles["anchor"], passes)
@@ -81,10 +93,12 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
         score = ctx.config.score
         terms = projection_terms(score, lr, len(pool), val_grad, prior_grad, curvature)
         direction = terms.estimate()
-    grad_sum, result = pool_gradient(engine, pool, passes, ctx.reporter, direction)
+    grad_sum, result = pool_gradient(engine, pool, passes, ctx.reporter, direction, sketch)
     grad_sum.save(part / "grad_sum.safetensors", n_sc=len(pool))
     columns = None if direction is None else list(engine.columns)
     _write_pool(part / "pool.parquet", pool, result, columns)
+    if sketch is not None:
+        _write_sketches(part / SKETCHES, sketch, pool=result.sketches, val=validation.sketches)
     return {
         "n_sc": len(pool),
         "validation_loss": float(validation.values.mean()),
@@ -115,7 +129,52 @@ def prior_of(
 
 def one_pass_wanted(ctx: RunContext) -> bool:
     """Whether the pool pass also computes the per-example product."""
-    return ctx.config.score.mode == "one_pass" and ctx.methods.scored("data")
+    score = ctx.config.score
+    literal = score.form == "literal" and score.mode == "one_pass"
+    return literal and ctx.methods.scored("data")
+
+
+def sketches_wanted(ctx: RunContext) -> bool:
+    """Whether the passes over val and pool also sketch each gradient."""
+    return ctx.config.score.form == "calibrated" and ctx.methods.scored("data")
+
+
+def sketch_for(ctx: RunContext, engine: GhostEngine) -> Sketch | None:
+    """The sketch of the calibrated form; None in the literal form."""
+    if not sketches_wanted(ctx):
+        return None
+    covered = engine.linear_weights
+    if not covered:
+        raise ConfigError(
+            f"score.form: 'calibrated' compares the gradients of linear weights, and "
+            f"score.candidates={ctx.config.score.candidates} has none; give block_linear, or "
+            "score.form=literal"
+        )
+    if others := len(engine.candidates) - len(covered):
+        ctx.reporter.say(
+            f"sketches cover {len(covered):,} linear weights, not the {others:,} other candidates"
+        )
+    return Sketch(ctx.config.score.sketch_dim, ctx.config.seed, "calibrated")
+
+
+def _write_sketches(path: RunPath, sketch: Sketch, **rows: SketchRows | None) -> None:
+    tensors: dict[str, Tensor] = {}
+    for role, found in rows.items():
+        assert found is not None
+        tensors |= {role: torch.from_numpy(found.stored)}
+        tensors |= {f"{role}_norms": torch.from_numpy(found.norms)}
+    save_tensors(path, tensors, {"dim": str(sketch.dim), "seed": str(sketch.seed)})
+
+
+def read_sketches(path: RunPath) -> dict[str, SketchRows]:
+    """The sketches of val and pool."""
+    tensors = TensorFile(path).tensors()
+    found: dict[str, SketchRows] = {}
+    for role in ("val", "pool"):
+        stored, norms = tensors[role].numpy(), tensors[f"{role}_norms"].numpy()
+        found[role] = SketchRows(*stored.shape, exact=stored.dtype == np.float64)
+        found[role].stored, found[role].norms = stored, norms
+    return found
 
 
 def _write_pool(

@@ -4,9 +4,10 @@ Two-pass mode walks over the pool again and computes exact s_D. One-pass mode tu
 pass into scores with an error bound per example; the selection computes exact scores for examples
 that the bounds leave undecided. Every run checks itself (docs/algorithm.md, "What every run
 checks"): Σ_n s_D,n against ⟨u, G⟩, and a few random examples scored individually by plain
-autograd. If a check fails, nothing is written, so nothing can be selected. Reads 1_split,
-2_warmup, 3_gradients; writes examples.parquet, summary.json and, on request, params.safetensors
-and projection.safetensors.
+autograd. In the calibrated form s_D comes from the sketches of the gradients stage, with the checks
+of `algorithm/calibration.py`. If a check fails, nothing is written, so nothing can be selected.
+Reads 1_split, 2_warmup, 3_gradients; writes examples.parquet, summary.json and, on request,
+params.safetensors and projection.safetensors.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dualsft.algorithm.calibration import Calibration, calibrate, check_sketches
 from dualsft.algorithm.projection import Scored, param_scores, projection_terms
 from dualsft.algorithm.scores import (
     TOLERANCE,
@@ -32,13 +34,24 @@ from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
 from dualsft.model.load import Candidates
 from dualsft.runs.context import RunContext, Settings, pass_settings
-from dualsft.runs.stages.gradients import DIRECTION, one_pass_wanted, precision_settings, read_pool
+from dualsft.runs.stages.gradients import (
+    DIRECTION,
+    SKETCHES,
+    one_pass_wanted,
+    precision_settings,
+    read_pool,
+    read_sketches,
+    sketch_for,
+    sketches_wanted,
+)
 from dualsft.storage.vectors import Vector
 from dualsft.system.paths import RunPath
 
 
 def settings(ctx: RunContext) -> Settings:
     chosen = ctx.pick(*DIRECTION, "score.mode", "score.keep") | precision_settings(ctx)
+    if sketches_wanted(ctx):
+        chosen |= ctx.pick("score.form", "score.rho", "seed")
     return chosen | {"per-example scores": ctx.methods.scored("data")}
 
 
@@ -72,7 +85,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     products = products_of(scored, direction)
     summary = describe_projection(ctx.config.score, scored, products)
     dots, bound, checks = None, None, {}
-    if ctx.methods.scored("data"):
+    if ctx.methods.scored("data") and not sketches_wanted(ctx):
         if one_pass:
             dots, bound = pool["f"], one_pass_bounds(engine, pool["inner_sums"], products)
         else:
@@ -92,7 +105,15 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
         passes,
         ctx.reporter,
     )
-    _write_examples(part, pool_examples, pool, eta_sc, dots, bound)
+    scores = None if dots is None else dots * eta_sc
+    if sketches_wanted(ctx):
+        found, checked = _calibrated(ctx, engine, pool_examples, scored.grad_sum)
+        scores, bound, checks = found.scores, np.zeros(len(pool_examples)), checks | checked
+        summary |= {"form": "calibrated", "sketch_dim": ctx.config.score.sketch_dim}
+        summary |= found.facts()
+    else:
+        bound = None if bound is None else bound * eta_sc
+    _write_examples(part, pool_examples, pool, scores, bound)
     summary["total_examples"] = checks.get("sum_of_scores")
     if dots is not None:
         summary["direction_dot_G"] = checks["direction_dot_G"]
@@ -102,6 +123,25 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     _warn(ctx, summary)
     (part / "summary.json").write_json(summary)
     return {"curvature_share": summary["curvature_share"], "checks": summary.get("checks")}
+
+
+def _calibrated(
+    ctx: RunContext, engine: GhostEngine, pool: list[Example], grad_sum: Vector
+) -> tuple[Calibration, dict[str, Any]]:
+    """Scores of the calibrated form, and the checks of the sketches and the solve."""
+    sketch = sketch_for(ctx, engine)
+    assert sketch is not None
+    rows = read_sketches(ctx.folder("gradients") / SKETCHES)
+    seed = ctx.config.seed
+    checks = check_sketches(engine, sketch, rows["pool"], grad_sum, pool, seed, pass_settings(ctx))
+    with ctx.reporter.track("solving for the scores", 1, "system") as progress:
+        found = calibrate(rows["pool"], rows["val"], seed, ctx.device, ctx.config.score.rho)
+        progress.advance(1)
+    ctx.reporter.say(f"calibrated scores: ρ = {found.rho:.2g} ({found.how})")
+    worst = max(probe["error"] for probe in checks["sketched_alone"])
+    # the solve is linear in each row, so its scores carry the relative error of the sketches
+    slack = worst * float(np.abs(found.scores).max())
+    return found, checks | {"rounding_slack": slack, "rounding_ratio": 0.0}
 
 
 def _warn(ctx: RunContext, summary: dict[str, Any]) -> None:
@@ -122,8 +162,7 @@ def _write_examples(
     part: RunPath,
     examples: list[Example],
     pool: dict[str, np.ndarray],
-    eta_sc: float,
-    dots: np.ndarray | None,
+    scores: np.ndarray | None,
     bound: np.ndarray | None,
 ) -> None:
     """Write examples.parquet; score and bound are null for DualSFT-Param."""
@@ -131,9 +170,9 @@ def _write_examples(
     none = pa.nulls(count, pa.float64())
     table = {
         "id": [e.id for e in examples],
-        "score": none if dots is None else dots * eta_sc,
+        "score": none if scores is None else scores,
         "exact": np.zeros(count, bool) if bound is None else bound == 0.0,
-        "bound": none if bound is None else bound * eta_sc,
+        "bound": none if bound is None else bound,
         "loss": pool["loss"],
         "response_tokens": pa.array(pool["response_tokens"], pa.int32()),
     }

@@ -67,6 +67,8 @@ def settings(ctx: RunContext) -> Settings:
         del chosen["select.param_budget"]
     if not ctx.config.select.rounds:
         del chosen["select.order"]
+    if ctx.config.select.duplicates == "keep":
+        del chosen["select.duplicates"]
     chosen |= methods.settings("data") | methods.settings("params")
     return chosen | _own_passes(ctx, methods.entries.values())
 

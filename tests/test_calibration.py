@@ -14,6 +14,7 @@ from conftest import Runner
 from models import ARCHITECTURES, tiny_examples, tiny_model
 from transformers import AutoModelForCausalLM
 
+import dualsft
 from dualsft.algorithm.calibration import (
     RHOS,
     Solver,
@@ -31,7 +32,9 @@ from dualsft.engine.sketch import Sketch
 from dualsft.engine.walk import PassSettings
 from dualsft.errors import ConfigError, RunError
 from dualsft.model.load import find_candidates
+from dualsft.runs.stages.split import read_split
 from dualsft.storage.vectors import ParamVector
+from dualsft.system.paths import RunPath
 from dualsft.system.progress import Reporter
 
 CPU = torch.device("cpu")
@@ -230,3 +233,23 @@ def test_combinations_without_a_meaning_are_refused(option: str, words: str) -> 
 def test_candidates_without_linear_weights_are_refused(make_run: Runner) -> None:
     with pytest.raises(ConfigError, match="compares the gradients of linear weights"):
         make_run(*CALIBRATED, "score.candidates=*norm*", until="gradients")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_api_scores_as_the_run_does(dtype: str, make_run: Runner, monkeypatch) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    run = make_run(f"model.dtype={dtype}", *CALIBRATED, until="selection")
+    theta_bar = AutoModelForCausalLM.from_pretrained(
+        run / "2_warmup/theta_bar", dtype=getattr(torch, dtype)
+    )
+    roles = read_split(RunPath(run / "1_split"))
+    scores = dualsft.score(
+        theta_bar, roles["pool"], roles["val"], eta_ft=2e-5, form="calibrated", sketch_dim=256
+    )
+    table = pq.read_table(run / "4_scores/examples.parquet")
+    np.testing.assert_allclose(
+        scores.example_scores, table["score"].to_numpy(), rtol=2e-3, atol=1e-3
+    )
+    chosen = set(json.loads((run / "5_selection/ids.json").read_text()))
+    picked = dualsft.select(scores, data_budget=len(chosen)).data_subset
+    assert {roles["pool"][i].id for i in picked} == chosen

@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dualsft.algorithm.calibration import scored_by_sketches
 from dualsft.algorithm.gradients import pool_gradient, prior_gradient, validation_gradient
 from dualsft.algorithm.projection import Scored, projection_terms
 from dualsft.algorithm.scores import (
@@ -39,6 +40,7 @@ from dualsft.data.examples import Example
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.precision import Precision
+from dualsft.engine.sketch import Sketch
 from dualsft.engine.walk import PassSettings
 from dualsft.errors import ConfigError
 from dualsft.model.load import find_candidates
@@ -51,7 +53,7 @@ class Scores:
     """s_D with a bound per example, u and G; s_θ is u ⊙ G."""
 
     example_scores: np.ndarray
-    """⟨U₀, g_n⟩ · eta_sc, within `bound` of the exact ⟨u, g_n⟩."""
+    """⟨U₀, g_n⟩ · eta_sc, within `bound` of the exact ⟨u, g_n⟩; or the calibrated scores."""
     bound: np.ndarray
     """Error bound of the one-pass direction plus, in half precision, the measured rounding."""
     losses: np.ndarray
@@ -102,6 +104,9 @@ def score(
     val: Sequence[Example],
     *,
     eta_ft: float,
+    form: Literal["literal", "calibrated"] = "literal",
+    sketch_dim: int = 16384,
+    rho: float | None = None,
     anchors: Sequence[Example] = (),
     theta_old: PreTrainedModel | None = None,
     curvature: ParamVector | None = None,
@@ -116,6 +121,9 @@ def score(
     reporter: Reporter | None = None,
 ) -> Scores:
     """Score a pool at `model` (θ̄) in one pass; CWSD when `theta_old` and `anchors` are given.
+
+    `form`, `sketch_dim` and `rho` are as in the settings `score.*`: the calibrated form finds the
+    target examples in a mixed pool, the literal form is the paper's.
 
     Uses the same functions as the stages of `dualsft run`. In half precision the directions are
     computed with fp32 weights (`precision`, as `score.precision`). `seed` selects the examples of
@@ -140,30 +148,41 @@ def score(
     )
     say, tolerance = reporter or Reporter(), TOLERANCE[model.dtype]
     check_fused_loss(model, val[0], passes, tolerance)
-    val_grad = validation_gradient(engine, val, passes, say)[0].held()
+    sketch = Sketch(sketch_dim, seed, "calibrated") if form == "calibrated" else None
+    mean, validation = validation_gradient(engine, val, passes, say, sketch)
+    val_grad = mean.held()
     kind = "none" if theta_old is None else "cwsd"
     teacher = None if theta_old is None else theta_old.eval
     prior_grad = prior_gradient(kind, engine, teacher, anchors, tau, passes, say)[0].held()
     terms = projection_terms(settings, eta_ft, len(pool), val_grad, prior_grad, curvature)
     direction = terms.estimate()
-    grad_sum, result = pool_gradient(engine, pool, passes, say, direction)
+    product = direction if sketch is None else None
+    grad_sum, result = pool_gradient(engine, pool, passes, say, product, sketch)
     grad_sum = grad_sum.held()
     scored = Scored.of(terms, grad_sum, prior_grad)
     projection = scored.projection.held()
     scored = replace(scored, projection=projection)
     products = products_of(scored, direction)
-    bound = one_pass_bounds(engine, result.inner_sums, products) * terms.eta_sc
-    scales = rounding_scales(result.inner_sums, len(pool))
     summary = describe_projection(settings, scored, products)
-    checks = check_sum(result.dots, products, terms.eta_sc, tolerance)
-    norm = products.norm("direction")
+    norm, dots = products.norm("direction"), None if sketch is not None else result.dots
+    scales = rounding_scales(None if dots is None else result.inner_sums, len(pool))
+    checks = {} if dots is None else check_sum(dots, products, terms.eta_sc, tolerance)
     checks |= check_alone(
-        engine, pool, result.dots, direction, norm, terms.eta_sc, scales, seed, passes, say
+        engine, pool, dots, direction, norm, terms.eta_sc, scales, seed, passes, say
     )
-    if model.dtype in HALF_DTYPES:
-        bound += checks["rounding_ratio"] * scales
+    if sketch is not None:
+        assert result.sketches is not None and validation.sketches is not None
+        pair = (result.sketches, validation.sketches)
+        found, more = scored_by_sketches(engine, sketch, *pair, grad_sum, pool, seed, rho, passes)
+        example_scores, bound = found.scores, np.zeros(len(pool))
+        checks, summary = checks | more, summary | {"form": form} | found.facts()
+    else:
+        example_scores = result.dots * terms.eta_sc
+        bound = one_pass_bounds(engine, result.inner_sums, products) * terms.eta_sc
+        if model.dtype in HALF_DTYPES:
+            bound += checks["rounding_ratio"] * scales
     return Scores(
-        example_scores=result.dots * terms.eta_sc,
+        example_scores=example_scores,
         bound=bound,
         losses=result.values,
         grad_sum=grad_sum,

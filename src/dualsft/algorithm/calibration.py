@@ -295,6 +295,28 @@ def check_sketches(
     return {"sketch_tolerance": tolerance, "sketch_sum_error": apart, "sketched_alone": probed}
 
 
+def scored_by_sketches(
+    engine: GhostEngine,
+    sketch: Sketch,
+    pool: SketchRows,
+    val: SketchRows,
+    grad_sum: Vector,
+    examples: Sequence[Example],
+    seed: int,
+    rho: float | None,
+    passes: PassSettings,
+) -> tuple[Calibration, dict[str, Any]]:
+    """Check the sketches and solve for the scores: (scores, results of the checks).
+
+    The slack is the error of the worst probe: scores are linear in the sketch of their example.
+    """
+    checks = check_sketches(engine, sketch, pool, grad_sum, examples, seed, passes)
+    found = calibrate(pool, val, seed, engine.device, rho)
+    worst = max(probe["error"] for probe in checks["sketched_alone"])
+    slack = worst * float(np.abs(found.scores).max())
+    return found, checks | {"rounding_slack": slack, "rounding_ratio": 0.0}
+
+
 def rows_of(sketches: Tensor, exact: bool = False) -> SketchRows:
     """Sketches in memory as `SketchRows`."""
     rows = SketchRows(len(sketches), sketches.shape[1], exact)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dualsft.algorithm.calibration import Calibration, calibrate, check_sketches
+from dualsft.algorithm.calibration import Calibration, scored_by_sketches
 from dualsft.algorithm.projection import Scored, param_scores, projection_terms
 from dualsft.algorithm.scores import (
     TOLERANCE,
@@ -132,16 +132,14 @@ def _calibrated(
     sketch = sketch_for(ctx, engine)
     assert sketch is not None
     rows = read_sketches(ctx.folder("gradients") / SKETCHES)
-    seed = ctx.config.seed
-    checks = check_sketches(engine, sketch, rows["pool"], grad_sum, pool, seed, pass_settings(ctx))
+    seed, rho, passes = ctx.config.seed, ctx.config.score.rho, pass_settings(ctx)
     with ctx.reporter.track("solving for the scores", 1, "system") as progress:
-        found = calibrate(rows["pool"], rows["val"], seed, ctx.device, ctx.config.score.rho)
+        found, checks = scored_by_sketches(
+            engine, sketch, rows["pool"], rows["val"], grad_sum, pool, seed, rho, passes
+        )
         progress.advance(1)
     ctx.reporter.say(f"calibrated scores: ρ = {found.rho:.2g} ({found.how})")
-    worst = max(probe["error"] for probe in checks["sketched_alone"])
-    # the solve is linear in each row, so its scores carry the relative error of the sketches
-    slack = worst * float(np.abs(found.scores).max())
-    return found, checks | {"rounding_slack": slack, "rounding_ratio": 0.0}
+    return found, checks
 
 
 def _warn(ctx: RunContext, summary: dict[str, Any]) -> None:

@@ -20,8 +20,8 @@ from dualsft.storage.resume import Piece, Pieces
 from dualsft.system.progress import Progress, Reporter
 from dualsft.train import loop as training
 from dualsft.train import step as adam_step
+from dualsft.train.compact import Moments
 from dualsft.train.loop import TrainingPlan, learning_rate, micro_batches, restore, train
-from dualsft.train.moments import Moments
 from dualsft.train.optimizer import SparseAdamW
 
 QUIET = Reporter(lambda _: None)

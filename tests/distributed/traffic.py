@@ -26,7 +26,7 @@ from dualsft.model.load import find_candidates, load_model, text_parameters
 from dualsft.model.sharded import load_sharded, weights_vector
 from dualsft.system.progress import Reporter
 from dualsft.train.loop import train
-from dualsft.train.sharded import ShardedAdamW, make_optimizer
+from dualsft.train.optimizer import ShardedAdamW, make_optimizer
 
 SMALL = 1024
 """Words between the processes (flags, counts) are smaller than this and not counted."""

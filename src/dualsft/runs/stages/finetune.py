@@ -29,8 +29,7 @@ from dualsft.runs.method import AfterMethod, Job, ParamMethod, WeightMethod
 from dualsft.runs.stages.chosen import read_mask
 from dualsft.system.paths import RunPath
 from dualsft.train.loop import FEW_STEPS, Hooks, TrainingPlan, train
-from dualsft.train.optimizer import SparseAdamW
-from dualsft.train.sharded import make_optimizer
+from dualsft.train.optimizer import SparseAdamW, make_optimizer
 
 
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from dualsft.storage.vectors import accumulation_dtype
 from dualsft.system.paths import RunPath
 from dualsft.system.usage import give_back, is_out_of_memory
 from dualsft.train.loop import FEW_STEPS, TrainingPlan, train
-from dualsft.train.sharded import make_optimizer
+from dualsft.train.optimizer import make_optimizer
 
 ROUNDED_SHARE = 0.3
 """Warn if rounding exceeds this share of θ̄'s movement. At 0.6, a bf16 run of SmolLM2-135M selected

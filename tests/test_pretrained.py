@@ -56,15 +56,6 @@ def test_weights_hash_follows_the_weights(model_folder: Folders, tmp_path: Path)
         load_model(copy, torch.float32, choose_device("cpu"))
 
 
-def test_pickled_weights_are_not_read(model_folder: Folders, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(model_folder("llama"), copy)
-    torch.save(load_file(copy / "model.safetensors"), copy / "pytorch_model.bin")
-    (copy / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is pickled.*not read"):
-        load_model(copy, torch.float32, choose_device("cpu"))
-
-
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     """A tiny model in several files with their index."""
@@ -99,17 +90,6 @@ def test_missing_shard_is_named(shards: Path) -> None:
         pretrained.check_model(str(shards), None, False)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_weight_that_is_not_finite(value: float, model_folder: Folders, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(model_folder("llama"), copy)
-    weights = load_file(copy / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
-    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"not finite in model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_model(copy, torch.float32, choose_device("cpu"))
-
-
 def test_a_file_is_hashed_once_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,10 +102,10 @@ def test_a_file_is_hashed_once_a_process(
         f"hashing weights: {share} %" for share in (33, 67, 100)
     ]
     assert first == hashlib.sha256(file.read_bytes()).hexdigest()
-    monkeypatch.setattr(pretrained, "_stream_sha256", lambda *_: "read again")
-    assert pretrained.file_sha256(file) == first
+    caplog.clear()
+    assert pretrained.file_sha256(file) == first and not caplog.records
     file.write_bytes(b"b" * (3 << 20))
-    assert pretrained.file_sha256(file) == "read again"
+    assert pretrained.file_sha256(file) != first and caplog.records
 
 
 CUSTOM = """

@@ -97,7 +97,7 @@ OPENS_ELSEWHERE = {
     "data/chat.py": "data.template_file, and the process's own memory",
     "config/settings.py": "the package's own recipes",
     "lab/estimate/estimate.py": "the process's own memory",
-    "model/export.py": "new files beside the target that the user names",
+    "model/export.py": "new files beside the target that the user names; files of the base model",
     "data/hub_datasets.py": "downloads into the cache",
     "system/usage.py": "the machine's and the container's memory",
     "model/safety.py": "a model folder, whose links it checks first",
@@ -106,7 +106,6 @@ OPENS_ELSEWHERE = {
     "system/progress.py": "the process's own memory",
     "lab/evaluation/sandbox_child.py": "the sandbox's own folder",
     "lab/evaluation/sandbox.py": "the sandbox's own folder",
-    "model/save.py": "files of the base model into a folder that was just made",
     "data/sources.py": "the user's rows",
     "data/tables.py": "the user's rows",
 }

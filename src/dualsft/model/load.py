@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,11 +37,11 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from dualsft.errors import ConfigError
-from dualsft.model import attention as attention_kernels
-from dualsft.model.safety import check_folder, check_weights
+from dualsft.model.safety import check_folder, weight_files
 from dualsft.storage.vectors import accumulation_dtype, reduction_dtype
 from dualsft.system.usage import is_out_of_memory
 
@@ -52,15 +53,6 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-
-
-PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.json",
-)
-"""Files of a multimodal checkpoint beside weights and tokenizer; copied with the weights."""
 
 # subclasses of nn.Linear in transformers that override forward with the same map
 _LINEAR_BY_NAME = {"transformers.models.falcon.modeling_falcon.FalconLinear"}
@@ -109,68 +101,57 @@ def _auto_class(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def empty_model(folder: Path, remote: bool = False) -> PreTrainedModel:
-    """The model on the meta device: shapes without weights."""
-    return meta_model(folder, None, "auto", remote)
-
-
-def meta_model(
-    folder: Path, dtype: torch.dtype | None, attention: str = "auto", remote: bool = False
+def _from_config(
+    config: Any, remote: bool, dtype: torch.dtype | None, attention: str
 ) -> PreTrainedModel:
-    """The model as `load_model` builds it, in eval mode, on the meta device."""
-    config = _load_config(folder, remote)
+    """The model of a configuration in eval mode, on the current default device."""
     given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if attention != "auto":
         given["attn_implementation"] = attention
+    return _auto_class(config).from_config(config, trust_remote_code=remote, **given).eval()
+
+
+def empty_model(
+    folder: Path, remote: bool = False, dtype: torch.dtype | None = None, attention: str = "auto"
+) -> PreTrainedModel:
+    """The model as `load_model` builds it on the meta device: shapes without weights."""
+    config = _load_config(folder, remote)
     try:
         with torch.device("meta"):
-            made = _auto_class(config).from_config(config, trust_remote_code=remote, **given)
-            return made.eval()
+            return _from_config(config, remote, dtype, attention)
     except ConfigError:
         raise
     except Exception as problem:  # a model class may raise anything on a strange configuration
-        reason = f"{type(problem).__name__}: {problem}"
         raise ConfigError(
             f"model.path: no model can be built from the config.json of {str(folder)!r} "
-            f"({reason}); repair it, or download it again"
+            f"({type(problem).__name__}: {problem}); repair it, or download it again"
         ) from problem
 
 
 def shallow_model(
-    folder: Path,
-    num_layers: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: str = "auto",
-    remote: bool = False,
+    folder: Path, depth: int, dtype: torch.dtype, device: torch.device, attention: str, remote: bool
 ) -> PreTrainedModel:
-    """The same architecture with few layers and random weights, to measure memory and time."""
-    attention_kernels.install(device)
+    """The same architecture with `depth` layers and random weights, to measure memory and time."""
+    install_attention(device)
     config = copy.deepcopy(_load_config(folder, remote))
     text = config.get_text_config()
-    depth = text.num_hidden_layers
     for name, value in list(vars(text).items()):  # per-layer lists such as layer_types
-        if isinstance(value, list) and len(value) == depth and "layer" in name:
-            setattr(text, name, (value * num_layers)[:num_layers])
+        if isinstance(value, list) and len(value) == text.num_hidden_layers and "layer" in name:
+            setattr(text, name, (value * depth)[:depth])
     if getattr(text, "num_kv_shared_layers", 0):  # layers that reuse an earlier layer's keys
         text.num_kv_shared_layers = 0
-    text.num_hidden_layers = num_layers
+    text.num_hidden_layers = depth
     try:
         with torch.random.fork_rng(), torch.device(device):
-            model = _auto_class(config).from_config(
-                config,
-                dtype=dtype,
-                attn_implementation=None if attention == "auto" else attention,
-                trust_remote_code=remote,
-            )
+            model = _from_config(config, remote, dtype, attention)
     except Exception as problem:  # a model class may raise anything on a strange configuration
         if is_out_of_memory(problem):
             raise
         raise ConfigError(
-            f"model.path: {type(config).__name__} cannot be built with {num_layers} layers to "
+            f"model.path: {type(config).__name__} cannot be built with {depth} layers to "
             f"measure on ({type(problem).__name__}: {problem}); `dualsft run` does not need that"
         ) from problem
-    return model.to(device).eval()
+    return model.to(device)  # pyright: ignore[reportArgumentType]
 
 
 def choose_dtype(
@@ -202,9 +183,9 @@ def load_model(
     remote: bool = False,
 ) -> PreTrainedModel:
     """Load a language model in eval mode, from safetensors only; remote code only if enabled."""
-    attention_kernels.install(device)
+    install_attention(device)
     config = _load_config(folder, remote)
-    check_weights(folder)
+    weight_files(folder)  # refuses missing, pickled and truncated weights
     try:
         loaded: Any = _auto_class(config).from_pretrained(
             folder,
@@ -222,13 +203,7 @@ def load_model(
     model, report = loaded
     _refuse_incomplete(folder, report)
     model.to(device)
-    _refuse_nonfinite(folder, model)
-    model.eval()
-    return model
-
-
-def _refuse_nonfinite(folder: Path, model: PreTrainedModel) -> None:
-    """Refuse a NaN or infinity in the weights, which would make every score NaN hours later."""
+    # a NaN or infinity in the weights would make every score NaN hours later
     bad = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
     if bad:
         raise ConfigError(
@@ -236,15 +211,12 @@ def _refuse_nonfinite(folder: Path, model: PreTrainedModel) -> None:
             f"({len(bad)} parameters in total); give finite weights, or set another model.dtype "
             "if they overflow in this one"
         )
+    return model.eval()
 
 
-def _refuse_incomplete(folder: Path, report: Any) -> None:
+def _refuse_incomplete(folder: Path, report: Mapping[str, Any]) -> None:
     """Refuse a checkpoint with missing weights, which would be random and differ between loads."""
-
-    def listed(key: str) -> Any:
-        return report[key] if isinstance(report, Mapping) else getattr(report, key)
-
-    if unused := listed("unexpected_keys"):
+    if unused := report["unexpected_keys"]:
         log.warning(
             "%s: the model does not use %d stored tensors; they will not be in the result (%s …)",
             folder.name,
@@ -252,12 +224,11 @@ def _refuse_incomplete(folder: Path, report: Any) -> None:
             min(map(str, unused)),
         )
     for key in ("missing_keys", "mismatched_keys"):
-        names = listed(key)
-        if names:
-            shown = ", ".join(str(name) for name in sorted(map(str, names))[:3])
+        if names := sorted(map(str, report[key])):
             raise ConfigError(
                 f"model.path: {str(folder)!r} lacks weights that its config.json requires "
-                f"({len(names)} {key.replace('_', ' ')}: {shown} …); save the model again"
+                f"({len(names)} {key.replace('_', ' ')}: {', '.join(names[:3])} …); save the model "
+                "again"
             )
 
 
@@ -373,16 +344,20 @@ def find_candidates(model: PreTrainedModel, spec: str) -> Candidates:
     everything = dict(text_parameters(model))
     chosen: set[str] = set()
     terms = [term.strip() for term in spec.split(",") if term.strip()]
-    includes = [t for t in terms if not t.startswith("!")]
     excludes = [t[1:] for t in terms if t.startswith("!")]
-    for term in includes or ["block_linear"]:
-        matched = _match(model, everything, term, excludes, spec)
+    for term in [t for t in terms if not t.startswith("!")] or ["block_linear"]:
+        if term == "block_linear":
+            matched = _block_linear(model, excludes, spec)
+        else:
+            pattern = "*" if term == "all" else term
+            matched = {name for name in everything if fnmatchcase(name, pattern)}
         if not matched:
             near = ", ".join(list(everything)[:3])
-            where = "the text decoder of " if len(everything) < _count(model) else ""
+            multimodal = len(everything) < len(list(model.parameters()))
             raise ConfigError(
-                f"score.candidates: {term!r} matches no parameter of {where}"
-                f"{type(model).__name__} (its names look like: {near} …)"
+                f"score.candidates: {term!r} matches no parameter of "
+                f"{'the text decoder of ' if multimodal else ''}{type(model).__name__} "
+                f"(its names look like: {near} …)"
             )
         chosen |= matched
     for term in excludes:
@@ -393,24 +368,6 @@ def find_candidates(model: PreTrainedModel, spec: str) -> Candidates:
     if not chosen:
         raise ConfigError(f"score.candidates: {spec!r} leaves no parameter to choose from")
     return Candidates({n: p for n, p in everything.items() if n in chosen}, spec)
-
-
-def _count(model: nn.Module) -> int:
-    return sum(1 for _ in model.parameters())
-
-
-def _match(
-    model: PreTrainedModel,
-    everything: dict[str, nn.Parameter],
-    term: str,
-    excludes: list[str],
-    spec: str,
-) -> set[str]:
-    if term == "all":
-        return set(everything)
-    if term == "block_linear":
-        return _block_linear(model, excludes, spec)
-    return {name for name in everything if fnmatchcase(name, term)}
 
 
 def _block_linear(model: PreTrainedModel, excludes: list[str], spec: str) -> set[str]:
@@ -467,3 +424,56 @@ def locate(name: str) -> tuple[int | None, str]:
     if match is None:
         return None, name.removesuffix(".weight")
     return int(match[1]), match[2].removesuffix(".weight")
+
+
+# --- attention ----------------------------------------------------------------------------------
+
+_SDPA: Any = None
+"""The "sdpa" function registered by transformers; None until `install_attention` replaces it."""
+
+
+def install_attention(device: torch.device) -> None:
+    """Replace transformers' "sdpa" for the rest of this process; no effect without CUDA.
+
+    When several query heads share one key head and there is no attention mask, transformers calls
+    PyTorch's scaled dot-product attention with `enable_gqa`. Only the half-precision kernels
+    support it. In fp32, PyTorch silently falls back to the math kernel, which keeps a T × T matrix
+    per head and layer for the backward pass and is about three times slower. Repeating the keys and
+    values makes the memory-efficient kernel eligible: the result is the same up to rounding, and
+    memory grows linearly with the number of tokens.
+    """
+    global _SDPA
+    if _SDPA is None and device.type == "cuda":
+        _SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
+
+
+def sdpa(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *more: Any,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """transformers' "sdpa", with shared key and value heads repeated if no kernel shares them."""
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1 and attention_mask is None and needs_repeated_heads(key):
+        key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+        # transformers passes enable_gqa if module.num_key_value_groups > 1; the stand-in has only
+        # the other attributes that it reads
+        module = SimpleNamespace(
+            is_causal=getattr(module, "is_causal", True), layer_idx=getattr(module, "layer_idx", 0)
+        )
+    return _SDPA(module, query, key, value, attention_mask, *more, **settings)
+
+
+def needs_repeated_heads(key: Tensor) -> bool:
+    """Whether no kernel shares these heads: fp32 on CUDA.
+
+    The memory-efficient kernel's backward pass is not deterministic, so nothing changes when
+    deterministic algorithms are enabled.
+    """
+    fp32_on_gpu = key.device.type == "cuda" and key.dtype == torch.float32
+    return fp32_on_gpu and not torch.are_deterministic_algorithms_enabled()

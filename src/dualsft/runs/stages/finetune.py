@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from dualsft.data.examples import Example
 from dualsft.model.delta import Delta, extract_delta, take_delta
+from dualsft.model.export import save_model
 from dualsft.model.load import text_parameters
 from dualsft.model.resolve import weights_hash
-from dualsft.model.save import save_model
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import sha256_file
 from dualsft.runs.method import AfterMethod, Job, ParamMethod, WeightMethod

@@ -22,8 +22,8 @@ from dualsft.config.settings import Config
 from dualsft.distributed.world import world
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine
+from dualsft.model.export import save_model
 from dualsft.model.load import text_parameters
-from dualsft.model.save import save_model
 from dualsft.model.sharded import weights_vector
 from dualsft.runs.context import RunContext, pass_settings
 from dualsft.storage.vectors import accumulation_dtype

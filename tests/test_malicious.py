@@ -56,7 +56,8 @@ def write(name: str, content: Callable[[Lab], bytes]) -> Poison:
         lab.without_weights()
         (lab.model / name).write_bytes(content(lab))
 
-    return poison, "is not a safetensors" if name.endswith(".safetensors") else f"{name} is pickled"
+    broken = f"{name}: is not a safetensors file"
+    return poison, broken if name.endswith(".safetensors") else f"{name} is pickled"
 
 
 def torch_file(lab: Lab) -> bytes:

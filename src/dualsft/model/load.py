@@ -19,9 +19,7 @@ import inspect
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,19 +58,14 @@ _LINEAR_BY_NAME = {"transformers.models.falcon.modeling_falcon.FalconLinear"}
 
 def choose_device(wanted: str) -> torch.device:
     """Resolve `model.device`; `auto` prefers cuda, then mps, then cpu."""
-    there = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    if wanted == "auto":
-        return torch.device(next(name for name, usable in there.items() if usable))
-    if not there[wanted]:
-        usable = " or ".join(repr(name) for name in there if there[name])
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    usable = [name for name, there in (("cuda", cuda), ("mps", mps), ("cpu", True)) if there]
+    if wanted != "auto" and wanted not in usable:
         raise ConfigError(
-            f"model.device: {wanted!r}, but this machine has no {wanted} device; use {usable}"
+            f"model.device: {wanted!r}, but this machine has no {wanted} device; use "
+            f"{' or '.join(map(repr, usable))}"
         )
-    return torch.device(wanted)
+    return torch.device(usable[0] if wanted == "auto" else wanted)
 
 
 def _load_config(folder: Path, remote: bool) -> Any:
@@ -289,35 +282,26 @@ def is_linear(module: nn.Module) -> bool:
     return kind.forward is nn.Linear.forward or kind is Conv1D or by_name
 
 
-@dataclass(frozen=True)
-class Candidates(Mapping[str, Tensor]):
+class Candidates(dict[str, nn.Parameter]):
     """The candidate parameters of a model, in `named_parameters` order."""
 
-    parameters: dict[str, nn.Parameter]
-    spec: str
+    def __init__(self, parameters: Mapping[str, nn.Parameter], spec: str) -> None:
+        super().__init__(parameters)
+        self.spec = spec
 
-    def __getitem__(self, name: str) -> nn.Parameter:
-        return self.parameters[name]
-
-    def __iter__(self):  # noqa: ANN204
-        return iter(self.parameters)
-
-    def __len__(self) -> int:
-        return len(self.parameters)
-
-    @cached_property
+    @property
     def names(self) -> list[str]:
-        return list(self.parameters)
+        return list(self)
 
     @property
     def num_entries(self) -> int:
         """Number of candidate entries: the denominator of the parameter budget."""
-        return sum(p.numel() for p in self.parameters.values())
+        return sum(p.numel() for p in self.values())
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of G and of every other vector over the candidates."""
-        return accumulation_dtype(next(iter(self.parameters.values())).dtype)
+        return accumulation_dtype(next(iter(self.values())).dtype)
 
 
 def decoder_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -345,7 +329,8 @@ def find_candidates(model: PreTrainedModel, spec: str) -> Candidates:
     chosen: set[str] = set()
     terms = [term.strip() for term in spec.split(",") if term.strip()]
     excludes = [t[1:] for t in terms if t.startswith("!")]
-    for term in [t for t in terms if not t.startswith("!")] or ["block_linear"]:
+    includes = [t for t in terms if not t.startswith("!")]
+    for term in includes or ["block_linear"]:
         if term == "block_linear":
             matched = _block_linear(model, excludes, spec)
         else:
@@ -396,7 +381,7 @@ def _block_linear(model: PreTrainedModel, excludes: list[str], spec: str) -> set
     return names
 
 
-def any_layer(name: str) -> str:
+def _any_layer(name: str) -> str:
     """A parameter's name as a pattern that matches it in every layer."""
     return re.sub(r"\.\d+(?=\.)", ".*", name)
 
@@ -405,7 +390,7 @@ def alike(names: Iterable[str]) -> list[tuple[str, str]]:
     """The first of the names that differ only in the layer number, and how many follow it."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(any_layer(name), []).append(name)
+        groups.setdefault(_any_layer(name), []).append(name)
     return [
         (group[0], f" (and {len(group) - 1} more like it)" if len(group) > 1 else "")
         for group in groups.values()
@@ -414,7 +399,7 @@ def alike(names: Iterable[str]) -> list[tuple[str, str]]:
 
 def leave_out(spec: str, names: Iterable[str]) -> str:
     """The cure in an error message: the setting that excludes these parameters in every layer."""
-    patterns = dict.fromkeys(f"!{any_layer(name)}" for name in names)
+    patterns = dict.fromkeys(f"!{_any_layer(name)}" for name in names)
     return f"leave them out with score.candidates='{','.join([spec, *patterns])}'"
 
 

@@ -9,9 +9,7 @@ are never written.
 
 Gradients stay in `p.grad`, zero outside the selection, or with `free_gradients=True`, which this
 package trains with, are reduced to the selected entries inside backward (`train/gradients.py`).
-
-With fp32 or fp64 weights, which are their own masters, the update on a CPU equals
-`torch.optim.AdamW` bit for bit.
+With fp32 or fp64 weights, the update on a CPU equals `torch.optim.AdamW` bit for bit.
 """
 
 from __future__ import annotations
@@ -27,14 +25,7 @@ from dualsft.distributed.world import world
 from dualsft.model.sharded import gathered_parameters, is_sharded, local_rows, set_requires_grad
 from dualsft.train import compact
 from dualsft.train import step as adam_step
-from dualsft.train.compact import (
-    MASTER_DTYPES,
-    MOMENTS,
-    CompactIndex,
-    Indices,
-    Moments,
-    checked_indices,
-)
+from dualsft.train.compact import MASTER_DTYPES, CompactIndex, Indices, Moments
 from dualsft.train.gradients import FreedGradients, Gradients, ShardedGradients
 from dualsft.train.step import PART, SCALARS, Held, Part, Step, run_parts
 
@@ -52,13 +43,12 @@ class SparseAdamW(torch.optim.Optimizer):
     is one parameter group.
 
     It works with a Hugging Face `Trainer`: `Trainer(..., optimizers=(optimizer, None))`. Move and
-    convert the model before creating the optimizer.
-
-    `moments` is the dtype of the moments; bfloat16 and int8 use stochastic rounding, seeded by
-    `seed`. `offload` keeps moments and low halves in host memory between steps. `free_gradients`
-    frees each dense gradient inside backward and stores only its selected entries, in `gradients`;
-    `p.grad` stays None. This saves memory, but the training loop must clear gradients with this
-    optimizer's `zero_grad()` and clip them with its `clip_grad_norm()`. A `Trainer` does neither.
+    convert the model before creating the optimizer. `moments` is the dtype of the moments; bfloat16
+    and int8 use stochastic rounding, seeded by `seed`. `offload` keeps moments and low halves in
+    host memory between steps. `free_gradients` frees each dense gradient inside backward and stores
+    only its selected entries, in `gradients`; `p.grad` stays None. This saves memory, but the
+    training loop must clear gradients with this optimizer's `zero_grad()` and clip them with its
+    `clip_grad_norm()`. A `Trainer` does neither.
     """
 
     layout: ClassVar[dict[str, str]] = {}
@@ -89,7 +79,7 @@ class SparseAdamW(torch.optim.Optimizer):
         self._shapes = {name: p.shape for name, p in self._params.items()}
         self._storages: dict[str, int] = {}
         self._closed = False
-        selected = self._checked(indices)
+        selected = compact.checked_indices(self._params, self._requires_grad, indices)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__([{"params": []}], defaults)
         for p in self._params.values():
@@ -283,7 +273,8 @@ class SparseAdamW(torch.optim.Optimizer):
                 "before training, but they clear and clip p.grad, which is never set with "
                 "free_gradients=True: create the SparseAdamW without it"
             )
-        selected, masters = self._checked(state_dict["indices"]), state_dict["masters"]
+        indices, masters = state_dict["indices"], state_dict["masters"]
+        selected = compact.checked_indices(self._params, self._requires_grad, indices)
         names = list(selected)
         held = {names[i]: entry for i, entry in state_dict["state"].items() if i < len(names)}
         self._check_saved(selected, masters, held)
@@ -350,7 +341,8 @@ class SparseAdamW(torch.optim.Optimizer):
         parameter without selected entries loses its step count. Pending gradients are dropped.
         """
         self._check_open()
-        self._select(self._checked(indices), carry)
+        selected = compact.checked_indices(self._params, self._requires_grad, indices)
+        self._select(selected, carry)
         self.zero_grad()
 
     @torch.no_grad()
@@ -363,10 +355,10 @@ class SparseAdamW(torch.optim.Optimizer):
             if name not in selected:
                 p.grad = None
                 self.state.pop(p, None)
-            elif p in self.state:
-                unchanged = carry and compact.same_entries(before[name], selected[name])
-                if not unchanged:
-                    self._move_state(name, before[name], carry)
+            elif p in self.state and not (
+                carry and compact.same_entries(before[name], selected[name])
+            ):
+                self._move_state(name, before[name], carry)
         self._storages = {name: self._params[name].data_ptr() for name in selected}
         self.param_groups[0]["params"] = [self._params[name] for name in selected]
         self.param_groups[0]["param_names"] = list(selected)
@@ -377,25 +369,19 @@ class SparseAdamW(torch.optim.Optimizer):
         old, new = self.state[p], self._new_state(name)
         source, target = compact.positions_kept(before, self._indices[name], p.numel(), p.device)
         for key, value in old.items():
-            if not carry and key not in _BESIDE_WEIGHT:
-                continue
-            if key in SCALARS:
+            if carry and key in SCALARS:
                 new[key] = value
-            else:
+            elif carry or key in _BESIDE_WEIGHT:
                 new[key][target.to(value.device)] = value[source.to(value.device)]
         self.state[p] = new
 
     def _new_state(self, name: str) -> Held:
         weight = self.weight(name)
-        away = self.offload and weight.device.type != "cpu"
-        device = torch.device("cpu") if away else weight.device
-        pin = away and weight.device.type == "cuda"
+        device = torch.device("cpu") if self.offload else weight.device
+        pin = self.offload and weight.device.type == "cuda"
         return adam_step.new_state(weight, self._indices[name], self.moments, device, pin)
 
     # --- checks ----------------------------------------------------------------------------------
-
-    def _checked(self, indices: Indices | None) -> dict[str, CompactIndex | None]:
-        return checked_indices(self._params, self._requires_grad, indices)
 
     def _check_saved(
         self,
@@ -410,16 +396,13 @@ class SparseAdamW(torch.optim.Optimizer):
                 f"state_dict's masters and indices do not match this model's parameters: {differ}"
             )
         for name, index in selected.items():
-            p, master = self._params[name], masters[name]
+            p = self._params[name]
             count = p.numel() if index is None else len(index)
-            if (master.numel(), master.dtype) != (count, MASTER_DTYPES[p.dtype]):
-                raise ValueError(
-                    f"saved master of {name!r} has {master.numel()} entries of {master.dtype}; "
-                    f"this model needs {count} of {MASTER_DTYPES[p.dtype]}"
-                )
-            want = compact.moments_dtype(p.dtype, self.moments)
+            moments = compact.moments_dtype(p.dtype, self.moments)
+            tensors = [("master", masters[name], MASTER_DTYPES[p.dtype])]
             for key in ("exp_avg", "exp_avg_sq") if name in held else ():
-                saved = held[name][key]
+                tensors.append((key, held[name][key], moments))
+            for key, saved, want in tensors:
                 if (saved.numel(), saved.dtype) != (count, want):
                     raise ValueError(
                         f"saved {key} of {name!r} has {saved.numel()} entries of {saved.dtype}; "
@@ -449,10 +432,7 @@ class ShardedAdamW(SparseAdamW):
     inside the backward pass (`ShardedGradients`).
     """
 
-    layout: ClassVar[dict[str, str]] = {
-        "step": "any",
-        **dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), "rows"),
-    }
+    layout = {"step": "any", "master": "rows", "exp_avg": "rows", "exp_avg_sq": "rows"}
     _grads: ShardedGradients
 
     def __init__(
@@ -529,15 +509,15 @@ def _check_numbers(
         raise ValueError(
             f"Invalid eps {eps} or weight_decay {weight_decay}; both must be at least 0"
         )
-    if moments not in MOMENTS:
-        raise ValueError(f"moments is {moments!r}; it must be one of {', '.join(MOMENTS)}")
+    if moments not in compact.MOMENTS:
+        allowed = ", ".join(compact.MOMENTS)
+        raise ValueError(f"moments is {moments!r}; it must be one of {allowed}")
 
 
 def _unique_parameters(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
 ) -> dict[str, nn.Parameter]:
-    """Name -> parameter. Refuses duplicate names, one tensor under two names, and parameters that
-    another SparseAdamW is attached to."""
+    """Name -> parameter, each given once and without another SparseAdamW attached."""
     params: dict[str, nn.Parameter] = {}
     names: dict[int, str] = {}
     for name, p in named_parameters:

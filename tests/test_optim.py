@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
+from models import assert_equal, snapshot, tiny_model
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from dualsft.train.optimizer import SparseAdamW
 
@@ -20,20 +20,8 @@ Masks = dict[str, Tensor]
 
 
 def tiny_llama(dtype: torch.dtype = torch.float32, tied: bool = False) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=37,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-    )
-    model = LlamaForCausalLM(config)
-    nn.Module.to(model, dtype)
-    return model
+    sizes = {"hidden_size": 16, "intermediate_size": 24}
+    return tiny_model("llama", dtype, vocab_size=37, tie_word_embeddings=tied, **sizes)
 
 
 def batch(step: int) -> Tensor:
@@ -62,15 +50,6 @@ def random_masks(model: nn.Module, share: float, seed: int = 0) -> Masks:
 
 def indices_of(masks: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     return {name: mask.view(-1).nonzero().view(-1) for name, mask in masks.items()}
-
-
-def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def assert_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
 class DenseMaskedAdamW:
@@ -263,9 +242,7 @@ def test_frozen_entries_keep_their_bits_and_selected_ones_move(dtype: torch.dtyp
 
 
 def test_flat_index_is_row_major_also_for_conv1d() -> None:
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=37, n_positions=16, n_embd=8, n_layer=1, n_head=2)
-    model = GPT2LMHeadModel(config)
+    model = tiny_model("gpt2", torch.float32, vocab_size=37, n_embd=8, n_head=2)
     name, before = "transformer.h.0.attn.c_attn.weight", snapshot(model)
     assert before[name].shape == (8, 24)
     with SparseAdamW(model.named_parameters(), {name: torch.tensor([3, 2 * 24 + 5])}, 0.1) as opt:
@@ -410,36 +387,6 @@ def train(model: nn.Module, optimizer: SparseAdamW, schedule: Any, steps: range)
 def made(model: nn.Module, indices: Any) -> tuple[SparseAdamW, Any]:
     optimizer = SparseAdamW(model.named_parameters(), indices, lr=1e-3, weight_decay=0.1)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 0.9**s)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("whole", [False, True])
-def test_resuming_from_a_file_continues_bit_for_bit(dtype: torch.dtype, whole: bool) -> None:
-    one = tiny_llama(dtype)
-    indices = None if whole else indices_of(random_masks(one, 0.3))
-    optimizer, schedule = made(one, indices)
-    train(one, optimizer, schedule, range(6))
-    file = io.BytesIO()
-    parts = {"model": one, "optimizer": optimizer, "schedule": schedule}
-    torch.save({name: part.state_dict() for name, part in parts.items()}, file)
-    train(one, optimizer, schedule, range(6, 12))
-
-    two = tiny_llama(dtype)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    two.load_state_dict(saved["model"])
-    resumed, resumed_schedule = made(two, indices_of(random_masks(two, 0.5, seed=7)))
-    resumed_schedule.load_state_dict(saved["schedule"])
-    resumed.load_state_dict(saved["optimizer"])
-    train(two, resumed, resumed_schedule, range(6, 12))
-
-    assert_equal(snapshot(two), snapshot(one))
-    assert_equal(resumed.masters, optimizer.masters)
-    for name in optimizer.names:
-        state = optimizer.state[one.get_parameter(name)]
-        assert_equal(resumed.state[two.get_parameter(name)], state)
-    if dtype == torch.bfloat16:
-        assert any((m != m.bfloat16().float()).any() for m in resumed.masters.values())
 
 
 def test_loading_does_not_tie_two_optimizers_together() -> None:
@@ -646,13 +593,11 @@ def test_one_optimizer_at_a_time() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_state_dict_before_the_first_step(dtype: torch.dtype) -> None:
     """Nothing is held yet, and a parameter without a gradient never holds anything."""
-    model = tiny_llama()
-    for p in model.parameters():
-        p.data = p.data.to(dtype)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model = tiny_llama(dtype)
+    before = snapshot(model)
     with SparseAdamW(model.named_parameters(), None, lr=1e-3) as optimizer:
         optimizer.load_state_dict(optimizer.state_dict())
-        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        assert_equal(snapshot(model), before)
         assert all(optimizer.num_updates(name) == 0 for name in before)
 
 

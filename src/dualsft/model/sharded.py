@@ -99,11 +99,8 @@ def wide_copy(model: nn.Module) -> PreTrainedModel:
 
 
 def _refuse_renamed(folder: Path, model: nn.Module, whole: nn.Module) -> None:
-    """Refuse a model whose checkpoint names differ from its parameter names.
-
-    A sharded model is saved under its parameter names, which would not be those of the base's
-    files.
-    """
+    """Refuse a model whose checkpoint names differ from its parameter names, under which a sharded
+    model is saved."""
     ours, own = ({n for n, _ in m.named_parameters()} for m in (model, whole))
     kind = str(getattr(model.config, "model_type", ""))
     if ours != own or get_checkpoint_conversion_mapping(kind):
@@ -128,10 +125,7 @@ def _find_gathered(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device that the model computes on.
-
-    For a sharded model with offloaded rows this is the GPU that they are gathered on.
-    """
+    """The device that the model computes on; offloaded rows are gathered on it."""
     return vars(model)[_SOURCE][1] if is_sharded(model) else next(model.parameters()).device
 
 
@@ -179,10 +173,7 @@ def release(model: nn.Module) -> None:
 
 
 def entries_of(p: Tensor, index: Tensor) -> Tensor:
-    """A parameter's values at sorted flat indices, in host memory.
-
-    If the parameter is sharded, the indices must lie in this process's rows.
-    """
+    """A parameter's values at flat indices, which lie in this process's rows, in host memory."""
     rows = local_rows(p).reshape(-1)
     first, _ = world().held(p.shape)
     return rows[index.to(rows.device) - first].cpu()

@@ -43,8 +43,7 @@ class Gradients:
     def attach(self) -> list[RemovableHandle]:
         """Register a hook on every parameter, and return the handles.
 
-        Parameters without selected entries are hooked too, because user code may turn their
-        `requires_grad` on again.
+        User code may turn on `requires_grad` of parameters without selected entries again.
         """
         return [
             self._hook(name, p.requires_grad_(True))  # hooks need it; the optimizer resets it later
@@ -101,10 +100,7 @@ class Gradients:
         """Drop the gradients stored outside `p.grad`."""
 
     def check(self) -> None:
-        """Raise at the first step if gradients bypassed the hooks.
-
-        With FSDP, for example, backward runs on tensors other than the visible parameters.
-        """
+        """Raise at the first step if gradients bypassed the hooks, as with FSDP."""
         for name in [] if self._checked else self.names():
             grad = self.params[name].grad
             assert grad is not None
@@ -212,10 +208,7 @@ class FreedGradients(Gradients):
         return sum(grad.nbytes for grad in self._held.values())
 
     def exchange(self) -> None:
-        """Sum the gradients over all processes, each of which has all parameters.
-
-        Only selected entries are sent, in the masters' dtype.
-        """
+        """Sum the selected entries over all processes, in the masters' dtype."""
         if not self.indices:
             return
         counts = {name: self.count(name) for name in self.indices}
@@ -263,10 +256,7 @@ class ShardedGradients(FreedGradients):
             self._held[name] = gather(rows, None, self._held.get(name))
 
     def _wanted(self, name: str, dense: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient at the selected entries of each process, padded to the largest share.
-
-        The padding is uninitialized and never read.
-        """
+        """The gradient at the entries of each process, padded to the largest share (not read)."""
         shares = self.shares[name]
         size, width = len(shares), max(shares)
         if sum(shares) == dense.numel():  # fully selected: rows are already in rank order

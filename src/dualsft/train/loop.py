@@ -165,10 +165,9 @@ def train(
 def snapshot(optimizer: SparseAdamW, num_steps: int, plan: TrainingPlan, hooks: Hooks) -> State:
     """Masters and moments after `num_steps` steps; with θ_old, the whole state of training.
 
-    A mask that moves also needs its current indices and all weights of the parameters in
-    `hooks.moving`. Moments are saved in the dtype they are stored in. The split into micro-batches
-    is saved as well: it affects the last bits of the result, and an out-of-memory may have changed
-    it.
+    A mask that moves also needs its indices and all weights of the parameters in `hooks.moving`.
+    The split into micro-batches is saved as well: it affects the last bits of the result, and an
+    out-of-memory may have changed it.
     """
     held: dict[str, Tensor] = {}
     forms: dict[str, Form] = {}

@@ -126,10 +126,7 @@ class SparseAdamW(torch.optim.Optimizer):
         return {name: self.master(name) for name in self._indices}
 
     def master(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        """Masters of the selected entries from `first` to `last`.
-
-        A view of the weight if the parameter is fully selected and its own master.
-        """
+        """Masters of the selected entries from `first` to `last`; may be a view of the weight."""
         last = self.count(name) if last is None else last
         held = self.state.get(self._params[name], {})
         return adam_step.read_masters(self.weight(name), self._indices[name], held, first, last)
@@ -139,10 +136,8 @@ class SparseAdamW(torch.optim.Optimizer):
         return self._params[name].detach().view(-1)
 
     def second_moment(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        """Second moment of the selected entries from `first` to `last`, without bias correction.
-
-        In fp32 (fp64 for an fp64 model), not divided by 1 - beta2^t; zero before the first step.
-        """
+        """Second moment of these entries in fp32 (fp64 for an fp64 model), without bias correction;
+        zero before the first step."""
         p = self._params[name]
         last = self.count(name) if last is None else last
         if held := self.state.get(p):
@@ -305,10 +300,7 @@ class SparseAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def close(self) -> None:
-        """Remove the hooks and restore `requires_grad` of the parameters.
-
-        State and masters stay readable; the optimizer can no longer step.
-        """
+        """Remove the hooks and restore `requires_grad`; state and masters stay readable."""
         if self._closed:
             return
         self._closed = True
@@ -426,11 +418,7 @@ class SparseAdamW(torch.optim.Optimizer):
 
 
 class ShardedAdamW(SparseAdamW):
-    """`SparseAdamW` over this process's rows of a sharded model (FSDP2).
-
-    Each process has the indices, masters and moments of its own rows. Gradients are exchanged
-    inside the backward pass (`ShardedGradients`).
-    """
+    """`SparseAdamW` of a sharded model: each process has the state of its own rows."""
 
     layout = {"step": "any", "master": "rows", "exp_avg": "rows", "exp_avg_sq": "rows"}
     _grads: ShardedGradients

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -174,6 +174,8 @@ def read_second_moment(held: Held, first: int, last: int, device: torch.device) 
 
 # --- the step -----------------------------------------------------------------------------------
 
+_single_tensor_adamw = partial(adamw, foreach=False, fused=False, amsgrad=False, maximize=False)
+
 
 def update(
     weight: Tensor, index: CompactIndex | None, grad: Tensor, held: Held, first: int, step: Step
@@ -203,22 +205,14 @@ def _update_chunk(
     if not exact:
         decoded = compact.decode(exp_avg, exp_avg_sq, held.get("top"))
         exp_avg, exp_avg_sq = (moment.to(master.dtype) for moment in decoded)
-    adamw(
-        [master],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [torch.tensor(float(step.number - 1))],
-        foreach=False,
-        fused=False,
-        amsgrad=False,
+    before = torch.tensor(float(step.number - 1))
+    _single_tensor_adamw(
+        *([master], [grad], [exp_avg], [exp_avg_sq], [], [before]),
         beta1=step.betas[0],
         beta2=step.betas[1],
         lr=step.lr,
         weight_decay=step.weight_decay,
         eps=step.eps,
-        maximize=False,
     )
     if not exact:
         bits = compact.noise(step.key, first, first + grad.numel(), weight.device)

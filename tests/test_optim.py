@@ -34,6 +34,10 @@ def backward(model: nn.Module, step: int, micro_batches: int = 1) -> None:
         (model(input_ids=ids, labels=ids).loss / micro_batches).backward()
 
 
+def attached(model: nn.Module, indices: Any = None, **settings: Any) -> SparseAdamW:
+    return SparseAdamW(model.named_parameters(), indices, **({"lr": 1e-3} | settings))
+
+
 def random_masks(model: nn.Module, share: float, seed: int = 0) -> Masks:
     """A mask over the block weights; some parameters are left out, one has a single entry."""
     draw = torch.Generator().manual_seed(seed)
@@ -161,7 +165,7 @@ def test_mask_of_ones_is_adamw_bit_for_bit(
 def test_a_whole_parameter_shares_its_storage(dtype: torch.dtype) -> None:
     model = tiny_llama(dtype)
     for indices in (None, everything_as_indices(model)):
-        with SparseAdamW(model.named_parameters(), indices, lr=1e-3) as optimizer:
+        with attached(model, indices) as optimizer:
             for name, p in model.named_parameters():
                 assert optimizer.masters[name].data_ptr() == p.data_ptr()
                 assert optimizer.indices[name] is None
@@ -173,7 +177,7 @@ def test_mask_of_zeros_changes_nothing(empty: bool) -> None:
     before = snapshot(model)
     none = torch.empty(0, dtype=torch.int64)
     indices = {name: none for name in before} if empty else {}
-    optimizer = SparseAdamW(model.named_parameters(), indices, lr=0.1, weight_decay=0.1)
+    optimizer = attached(model, indices, lr=0.1, weight_decay=0.1)
     assert optimizer.num_selected == 0
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1.0)
     for step in range(3):
@@ -195,13 +199,8 @@ def test_mask_of_zeros_changes_nothing(empty: bool) -> None:
 def test_partial_mask_equals_the_dense_reference(free: bool) -> None:
     ours, theirs = tiny_llama(torch.float64), tiny_llama(torch.float64)
     masks = random_masks(ours, 0.3)
-    sparse = SparseAdamW(
-        ours.named_parameters(),
-        indices_of(masks),
-        lr=1e-2,
-        weight_decay=0.1,
-        free_gradients=free,
-    )
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "free_gradients": free}
+    sparse = attached(ours, indices_of(masks), **settings)
     dense = DenseMaskedAdamW(theirs, masks, lr=1e-2, decay=0.1)
     assert sparse.num_selected == sum(int(mask.sum()) for mask in masks.values())
     for step in range(20):
@@ -222,9 +221,7 @@ def test_partial_mask_equals_the_dense_reference(free: bool) -> None:
 def test_frozen_entries_keep_their_bits_and_selected_ones_move(dtype: torch.dtype) -> None:
     model = tiny_llama(dtype)
     before, masks = snapshot(model), random_masks(model, 0.2)
-    optimizer = SparseAdamW(
-        model.named_parameters(), indices_of(masks), lr=2e-2, weight_decay=0.1, eps=1e-6
-    )
+    optimizer = attached(model, indices_of(masks), lr=2e-2, weight_decay=0.1, eps=1e-6)
     for step in range(5):
         optimizer.zero_grad()
         backward(model, step)
@@ -257,8 +254,7 @@ def test_flat_index_is_row_major_also_for_conv1d() -> None:
 
 def test_dense_gradients_are_freed_inside_backward() -> None:
     model = tiny_llama()
-    indices = indices_of(random_masks(model, 0.1))
-    optimizer = SparseAdamW(model.named_parameters(), indices, lr=1e-3, free_gradients=True)
+    optimizer = attached(model, indices_of(random_masks(model, 0.1)), free_gradients=True)
     seen: list[tuple[int, int]] = []
 
     def at_first_layer(_: Tensor) -> None:  # backward reaches layer 1 before the input of layer 0
@@ -292,8 +288,7 @@ def test_micro_batches_add_up_in_fp32_for_a_bf16_model() -> None:
             assert grad is not None
             expected[name] += grad[masks[name]].float()
     model.zero_grad()
-    indices = indices_of(masks)
-    optimizer = SparseAdamW(model.named_parameters(), indices, lr=1e-3, free_gradients=True)
+    optimizer = attached(model, indices_of(masks), free_gradients=True)
     for step in range(3):
         backward(model, step)
     grads = optimizer.gradients
@@ -308,7 +303,7 @@ def test_a_gradient_that_is_already_there_counts(free: bool) -> None:
     ours, theirs = tiny_llama(), tiny_llama()
     backward(ours, 0)
     backward(theirs, 0)
-    sparse = SparseAdamW(ours.named_parameters(), None, lr=1e-2, free_gradients=free)
+    sparse = attached(ours, None, lr=1e-2, free_gradients=free)
     dense = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.0)
     assert all((p.grad is None) == free for p in ours.parameters())
     sparse.step()
@@ -317,7 +312,7 @@ def test_a_gradient_that_is_already_there_counts(free: bool) -> None:
     sparse.close()
     backward(ours, 0)
     some = {"lm_head.weight": torch.tensor([5])}
-    sparse = SparseAdamW(ours.named_parameters(), some, lr=1e-2, free_gradients=free)
+    sparse = attached(ours, some, lr=1e-2, free_gradients=free)
     left = [p.grad for p in ours.parameters() if p.grad is not None]
     assert len(left) == (0 if free else 1), "nothing would ever free the others"
     assert all(int(grad.count_nonzero()) == 1 for grad in left)
@@ -329,7 +324,7 @@ def test_only_parameters_with_selected_entries_ask_for_gradients() -> None:
     model.model.norm.weight.requires_grad_(False)
     before = {name: p.requires_grad for name, p in model.named_parameters()}
     masks = random_masks(model, 0.2)
-    with SparseAdamW(model.named_parameters(), indices_of(masks), lr=1e-3) as optimizer:
+    with attached(model, indices_of(masks)) as optimizer:
         on = {name for name, p in model.named_parameters() if p.requires_grad}
         assert on == set(optimizer.masters) == {name for name, mask in masks.items() if mask.any()}
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before
@@ -385,7 +380,7 @@ def train(model: nn.Module, optimizer: SparseAdamW, schedule: Any, steps: range)
 
 
 def made(model: nn.Module, indices: Any) -> tuple[SparseAdamW, Any]:
-    optimizer = SparseAdamW(model.named_parameters(), indices, lr=1e-3, weight_decay=0.1)
+    optimizer = attached(model, indices, weight_decay=0.1)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 0.9**s)
 
 
@@ -408,7 +403,7 @@ def test_loading_writes_the_masters_into_the_weights() -> None:
     masks = random_masks(one, 0.3)
     optimizer, schedule = made(one, indices_of(masks))
     train(one, optimizer, schedule, range(3))
-    with SparseAdamW(two.named_parameters(), {}, lr=1.0) as other:
+    with attached(two, {}, lr=1.0) as other:
         other.load_state_dict(optimizer.state_dict())
         assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < 1
     assert_equal(snapshot(two), snapshot(one))
@@ -442,7 +437,7 @@ def test_a_moving_mask_equals_the_dense_reference() -> None:
     whole = {name: torch.ones(p.shape, dtype=torch.bool) for name, p in ours.named_parameters()}
     path = [random_masks(ours, 0.3), random_masks(ours, 0.4, seed=1), whole]
     path += [random_masks(ours, 0.2, seed=2), {}, random_masks(ours, 0.2, seed=3)]
-    sparse = SparseAdamW(ours.named_parameters(), indices_of(path[0]), lr=1e-2, weight_decay=0.1)
+    sparse = attached(ours, indices_of(path[0]), lr=1e-2, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(sparse, lambda s: 0.9**s)
     dense = DenseMaskedAdamW(theirs, path[0], lr=1e-2, decay=0.1)
     step = 0
@@ -497,7 +492,7 @@ def test_set_indices_carries_master_and_moments_entry_by_entry() -> None:
 def test_an_unchanged_mask_keeps_the_same_vectors() -> None:
     model = tiny_llama()
     indices = indices_of(random_masks(model, 0.3))
-    optimizer = SparseAdamW(model.named_parameters(), indices, lr=1e-3)
+    optimizer = attached(model, indices)
     backward(model, 0)
     optimizer.step()
     before = {p: dict(state) for p, state in optimizer.state.items()}
@@ -583,11 +578,11 @@ def test_parameters_that_cannot_be_trained_are_refused_by_name() -> None:
 
 def test_one_optimizer_at_a_time() -> None:
     model = tiny_llama()
-    first = SparseAdamW(model.named_parameters(), None, lr=1e-3)
+    first = attached(model)
     with pytest.raises(ValueError, match=r"'model\.embed_tokens\.weight' has a SparseAdamW"):
-        SparseAdamW(model.named_parameters(), None, lr=1e-3)
+        attached(model)
     first.close()
-    SparseAdamW(model.named_parameters(), None, lr=1e-3).close()
+    attached(model).close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -595,7 +590,7 @@ def test_state_dict_before_the_first_step(dtype: torch.dtype) -> None:
     """Nothing is held yet, and a parameter without a gradient never holds anything."""
     model = tiny_llama(dtype)
     before = snapshot(model)
-    with SparseAdamW(model.named_parameters(), None, lr=1e-3) as optimizer:
+    with attached(model) as optimizer:
         optimizer.load_state_dict(optimizer.state_dict())
         assert_equal(snapshot(model), before)
         assert all(optimizer.num_updates(name) == 0 for name in before)
@@ -605,12 +600,12 @@ def test_state_dict_before_the_first_step(dtype: torch.dtype) -> None:
 def test_a_forgotten_optimizer_is_not_kept_alive_by_its_hooks(free: bool) -> None:
     """Nor is the model; and its parameters are free for another."""
     model = tiny_llama()
-    optimizer = SparseAdamW(model.named_parameters(), None, lr=1e-3, free_gradients=free)
+    optimizer = attached(model, free_gradients=free)
     gone, weights = weakref.ref(optimizer), weakref.ref(model.lm_head.weight)
     del optimizer
     gc.collect()
     assert gone() is None
-    SparseAdamW(model.named_parameters(), None, lr=1e-3).close()
+    attached(model).close()
     del model
     gc.collect()
     assert weights() is None
@@ -619,7 +614,7 @@ def test_a_forgotten_optimizer_is_not_kept_alive_by_its_hooks(free: bool) -> Non
 @pytest.mark.parametrize("free", [False, True])
 def test_what_would_silently_go_wrong_is_refused(free: bool) -> None:
     model = tiny_llama()
-    optimizer = SparseAdamW(model.named_parameters(), None, lr=1e-3, free_gradients=free)
+    optimizer = attached(model, free_gradients=free)
     with pytest.raises(ValueError, match="one parameter group"):
         optimizer.add_param_group({"params": [torch.ones(2)]})
     with pytest.raises(TypeError, match="state_dict"):
@@ -629,7 +624,7 @@ def test_what_would_silently_go_wrong_is_refused(free: bool) -> None:
     with pytest.raises(RuntimeError, match=r"storage of 'lm_head\.weight' was replaced"):
         optimizer.step()
     embedding = nn.Embedding(5, 3, sparse=True)
-    attached = SparseAdamW(embedding.named_parameters(), None, lr=1e-3, free_gradients=free)
+    other = attached(embedding, free_gradients=free)
     with pytest.raises(RuntimeError, match="'weight' is in layout torch.sparse_coo"):
         embedding(torch.tensor([1])).sum().backward()
-    attached.close()
+    other.close()

@@ -14,11 +14,11 @@ Algorithm 1.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,12 +68,27 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device(usable[0] if wanted == "auto" else wanted)
 
 
+@contextmanager
+def _refused_if_broken(what: str, cure: str = "") -> Iterator[None]:
+    """Name the model in errors of transformers, whose parsers and classes raise any type.
+
+    Out-of-memory is not the model's fault and is raised as it is.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as problem:
+        if is_out_of_memory(problem):
+            raise
+        reason = f"{type(problem).__name__}: {problem}"
+        raise ConfigError(f"model.path: {what}: {reason}{cure}") from problem
+
+
 def _load_config(folder: Path, remote: bool) -> Any:
     check_folder(folder, remote)
-    try:
+    with _refused_if_broken(f"{str(folder)!r} cannot be loaded"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
-    except Exception as problem:  # config validators raise errors of any type
-        raise ConfigError(f"model.path: {str(folder)!r} cannot be loaded: {problem}") from problem
 
 
 def read_model_config(folder: Path, remote: bool = False) -> Any:
@@ -109,16 +124,9 @@ def empty_model(
 ) -> PreTrainedModel:
     """The model as `load_model` builds it on the meta device: shapes without weights."""
     config = _load_config(folder, remote)
-    try:
-        with torch.device("meta"):
-            return _from_config(config, remote, dtype, attention)
-    except ConfigError:
-        raise
-    except Exception as problem:  # a model class may raise anything on a strange configuration
-        raise ConfigError(
-            f"model.path: no model can be built from the config.json of {str(folder)!r} "
-            f"({type(problem).__name__}: {problem}); repair it, or download it again"
-        ) from problem
+    what = f"no model can be built from the config.json of {str(folder)!r}"
+    with _refused_if_broken(what, "; repair it, or download it again"), torch.device("meta"):
+        return _from_config(config, remote, dtype, attention)
 
 
 def shallow_model(
@@ -126,7 +134,7 @@ def shallow_model(
 ) -> PreTrainedModel:
     """The same architecture with `depth` layers and random weights, to measure memory and time."""
     install_attention(device)
-    config = copy.deepcopy(_load_config(folder, remote))
+    config = _load_config(folder, remote)
     text = config.get_text_config()
     for name, value in list(vars(text).items()):  # per-layer lists such as layer_types
         if isinstance(value, list) and len(value) == text.num_hidden_layers and "layer" in name:
@@ -134,17 +142,14 @@ def shallow_model(
     if getattr(text, "num_kv_shared_layers", 0):  # layers that reuse an earlier layer's keys
         text.num_kv_shared_layers = 0
     text.num_hidden_layers = depth
-    try:
-        with torch.random.fork_rng(), torch.device(device):
-            model = _from_config(config, remote, dtype, attention)
-    except Exception as problem:  # a model class may raise anything on a strange configuration
-        if is_out_of_memory(problem):
-            raise
-        raise ConfigError(
-            f"model.path: {type(config).__name__} cannot be built with {depth} layers to "
-            f"measure on ({type(problem).__name__}: {problem}); `dualsft run` does not need that"
-        ) from problem
-    return model.to(device)  # pyright: ignore[reportArgumentType]
+    what = f"{type(config).__name__} cannot be built with {depth} layers to measure on"
+    with (
+        _refused_if_broken(what, "; `dualsft run` does not need that"),
+        torch.random.fork_rng(),
+        torch.device(device),
+    ):
+        model: Any = _from_config(config, remote, dtype, attention)
+    return model.to(device)
 
 
 def choose_dtype(
@@ -179,8 +184,8 @@ def load_model(
     install_attention(device)
     config = _load_config(folder, remote)
     weight_files(folder)  # refuses missing, pickled and truncated weights
-    try:
-        loaded: Any = _auto_class(config).from_pretrained(
+    with _refused_if_broken(f"{str(folder)!r} cannot be loaded"):
+        model, report = _auto_class(config).from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation=None if attention == "auto" else attention,
@@ -189,11 +194,6 @@ def load_model(
             local_files_only=True,
             output_loading_info=True,
         )
-    except Exception as problem:  # config, safetensors and model classes raise different errors
-        if is_out_of_memory(problem):
-            raise
-        raise ConfigError(f"model.path: {str(folder)!r} cannot be loaded: {problem}") from problem
-    model, report = loaded
     _refuse_incomplete(folder, report)
     model.to(device)
     # a NaN or infinity in the weights would make every score NaN hours later
@@ -228,14 +228,9 @@ def _refuse_incomplete(folder: Path, report: Mapping[str, Any]) -> None:
 def load_tokenizer(folder: Path, remote: bool = False) -> Any:
     """Load the folder's tokenizer; one without an end-of-sequence token is refused."""
     check_folder(folder, remote)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=remote, local_files_only=True
-        )
-    except Exception as problem:  # the tokenizer parsers raise different errors
-        raise ConfigError(
-            f"model.path: {str(folder)!r} has no usable tokenizer: {problem}"
-        ) from problem
+    settings = {"trust_remote_code": remote, "local_files_only": True}
+    with _refused_if_broken(f"{str(folder)!r} has no usable tokenizer"):
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **settings)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"model.path: the tokenizer in {str(folder)!r} has no end-of-sequence token; set "

@@ -12,7 +12,8 @@ masters, moments and the step count is therefore enough.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -234,6 +235,17 @@ class _Full(Exception):
         self.shape = tuple(shape)
 
 
+@contextmanager
+def _noting_shape(shape: Sequence[int]) -> Iterator[None]:
+    """Raise `_Full` with the shape of the micro-batch if the block runs out of memory."""
+    try:
+        yield
+    except Exception as problem:
+        if not is_out_of_memory(problem):
+            raise
+        raise _Full(shape, str(problem)) from None
+
+
 @dataclass
 class _Loop:
     """The steps of a training; `plan` changes when memory runs out."""
@@ -330,7 +342,11 @@ class _Loop:
         losses: list[Tensor] = []
         failure: tuple[tuple[int, ...], str] | None = None
         try:
-            self._prepare(shares[world().rank])
+            if self.hooks.before_step is not None:
+                own = shares[world().rank]
+                shapes = [(len(piece), max(e.num_tokens for e in piece)) for piece in own]
+                with _noting_shape(max(shapes, key=math.prod, default=(0, 0))):
+                    self.hooks.before_step(self.model, own)
             for piece, counts in world().passes(shares):
                 found = self._backward(piece, counts / count)
                 losses += [found] if counts else []
@@ -348,30 +364,14 @@ class _Loop:
             raise _Full(*min(failures, key=lambda one: one[0][0] // 2 * one[0][1]))
         return losses
 
-    def _prepare(self, pieces: Sequence[Sequence[Example]]) -> None:
-        """Run a method's `before_step` hook."""
-        if self.hooks.before_step is None:
-            return
-        try:
-            self.hooks.before_step(self.model, pieces)
-        except Exception as problem:
-            if not is_out_of_memory(problem):
-                raise
-            shapes = [(len(piece), max(e.num_tokens for e in piece)) for piece in pieces]
-            raise _Full(max(shapes, key=math.prod), str(problem)) from None
-
     def _backward(self, rows: Sequence[Example], scale: float) -> Tensor:
         """Accumulate the gradients of one micro-batch, each example weighted by `scale`; return the
         loss of each example."""
         batch = collate(rows, self.plan.pad_id, self.plan.padding_side, device_of(self.model))
-        try:
+        with _noting_shape(batch.input_ids.shape):
             objective, losses = self.hooks.objective(self.model, batch, rows, scale)
             objective.backward()
             return losses.detach()
-        except Exception as problem:
-            if not is_out_of_memory(problem):
-                raise
-            raise _Full(batch.input_ids.shape, str(problem)) from None
 
 
 def micro_batches(rows: Sequence[Example], plan: TrainingPlan) -> list[list[Example]]:

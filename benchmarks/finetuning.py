@@ -34,8 +34,8 @@ from dualsft.engine.fused import checkpointed
 from dualsft.engine.losses import example_objective
 from dualsft.model.load import find_candidates, text_parameters
 from dualsft.system.progress import Reporter
+from dualsft.train.compact import Moments
 from dualsft.train.loop import TrainingPlan, train
-from dualsft.train.moments import Moments
 from dualsft.train.optimizer import SparseAdamW
 
 BUDGET = 0.05

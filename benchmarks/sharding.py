@@ -34,7 +34,7 @@ from dualsft.model.load import find_candidates, load_model, text_parameters
 from dualsft.model.sharded import load_sharded
 from dualsft.system.progress import Reporter
 from dualsft.train.loop import TrainingPlan, train
-from dualsft.train.sharded import make_optimizer
+from dualsft.train.optimizer import make_optimizer
 
 PLAIN, SHARDED = "as it is", "sharded over one process"
 WALK, TUNING = "one-pass walk", "restricted fine-tuning"

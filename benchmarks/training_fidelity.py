@@ -30,8 +30,8 @@ from dualsft.data.examples import Example
 from dualsft.model.load import find_candidates, text_parameters
 from dualsft.storage.vectors import ParamVector, Products
 from dualsft.system.progress import Reporter
+from dualsft.train.compact import MOMENTS, Moments
 from dualsft.train.loop import TrainingPlan, train
-from dualsft.train.moments import MOMENTS, Moments
 from dualsft.train.optimizer import SparseAdamW
 
 WARMUP_POOL = {"cpu": 40, "cuda": 800}  # pool examples scored per warmup option

@@ -1,4 +1,4 @@
-"""The optimizer's Triton kernels against its plain path; run by test_optim_kernels.py with
+"""The optimizer's Triton kernels against its plain path; run by test_optim_lean.py with
 TRITON_INTERPRET=1, so that the kernels' own code runs on a CPU, and by tests/gpu on a device.
 
     python tests/adam_kernel_checks.py [cpu|cuda]
@@ -12,14 +12,13 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
+from dualsft.train import compact
 from dualsft.train import kernels as adam_kernels
-from dualsft.train import moments as adam_moments
 from dualsft.train import optimizer as optim
 from dualsft.train import step as adam_step
-from dualsft.train.compact_index import BUCKET, CompactIndex
-from dualsft.train.moments import Moments
+from dualsft.train.compact import BUCKET, CompactIndex, Moments
 from dualsft.train.optimizer import SparseAdamW
-from dualsft.train.step import SCALARS, Held, Numbers
+from dualsft.train.step import SCALARS, Held, Step
 
 NUM_POSITIONS = 3 * BUCKET + 1234
 NUM_WHOLE = 3000  # of a parameter selected whole
@@ -38,11 +37,6 @@ def some_index(device: str, kind: str) -> CompactIndex | None:
         chosen[BUCKET : 2 * BUCKET] = False
         index = chosen.nonzero().view(-1)
     return CompactIndex.encode(index.to(device), NUM_POSITIONS)
-
-
-def numbers(step: int) -> Numbers:
-    key = adam_moments.noise_key(7, step, 3)
-    return Numbers(step, 1e-3, (0.9, 0.999), 1e-8, 0.1, key)
 
 
 def copies(held: Held) -> Held:
@@ -65,13 +59,14 @@ def check_update(device: str, dtype: torch.dtype, moments: Moments, kind: str, p
         top = None
         if moments == "int8":
             largest = torch.linalg.vector_norm(grad.float(), torch.inf)
-            top = adam_moments.raised_top(plain["top"], largest)
-        adam_step.update(weight, index, grad, plain, 0, numbers(step), scale, top)
+            top = compact.raised_top(plain["top"], largest)
+        key = compact.noise_key(7, step, 3)
+        numbers = Step(step, 1e-3, (0.9, 0.999), 1e-8, 0.1, key, scale, top)
+        adam_step.update(weight, index, grad, plain, 0, numbers)
         borders = [count * i // parts for i in range(parts + 1)]
         for first, last in zip(borders, borders[1:], strict=False):
             part = {n: t if n in SCALARS else t[first:last] for n, t in fused.items()}
-            settings = (part, first, numbers(step), scale, top)
-            adam_kernels.update(fused_weight, index, grad[first:last], *settings)
+            adam_kernels.update(fused_weight, index, grad[first:last], part, first, numbers)
         if top is not None:
             plain["top"], fused["top"] = top, top.clone()
     compare(plain, fused, moments)

@@ -10,7 +10,7 @@ constant. In float64 the models are float64 throughout (see `exact_norms`).
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from dualsft.data.examples import Example
+from dualsft.train.loop import TrainingPlan
 
 ARCHITECTURES = ("llama", "gemma3", "qwen3", "qwen2", "gpt2", "llama_tied_bias")
 
@@ -115,6 +118,40 @@ def tiny_examples(
             labels[start + 1] = -100
         examples.append(TinyExample(f"{seed}-{index}", index, ids, labels))
     return examples
+
+
+def tiny_rows(n: int, seed: int = 0) -> list[Example]:
+    """The rows of `tiny_examples` as the package's own examples."""
+    rows = tiny_examples(n, 97, seed)
+    return [Example(e.id, e.index, list(e.input_ids), list(e.labels)) for e in rows]
+
+
+def tiny_plan(**changes: Any) -> TrainingPlan:
+    """A plan of few small steps for the training loop."""
+    values: dict[str, Any] = {
+        "lr": 1e-3,
+        "epochs": 2,
+        "batch_size": 4,
+        "warmup_ratio": 0.03,
+        "max_grad_norm": 0.0,
+        "micro_batch_size": None,
+        "batch_tokens": 64,
+        "seed": 3,
+        "pad_id": 0,
+        "padding_side": "right",
+    }
+    return TrainingPlan(**(values | changes))
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the model's weights."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    """The same names and the same bits."""
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
 def tiny_tokenizer(

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dualsft.data.examples import collate
 from dualsft.engine.losses import example_objective
-from dualsft.model import attention
+from dualsft.model import load as attention
 
 GROUPED = ("llama", "qwen3", "qwen2", "llama_tied_bias")
 
@@ -22,8 +22,8 @@ GROUPED = ("llama", "qwen3", "qwen2", "llama_tied_bias")
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a GPU, and as before afterwards."""
     before = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    monkeypatch.setattr(attention, "_OWN", None)
-    attention.install(torch.device("cuda"))
+    monkeypatch.setattr(attention, "_SDPA", None)
+    attention.install_attention(torch.device("cuda"))
     yield
     ALL_ATTENTION_FUNCTIONS["sdpa"] = before
 
@@ -61,7 +61,7 @@ def test_gradients_are_the_same(
     if arch in GROUPED:  # transformers' own way, which fp32 kernels do not take
         assert any(shares and heads > keys for heads, keys, shares in asked)
     asked.clear()
-    monkeypatch.setattr(attention, "unshared", lambda key: True)
+    monkeypatch.setattr(attention, "needs_repeated_heads", lambda key: True)
     repeated = _gradients(arch)
     assert asked and all(heads == keys and not shares for heads, keys, shares in asked)
     for name, grad in plain.items():
@@ -71,21 +71,21 @@ def test_gradients_are_the_same(
 def test_only_where_no_kernel_shares_heads(installed: None) -> None:
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is attention.sdpa
     key = torch.zeros(1, 2, 3, 4)
-    assert not attention.unshared(key)  # a CPU's kernel does
+    assert not attention.needs_repeated_heads(key)  # a CPU's kernel does
     on_gpu: Any = type("Key", (), {"device": torch.device("cuda"), "dtype": torch.float32})
-    assert attention.unshared(on_gpu)
+    assert attention.needs_repeated_heads(on_gpu)
     on_gpu.dtype = torch.bfloat16
-    assert not attention.unshared(on_gpu)
+    assert not attention.needs_repeated_heads(on_gpu)
     on_gpu.dtype = torch.float32
     torch.use_deterministic_algorithms(True)
     try:
-        assert not attention.unshared(on_gpu)
+        assert not attention.needs_repeated_heads(on_gpu)
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_a_cpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     before = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    monkeypatch.setattr(attention, "_OWN", None)
-    attention.install(torch.device("cpu"))
+    monkeypatch.setattr(attention, "_SDPA", None)
+    attention.install_attention(torch.device("cpu"))
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before

@@ -15,7 +15,7 @@ from conftest import small_run
 import dualsft
 
 ROOT = Path(__file__).parents[1]
-CORE_TESTS = ("api", "certificate", "rundir", "split", "vectors", "warmup")
+CORE_TESTS = ("api", "certificate", "rundir", "split", "training", "vectors")
 
 
 @pytest.fixture(scope="module")

@@ -215,7 +215,7 @@ def test_one_and_two_layers_foretell_five(arch: str, model_folder: Folders) -> N
     device = torch.device("cpu")
 
     def line(layers: int) -> LinearFit:
-        model = shallow_model(folder, layers, torch.float32, device)
+        model = shallow_model(folder, layers, torch.float32, device, "auto", False)
         assert model.config.num_hidden_layers == layers
         points = []
         for rows in (2, 4):

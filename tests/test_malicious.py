@@ -35,7 +35,8 @@ from dualsft.model import safety as model_safety
 from dualsft.model.load import load_model, load_tokenizer
 
 Folders = Callable[[str], Path]
-Poison = Callable[[Lab], None]
+Poison = tuple[Callable[[Lab], None], str]
+"""Puts a payload into the model folder, and what the refusal says."""
 
 
 @pytest.fixture
@@ -49,11 +50,14 @@ def lab(
 
 
 def write(name: str, content: Callable[[Lab], bytes]) -> Poison:
+    """A file in place of the weights."""
+
     def poison(lab: Lab) -> None:
         lab.without_weights()
         (lab.model / name).write_bytes(content(lab))
 
-    return poison
+    broken = f"{name}: is not a safetensors file"
+    return poison, broken if name.endswith(".safetensors") else f"{name} is pickled"
 
 
 def torch_file(lab: Lab) -> bytes:
@@ -74,11 +78,16 @@ def code_map(name: str, place: str = "", key: str = "auto_map") -> Poison:
         kinds = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "AutoProcessor")
         lab.configure(name, place, **{key: {kind: "evil.Evil" for kind in kinds}})
 
-    return poison
+    return poison, f"{name}: {place}{'.' if place else ''}{key}"
 
 
 def key(name: str, place: str = "", **values: Any) -> Poison:
-    return lambda lab: lab.configure(name, place, **values)
+    expected = f"{name}: {place}{'.' if place else ''}{next(iter(values))}"
+    return lambda lab: lab.configure(name, place, **values), expected
+
+
+def shard(name: str, expected: str = "which is not in the folder") -> Poison:
+    return lambda lab: lab.index(name), f"{name!r}, {expected}"
 
 
 def link(name: str, to_itself: bool = False) -> Poison:
@@ -87,7 +96,7 @@ def link(name: str, to_itself: bool = False) -> Poison:
         shutil.move(path, target)
         path.symlink_to(path if to_itself else target)
 
-    return poison
+    return poison, f"{name}: cannot be read" if to_itself else f"{name}: a link to"
 
 
 def pipe(name: str) -> Poison:
@@ -95,146 +104,78 @@ def pipe(name: str) -> Poison:
         (lab.model / name).unlink()
         os.mkfifo(lab.model / name)
 
-    return poison
+    return poison, f"{name}: neither a file nor a folder"
 
 
-def text(name: str, content: str) -> Poison:
+def text(name: str, content: str, expected: str) -> Poison:
     def poison(lab: Lab) -> None:
+        if name == model_safety.INDEX:
+            lab.without_weights()
         (lab.model / name).write_text(content)
 
-    return poison
+    return poison, f"{name}: {expected}"
 
 
-def endless_index(lab: Lab) -> None:
-    lab.without_weights()
-    (lab.model / model_safety.INDEX).write_text("[" * 200_000)
-
-
-FOLDERS: dict[str, tuple[Poison, str]] = {
-    "pickled weights": (write("pytorch_model.bin", torch_file), "pytorch_model.bin is pickled"),
-    "plain pickle": (write("model.pkl", lambda lab: lab.pickled), "model.pkl is pickled"),
-    "checkpoint": (write("last.ckpt", torch_file), "last.ckpt is pickled"),
-    "weights .pt": (write("model.pt", torch_file), "model.pt is pickled"),
-    "numpy archive": (write("weights.npz", npz_file), "weights.npz is pickled"),
-    "safetensors that is a pickle": (
-        write("model.safetensors", lambda lab: lab.pickled),
-        "model.safetensors: is not a safetensors file",
+FOLDERS: dict[str, Poison] = {
+    "pickled weights": write("pytorch_model.bin", torch_file),
+    "plain pickle": write("model.pkl", lambda lab: lab.pickled),
+    "checkpoint": write("last.ckpt", torch_file),
+    "weights .pt": write("model.pt", torch_file),
+    "numpy archive": write("weights.npz", npz_file),
+    "safetensors that is a pickle": write("model.safetensors", lambda lab: lab.pickled),
+    "safetensors that is a torch file": write("model.safetensors", torch_file),
+    "header that is a pickle": write(
+        "model.safetensors", lambda lab: struct.pack("<Q", 20) + lab.pickled
     ),
-    "safetensors that is a torch file": (
-        write("model.safetensors", torch_file),
-        "model.safetensors: is not a safetensors file",
+    "header longer than the file": write(
+        "model.safetensors", lambda _: struct.pack("<Q", 1 << 60) + b"{}"
     ),
-    "header that is a pickle": (
-        write("model.safetensors", lambda lab: struct.pack("<Q", 20) + lab.pickled),
-        "model.safetensors: is not a safetensors file",
+    "index names a pickle": shard("shard.bin", "which is not a .safetensors"),
+    "index climbs out": shard("../outside/a.safetensors"),
+    "index names an absolute path": shard("/etc/a.safetensors"),
+    "index climbs out the other way": shard("..\\outside\\a.safetensors"),
+    "index nested without end": text(model_safety.INDEX, "[" * 200_000, "nested deeper than"),
+    "code in config.json": code_map("config.json"),
+    "code in tokenizer_config.json": code_map("tokenizer_config.json"),
+    "code in a nested config": code_map("config.json", "text_config"),
+    "code in the processor": code_map("processor_config.json"),
+    "code in the preprocessor": code_map("preprocessor_config.json"),
+    "code in the generation config": code_map("generation_config.json"),
+    "code as a pipeline": code_map("config.json", key="custom_pipelines"),
+    "internal attention": key("config.json", _attn_implementation_internal="evil/kernel"),
+    "attention of a hub": key("config.json", attn_implementation="evil/kernel"),
+    "attention of a hub, nested": key(
+        "config.json", "text_config", _attn_implementation={"": "evil/kernel:f"}
     ),
-    "header longer than the file": (
-        write("model.safetensors", lambda _: struct.pack("<Q", 1 << 60) + b"{}"),
-        "model.safetensors: is not a safetensors file",
-    ),
-    "index names a pickle": (
-        lambda lab: lab.index("shard.bin"),
-        "'shard.bin', which is not a .safet",
-    ),
-    "index climbs out": (
-        lambda lab: lab.index("../outside/a.safetensors"),
-        "'../outside/a.safetensors', which is not in the folder",
-    ),
-    "index names an absolute path": (
-        lambda lab: lab.index("/etc/a.safetensors"),
-        "'/etc/a.safetensors', which is not in the folder",
-    ),
-    "index climbs out the other way": (
-        lambda lab: lab.index("..\\outside\\a.safetensors"),
-        "which is not in the folder",
-    ),
-    "index nested without end": (
-        endless_index,
-        f"{model_safety.INDEX}: nested deeper than",
-    ),
-    "code in config.json": (code_map("config.json"), "config.json: auto_map"),
-    "code in tokenizer_config.json": (
-        code_map("tokenizer_config.json"),
-        "tokenizer_config.json: auto_map",
-    ),
-    "code in a nested config": (
-        code_map("config.json", "text_config"),
-        "config.json: text_config.auto_map",
-    ),
-    "code in the processor": (
-        code_map("processor_config.json"),
-        "processor_config.json: auto_map",
-    ),
-    "code in the preprocessor": (
-        code_map("preprocessor_config.json"),
-        "preprocessor_config.json: auto_map",
-    ),
-    "code in the generation config": (
-        code_map("generation_config.json"),
-        "generation_config.json: auto_map",
-    ),
-    "code as a pipeline": (
-        code_map("config.json", key="custom_pipelines"),
-        "config.json: custom_pipelines",
-    ),
-    "internal attention": (
-        key("config.json", _attn_implementation_internal="evil/kernel"),
-        "config.json: _attn_implementation_internal",
-    ),
-    "attention of a hub": (
-        key("config.json", attn_implementation="evil/kernel"),
-        "config.json: attn_implementation",
-    ),
-    "attention of a hub, nested": (
-        key("config.json", "text_config", _attn_implementation={"": "evil/kernel:f"}),
-        "config.json: text_config._attn_implementation.",
-    ),
-    "experts of a hub": (
-        key("config.json", experts_implementation="evil/kernel"),
-        "config.json: experts_implementation",
-    ),
-    "kernels": (key("config.json", use_kernels=True), "config.json: use_kernels"),
-    "trust inside the config": (
-        key("config.json", "text_config", trust_remote_code=True),
-        "config.json: text_config.trust_remote_code",
-    ),
-    "quantisation": (
-        key("config.json", quantization_config={"quant_method": "evil"}),
-        "config.json: quantization_config",
-    ),
-    "vocabulary outside": (
-        key("tokenizer_config.json", vocab_file="/etc/passwd"),
-        "tokenizer_config.json: vocab_file",
-    ),
-    "tokenizer outside": (
-        key("tokenizer_config.json", fast_tokenizer_files=["../outside/tokenizer.0.json"]),
-        "tokenizer_config.json: fast_tokenizer_files",
+    "experts of a hub": key("config.json", experts_implementation="evil/kernel"),
+    "kernels": key("config.json", use_kernels=True),
+    "trust inside the config": key("config.json", "text_config", trust_remote_code=True),
+    "quantisation": key("config.json", quantization_config={"quant_method": "evil"}),
+    "vocabulary outside": key("tokenizer_config.json", vocab_file="/etc/passwd"),
+    "tokenizer outside": key(
+        "tokenizer_config.json", fast_tokenizer_files=["../outside/tokenizer.0.json"]
     ),
     "adapter of another model": (
-        key("adapter_config.json", base_model_name_or_path="evil/base", peft_type="LORA"),
+        key("adapter_config.json", base_model_name_or_path="evil/base", peft_type="LORA")[0],
         "adapter_config.json: the folder is a PEFT adapter",
     ),
-    "linked weights": (link("model.safetensors"), "model.safetensors: a link to"),
-    "linked config": (link("config.json"), "config.json: a link to"),
-    "linked tokenizer": (link("tokenizer.json"), "tokenizer.json: a link to"),
-    "link to itself": (link("tokenizer.json", to_itself=True), "tokenizer.json: cannot be read"),
-    "pipe as tokenizer": (pipe("tokenizer.json"), "tokenizer.json: neither a file nor a folder"),
-    "pipe as weights": (pipe("model.safetensors"), "model.safetensors: neither a file"),
-    "config nested without end": (
-        text("generation_config.json", "[" * 200_000 + "]" * 200_000),
-        "generation_config.json: nested deeper",
+    "linked weights": link("model.safetensors"),
+    "linked config": link("config.json"),
+    "linked tokenizer": link("tokenizer.json"),
+    "link to itself": link("tokenizer.json", to_itself=True),
+    "pipe as tokenizer": pipe("tokenizer.json"),
+    "pipe as weights": pipe("model.safetensors"),
+    "config nested without end": text(
+        "generation_config.json", "[" * 200_000 + "]" * 200_000, "nested deeper"
     ),
-    "config nested deep": (
-        text("generation_config.json", '{"a":' * 70 + "1" + "}" * 70),
-        "generation_config.json: nested deeper",
+    "config nested deep": text(
+        "generation_config.json", '{"a":' * 70 + "1" + "}" * 70, "nested deeper"
     ),
-    "config too large": (
-        text("generation_config.json", '{"a": "' + "x" * model_safety.CONFIG_BYTES + '"}'),
-        "generation_config.json: 16,777,",
+    "config too large": text(
+        "generation_config.json", '{"a": "' + "x" * model_safety.CONFIG_BYTES + '"}', "16,777,"
     ),
-    "template too large": (
-        text("chat_template.jinja", "x" * (model_safety.TEMPLATE_BYTES + 1)),
-        "chat_template.jinja: 1,048,577 bytes",
+    "template too large": text(
+        "chat_template.jinja", "x" * (model_safety.TEMPLATE_BYTES + 1), "1,048,577 bytes"
     ),
 }
 
@@ -262,7 +203,7 @@ def test_the_payloads_are_live(lab: Lab) -> None:
     pickle.loads(lab.pickled)
     assert lab.canary.exists()
     lab.canary.unlink()
-    code_map("config.json")(lab)
+    code_map("config.json")[0](lab)
     subprocess.run([sys.executable, str(lab.model / "evil.py")], check=True)
     assert lab.canary.exists()
 
@@ -282,7 +223,7 @@ def test_pickles_beside_sound_weights_are_never_opened(lab: Lab) -> None:
 
 def test_code_runs_only_when_asked_for(lab: Lab) -> None:
     """model.trust_remote_code=true allows auto_map, says so, and nothing else is allowed."""
-    code_map("tokenizer_config.json")(lab)
+    code_map("tokenizer_config.json")[0](lab)
     model_safety.check_folder(lab.model, trust_remote_code=True)
     lab.configure("config.json", use_kernels=True)
     with pytest.raises(ConfigError, match="use_kernels"):
@@ -415,7 +356,7 @@ def test_delta_with_names_like_paths(lab: Lab) -> None:
 def test_merge_and_extract_look_at_the_folders_too(lab: Lab) -> None:
     good = lab.root / "good"
     shutil.copytree(lab.model, good)
-    code_map("config.json")(lab)
+    code_map("config.json")[0](lab)
     out = str(lab.root / "out")
     for words in (("merge", str(lab.model), "d.safetensors", out), ("extract", str(good))):
         more = (str(lab.model), out) if words[0] == "extract" else ()
@@ -509,7 +450,7 @@ def test_hub_cache_links_are_fine_and_others_are_not(lab: Lab) -> None:
 
 def test_refused_without_torch(lab: Lab) -> None:
     """In a fresh process: the answer comes before anything heavy is imported."""
-    code_map("config.json")(lab)
+    code_map("config.json")[0](lab)
     script = (
         "import sys\nfrom dualsft import cli\nsys.argv = ['dualsft', *sys.argv[1:]]\n"
         "try:\n    cli.main()\nfinally:\n"

@@ -173,9 +173,9 @@ def test_training_goes_on_in_smaller_micro_batches(
         weak.clear()
         return real_step(*args)
 
-    real_step = training._step
+    real_step = training._Loop.step
     monkeypatch.setattr(training, "example_objective", objective)
-    monkeypatch.setattr(training, "_step", step)
+    monkeypatch.setattr(training._Loop, "step", step)
     said: list[str] = []
     got = trained(said)
     for name, value in expected.items():

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import Runner
-from models import tiny_examples, tiny_model
+from models import tiny_model, tiny_rows
 from safetensors.torch import load_file, save_file
 
-from dualsft.data.examples import Batch, Example
+from dualsft.data.examples import Batch
 from dualsft.engine import losses
 from dualsft.engine import walk as passes
 from dualsft.engine.ghost import GhostEngine
@@ -30,14 +30,9 @@ QUIET = Reporter(lambda _: None)
 BAD = [float("nan"), float("inf"), float("-inf")]
 
 
-def examples(count: int) -> list[Example]:
-    rows = tiny_examples(count, 97, 3)
-    return [Example(e.id, e.index, list(e.input_ids), list(e.labels)) for e in rows]
-
-
 def spoiled(objective: Any, row: int, value: float, gradient: bool) -> Any:
     """The objective with one example's loss, or only its gradient, made non-finite."""
-    poison = examples(11)[row].input_ids
+    poison = tiny_rows(11, 3)[row].input_ids
 
     def call(batch: Batch, observer: Any) -> Any:
         total, values = objective(batch, observer)
@@ -59,7 +54,7 @@ def walked(**spoil: Any) -> ParamVector:
     sums = ParamVector.zeros(engine.candidates)
     chosen = spoiled(loss_objective(model), **spoil) if spoil else loss_objective(model)
     settings = PassSettings(batch_tokens=40, pad_id=0, padding_side="right")
-    walk(engine, examples(11), chosen, settings, QUIET, "v_new", sums=sums)
+    walk(engine, tiny_rows(11, 3), chosen, settings, QUIET, "v_new", sums=sums)
     return sums
 
 
@@ -68,7 +63,7 @@ def walked(**spoil: Any) -> ParamVector:
 def test_a_loss_names_its_row(row: int, value: float) -> None:
     with pytest.raises(RunError) as stopped:
         walked(row=row, value=value, gradient=False)
-    name = f"row {row + 1} ({examples(11)[row].id})"
+    name = f"row {row + 1} ({tiny_rows(11, 3)[row].id})"
     assert f"v_new: the loss or gradient of {name} is not finite" in str(stopped.value)
     assert "nothing was written" in str(stopped.value)
 
@@ -78,7 +73,7 @@ def test_a_gradient_behind_a_finite_loss_is_traced_to_its_row(value: float) -> N
     """Only the sum shows it; the walk is repeated example by example to find whose it is."""
     with pytest.raises(RunError) as stopped:
         walked(row=4, value=value, gradient=True)
-    assert f"is not finite for row 5 ({examples(11)[4].id}); nothing was written" in str(
+    assert f"is not finite for row 5 ({tiny_rows(11, 3)[4].id}); nothing was written" in str(
         stopped.value
     )
 

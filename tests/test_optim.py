@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
+from models import assert_equal, snapshot, tiny_model
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from dualsft.train.optimizer import SparseAdamW
 
@@ -20,20 +20,8 @@ Masks = dict[str, Tensor]
 
 
 def tiny_llama(dtype: torch.dtype = torch.float32, tied: bool = False) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=37,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-    )
-    model = LlamaForCausalLM(config)
-    nn.Module.to(model, dtype)
-    return model
+    sizes = {"hidden_size": 16, "intermediate_size": 24}
+    return tiny_model("llama", dtype, vocab_size=37, tie_word_embeddings=tied, **sizes)
 
 
 def batch(step: int) -> Tensor:
@@ -44,6 +32,10 @@ def backward(model: nn.Module, step: int, micro_batches: int = 1) -> None:
     for i in range(micro_batches):
         ids = batch(step * micro_batches + i)
         (model(input_ids=ids, labels=ids).loss / micro_batches).backward()
+
+
+def attached(model: nn.Module, indices: Any = None, **settings: Any) -> SparseAdamW:
+    return SparseAdamW(model.named_parameters(), indices, **({"lr": 1e-3} | settings))
 
 
 def random_masks(model: nn.Module, share: float, seed: int = 0) -> Masks:
@@ -62,15 +54,6 @@ def random_masks(model: nn.Module, share: float, seed: int = 0) -> Masks:
 
 def indices_of(masks: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     return {name: mask.view(-1).nonzero().view(-1) for name, mask in masks.items()}
-
-
-def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def assert_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
 class DenseMaskedAdamW:
@@ -182,7 +165,7 @@ def test_mask_of_ones_is_adamw_bit_for_bit(
 def test_a_whole_parameter_shares_its_storage(dtype: torch.dtype) -> None:
     model = tiny_llama(dtype)
     for indices in (None, everything_as_indices(model)):
-        with SparseAdamW(model.named_parameters(), indices, lr=1e-3) as optimizer:
+        with attached(model, indices) as optimizer:
             for name, p in model.named_parameters():
                 assert optimizer.masters[name].data_ptr() == p.data_ptr()
                 assert optimizer.indices[name] is None
@@ -194,7 +177,7 @@ def test_mask_of_zeros_changes_nothing(empty: bool) -> None:
     before = snapshot(model)
     none = torch.empty(0, dtype=torch.int64)
     indices = {name: none for name in before} if empty else {}
-    optimizer = SparseAdamW(model.named_parameters(), indices, lr=0.1, weight_decay=0.1)
+    optimizer = attached(model, indices, lr=0.1, weight_decay=0.1)
     assert optimizer.num_selected == 0
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1.0)
     for step in range(3):
@@ -216,13 +199,8 @@ def test_mask_of_zeros_changes_nothing(empty: bool) -> None:
 def test_partial_mask_equals_the_dense_reference(free: bool) -> None:
     ours, theirs = tiny_llama(torch.float64), tiny_llama(torch.float64)
     masks = random_masks(ours, 0.3)
-    sparse = SparseAdamW(
-        ours.named_parameters(),
-        indices_of(masks),
-        lr=1e-2,
-        weight_decay=0.1,
-        free_gradients=free,
-    )
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "free_gradients": free}
+    sparse = attached(ours, indices_of(masks), **settings)
     dense = DenseMaskedAdamW(theirs, masks, lr=1e-2, decay=0.1)
     assert sparse.num_selected == sum(int(mask.sum()) for mask in masks.values())
     for step in range(20):
@@ -243,9 +221,7 @@ def test_partial_mask_equals_the_dense_reference(free: bool) -> None:
 def test_frozen_entries_keep_their_bits_and_selected_ones_move(dtype: torch.dtype) -> None:
     model = tiny_llama(dtype)
     before, masks = snapshot(model), random_masks(model, 0.2)
-    optimizer = SparseAdamW(
-        model.named_parameters(), indices_of(masks), lr=2e-2, weight_decay=0.1, eps=1e-6
-    )
+    optimizer = attached(model, indices_of(masks), lr=2e-2, weight_decay=0.1, eps=1e-6)
     for step in range(5):
         optimizer.zero_grad()
         backward(model, step)
@@ -263,9 +239,7 @@ def test_frozen_entries_keep_their_bits_and_selected_ones_move(dtype: torch.dtyp
 
 
 def test_flat_index_is_row_major_also_for_conv1d() -> None:
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=37, n_positions=16, n_embd=8, n_layer=1, n_head=2)
-    model = GPT2LMHeadModel(config)
+    model = tiny_model("gpt2", torch.float32, vocab_size=37, n_embd=8, n_head=2)
     name, before = "transformer.h.0.attn.c_attn.weight", snapshot(model)
     assert before[name].shape == (8, 24)
     with SparseAdamW(model.named_parameters(), {name: torch.tensor([3, 2 * 24 + 5])}, 0.1) as opt:
@@ -280,8 +254,7 @@ def test_flat_index_is_row_major_also_for_conv1d() -> None:
 
 def test_dense_gradients_are_freed_inside_backward() -> None:
     model = tiny_llama()
-    indices = indices_of(random_masks(model, 0.1))
-    optimizer = SparseAdamW(model.named_parameters(), indices, lr=1e-3, free_gradients=True)
+    optimizer = attached(model, indices_of(random_masks(model, 0.1)), free_gradients=True)
     seen: list[tuple[int, int]] = []
 
     def at_first_layer(_: Tensor) -> None:  # backward reaches layer 1 before the input of layer 0
@@ -315,8 +288,7 @@ def test_micro_batches_add_up_in_fp32_for_a_bf16_model() -> None:
             assert grad is not None
             expected[name] += grad[masks[name]].float()
     model.zero_grad()
-    indices = indices_of(masks)
-    optimizer = SparseAdamW(model.named_parameters(), indices, lr=1e-3, free_gradients=True)
+    optimizer = attached(model, indices_of(masks), free_gradients=True)
     for step in range(3):
         backward(model, step)
     grads = optimizer.gradients
@@ -331,7 +303,7 @@ def test_a_gradient_that_is_already_there_counts(free: bool) -> None:
     ours, theirs = tiny_llama(), tiny_llama()
     backward(ours, 0)
     backward(theirs, 0)
-    sparse = SparseAdamW(ours.named_parameters(), None, lr=1e-2, free_gradients=free)
+    sparse = attached(ours, None, lr=1e-2, free_gradients=free)
     dense = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.0)
     assert all((p.grad is None) == free for p in ours.parameters())
     sparse.step()
@@ -340,7 +312,7 @@ def test_a_gradient_that_is_already_there_counts(free: bool) -> None:
     sparse.close()
     backward(ours, 0)
     some = {"lm_head.weight": torch.tensor([5])}
-    sparse = SparseAdamW(ours.named_parameters(), some, lr=1e-2, free_gradients=free)
+    sparse = attached(ours, some, lr=1e-2, free_gradients=free)
     left = [p.grad for p in ours.parameters() if p.grad is not None]
     assert len(left) == (0 if free else 1), "nothing would ever free the others"
     assert all(int(grad.count_nonzero()) == 1 for grad in left)
@@ -352,7 +324,7 @@ def test_only_parameters_with_selected_entries_ask_for_gradients() -> None:
     model.model.norm.weight.requires_grad_(False)
     before = {name: p.requires_grad for name, p in model.named_parameters()}
     masks = random_masks(model, 0.2)
-    with SparseAdamW(model.named_parameters(), indices_of(masks), lr=1e-3) as optimizer:
+    with attached(model, indices_of(masks)) as optimizer:
         on = {name for name, p in model.named_parameters() if p.requires_grad}
         assert on == set(optimizer.masters) == {name for name, mask in masks.items() if mask.any()}
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before
@@ -408,38 +380,8 @@ def train(model: nn.Module, optimizer: SparseAdamW, schedule: Any, steps: range)
 
 
 def made(model: nn.Module, indices: Any) -> tuple[SparseAdamW, Any]:
-    optimizer = SparseAdamW(model.named_parameters(), indices, lr=1e-3, weight_decay=0.1)
+    optimizer = attached(model, indices, weight_decay=0.1)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 0.9**s)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("whole", [False, True])
-def test_resuming_from_a_file_continues_bit_for_bit(dtype: torch.dtype, whole: bool) -> None:
-    one = tiny_llama(dtype)
-    indices = None if whole else indices_of(random_masks(one, 0.3))
-    optimizer, schedule = made(one, indices)
-    train(one, optimizer, schedule, range(6))
-    file = io.BytesIO()
-    parts = {"model": one, "optimizer": optimizer, "schedule": schedule}
-    torch.save({name: part.state_dict() for name, part in parts.items()}, file)
-    train(one, optimizer, schedule, range(6, 12))
-
-    two = tiny_llama(dtype)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    two.load_state_dict(saved["model"])
-    resumed, resumed_schedule = made(two, indices_of(random_masks(two, 0.5, seed=7)))
-    resumed_schedule.load_state_dict(saved["schedule"])
-    resumed.load_state_dict(saved["optimizer"])
-    train(two, resumed, resumed_schedule, range(6, 12))
-
-    assert_equal(snapshot(two), snapshot(one))
-    assert_equal(resumed.masters, optimizer.masters)
-    for name in optimizer.names:
-        state = optimizer.state[one.get_parameter(name)]
-        assert_equal(resumed.state[two.get_parameter(name)], state)
-    if dtype == torch.bfloat16:
-        assert any((m != m.bfloat16().float()).any() for m in resumed.masters.values())
 
 
 def test_loading_does_not_tie_two_optimizers_together() -> None:
@@ -461,7 +403,7 @@ def test_loading_writes_the_masters_into_the_weights() -> None:
     masks = random_masks(one, 0.3)
     optimizer, schedule = made(one, indices_of(masks))
     train(one, optimizer, schedule, range(3))
-    with SparseAdamW(two.named_parameters(), {}, lr=1.0) as other:
+    with attached(two, {}, lr=1.0) as other:
         other.load_state_dict(optimizer.state_dict())
         assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < 1
     assert_equal(snapshot(two), snapshot(one))
@@ -495,7 +437,7 @@ def test_a_moving_mask_equals_the_dense_reference() -> None:
     whole = {name: torch.ones(p.shape, dtype=torch.bool) for name, p in ours.named_parameters()}
     path = [random_masks(ours, 0.3), random_masks(ours, 0.4, seed=1), whole]
     path += [random_masks(ours, 0.2, seed=2), {}, random_masks(ours, 0.2, seed=3)]
-    sparse = SparseAdamW(ours.named_parameters(), indices_of(path[0]), lr=1e-2, weight_decay=0.1)
+    sparse = attached(ours, indices_of(path[0]), lr=1e-2, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(sparse, lambda s: 0.9**s)
     dense = DenseMaskedAdamW(theirs, path[0], lr=1e-2, decay=0.1)
     step = 0
@@ -550,7 +492,7 @@ def test_set_indices_carries_master_and_moments_entry_by_entry() -> None:
 def test_an_unchanged_mask_keeps_the_same_vectors() -> None:
     model = tiny_llama()
     indices = indices_of(random_masks(model, 0.3))
-    optimizer = SparseAdamW(model.named_parameters(), indices, lr=1e-3)
+    optimizer = attached(model, indices)
     backward(model, 0)
     optimizer.step()
     before = {p: dict(state) for p, state in optimizer.state.items()}
@@ -636,23 +578,21 @@ def test_parameters_that_cannot_be_trained_are_refused_by_name() -> None:
 
 def test_one_optimizer_at_a_time() -> None:
     model = tiny_llama()
-    first = SparseAdamW(model.named_parameters(), None, lr=1e-3)
+    first = attached(model)
     with pytest.raises(ValueError, match=r"'model\.embed_tokens\.weight' has a SparseAdamW"):
-        SparseAdamW(model.named_parameters(), None, lr=1e-3)
+        attached(model)
     first.close()
-    SparseAdamW(model.named_parameters(), None, lr=1e-3).close()
+    attached(model).close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_state_dict_before_the_first_step(dtype: torch.dtype) -> None:
     """Nothing is held yet, and a parameter without a gradient never holds anything."""
-    model = tiny_llama()
-    for p in model.parameters():
-        p.data = p.data.to(dtype)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with SparseAdamW(model.named_parameters(), None, lr=1e-3) as optimizer:
+    model = tiny_llama(dtype)
+    before = snapshot(model)
+    with attached(model) as optimizer:
         optimizer.load_state_dict(optimizer.state_dict())
-        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        assert_equal(snapshot(model), before)
         assert all(optimizer.num_updates(name) == 0 for name in before)
 
 
@@ -660,12 +600,12 @@ def test_state_dict_before_the_first_step(dtype: torch.dtype) -> None:
 def test_a_forgotten_optimizer_is_not_kept_alive_by_its_hooks(free: bool) -> None:
     """Nor is the model; and its parameters are free for another."""
     model = tiny_llama()
-    optimizer = SparseAdamW(model.named_parameters(), None, lr=1e-3, free_gradients=free)
+    optimizer = attached(model, free_gradients=free)
     gone, weights = weakref.ref(optimizer), weakref.ref(model.lm_head.weight)
     del optimizer
     gc.collect()
     assert gone() is None
-    SparseAdamW(model.named_parameters(), None, lr=1e-3).close()
+    attached(model).close()
     del model
     gc.collect()
     assert weights() is None
@@ -674,7 +614,7 @@ def test_a_forgotten_optimizer_is_not_kept_alive_by_its_hooks(free: bool) -> Non
 @pytest.mark.parametrize("free", [False, True])
 def test_what_would_silently_go_wrong_is_refused(free: bool) -> None:
     model = tiny_llama()
-    optimizer = SparseAdamW(model.named_parameters(), None, lr=1e-3, free_gradients=free)
+    optimizer = attached(model, free_gradients=free)
     with pytest.raises(ValueError, match="one parameter group"):
         optimizer.add_param_group({"params": [torch.ones(2)]})
     with pytest.raises(TypeError, match="state_dict"):
@@ -684,7 +624,7 @@ def test_what_would_silently_go_wrong_is_refused(free: bool) -> None:
     with pytest.raises(RuntimeError, match=r"storage of 'lm_head\.weight' was replaced"):
         optimizer.step()
     embedding = nn.Embedding(5, 3, sparse=True)
-    attached = SparseAdamW(embedding.named_parameters(), None, lr=1e-3, free_gradients=free)
+    other = attached(embedding, free_gradients=free)
     with pytest.raises(RuntimeError, match="'weight' is in layout torch.sparse_coo"):
         embedding(torch.tensor([1])).sum().backward()
-    attached.close()
+    other.close()

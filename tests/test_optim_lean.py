@@ -6,7 +6,6 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import assert_equal, snapshot
+from test_optim import plain_arithmetic  # noqa: F401
 from torch import Tensor, nn
 
-from dualsft.train import compact_index
-from dualsft.train import moments as adam_moments
+from dualsft.train import compact
 from dualsft.train import optimizer as optim
 from dualsft.train import step as adam_step
-from dualsft.train.compact_index import BUCKET, CompactIndex, positions_kept
-from dualsft.train.moments import MOMENTS, Moments
+from dualsft.train.compact import BUCKET, MOMENTS, CompactIndex, Moments, positions_kept
 from dualsft.train.optimizer import SparseAdamW
 
 SHAPES = {"w": (300, 251), "small": (7,), "left_out": (4, 4)}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Toy(nn.Module):
@@ -86,12 +77,7 @@ def bits_of(model: nn.Module, optimizer: SparseAdamW) -> dict[str, Tensor]:
         for name, p in model.named_parameters()
         for key, t in optimizer.state.get(p, {}).items()
     }
-    return state | {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+    return state | snapshot(model)
 
 
 # --- Compact indices ---------------------------------------------------------------------------
@@ -169,8 +155,8 @@ def test_weight_and_low_half_give_the_master_back(patterns: list[int]) -> None:
 
 
 def hashed(count: int, step: int = 1) -> Tensor:
-    key = adam_moments.noise_key(3, step, 0)
-    return adam_moments.noise(key, 0, count, torch.device("cpu"))
+    key = compact.noise_key(3, step, 0)
+    return compact.noise(key, 0, count, torch.device("cpu"))
 
 
 def test_the_noise_is_uniform_and_belongs_to_entry_step_and_parameter() -> None:
@@ -182,11 +168,11 @@ def test_the_noise_is_uniform_and_belongs_to_entry_step_and_parameter() -> None:
         assert 150 < chi2 < 380, "256 bins: 255 expected, standard deviation 23"
     neighbours = torch.corrcoef(torch.stack([bits[1:], bits[:-1]]).double())[0, 1]
     assert abs(float(neighbours)) < 0.01
-    part = adam_moments.noise(adam_moments.noise_key(3, 1, 0), 1000, 1100, torch.device("cpu"))
+    part = compact.noise(compact.noise_key(3, 1, 0), 1000, 1100, torch.device("cpu"))
     assert torch.equal(part, bits[1000:1100])
-    keys = {adam_moments.noise_key(*k) for k in [(3, 1, 0), (3, 2, 0), (3, 1, 1), (4, 1, 0)]}
+    keys = {compact.noise_key(*k) for k in [(3, 1, 0), (3, 2, 0), (3, 1, 1), (4, 1, 0)]}
     assert len(keys) == 4 and all(0 <= k < 1 << 31 for key in keys for k in key)
-    high = adam_moments.noise(adam_moments.noise_key(3, 1, 0), 1 << 32, (1 << 32) + 50, bits.device)
+    high = compact.noise(compact.noise_key(3, 1, 0), 1 << 32, (1 << 32) + 50, bits.device)
     assert not torch.equal(high, bits[:50]), "entries beyond 2^32 have bits of their own"
 
 
@@ -197,8 +183,8 @@ def test_random_rounding_has_the_right_mean(kind: torch.dtype) -> None:
     top = torch.zeros(1, dtype=torch.int32)
     for m, v in [(3e-3, 1.7e-5), (-2.1e-4, 3e-7), (5.5e-6, 1e-3), (0.3, 0.9)]:
         first, second = torch.full((count,), m), torch.full((count,), v)
-        codes = adam_moments.encode(first, second, kind, top, hashed(count))
-        got = adam_moments.decode(*codes, top)
+        codes = compact.encode(first, second, kind, top, hashed(count))
+        got = compact.decode(*codes, top)
         for values, true in zip(got, (first[0], second[0]), strict=True):
             spread = float(values.std()) / count**0.5
             assert abs(float(values.mean()) - float(true)) <= 4 * spread + 1e-7 * abs(float(true))
@@ -214,8 +200,8 @@ def test_int8_codes_are_within_an_eighth_of_an_octave(
     v = torch.tensor([2.0**octave])
     m = v.sqrt() * 2.0**ratio * (-1 if negative else 1)
     top = torch.tensor([2], dtype=torch.int32)
-    codes = adam_moments.encode(m, v, torch.uint8, top, hashed(1, step))
-    got_m, got_v = adam_moments.decode(*codes, top)
+    codes = compact.encode(m, v, torch.uint8, top, hashed(1, step))
+    got_m, got_v = compact.decode(*codes, top)
     assert abs(float((got_v / v).log2())) <= 0.2501
     assert abs(float((got_m / m).log2())) <= 0.1251
 
@@ -224,8 +210,8 @@ def test_int8_zero_stays_zero_and_small_stays_positive() -> None:
     m = torch.tensor([0.0, 0.0, 1e-30, 1e-12, 50.0, -50.0])
     v = torch.tensor([0.0, 1e-4, 1e-38, 1e-30, 1.0, 1.0])
     top = torch.zeros(1, dtype=torch.int32)
-    codes = adam_moments.encode(m, v, torch.uint8, top, hashed(6))
-    got_m, got_v = adam_moments.decode(*codes, top)
+    codes = compact.encode(m, v, torch.uint8, top, hashed(6))
+    got_m, got_v = compact.decode(*codes, top)
     assert got_m[0] == got_v[0] == got_m[1] == 0
     assert (got_v[1:] > 0).all() and torch.equal(got_v[2:4], torch.full((2,), 2.0**-63.5))
     assert got_m[4] == 16 and got_m[5] == -16, "saturates at 2^4 roots of v"
@@ -236,12 +222,12 @@ def test_int8_codes_move_with_the_largest_gradient_without_a_change() -> None:
     low = torch.tensor([-6], dtype=torch.int32)
     second = torch.arange(1, 256, dtype=torch.uint8).repeat(2)
     first = torch.cat([torch.arange(1, 128, dtype=torch.uint8)] * 5)[: second.numel()]
-    m, v = adam_moments.decode(first, second, low)
-    high = adam_moments.raised_top(low, torch.tensor(0.7))
-    assert high.tolist() == [0] and adam_moments.raised_top(high, torch.tensor(0.0)).tolist() == [0]
-    assert adam_moments.raised_top(high, torch.tensor(1e-3)).tolist() == [0], "it never falls"
-    codes = adam_moments.encode(m, v, torch.uint8, high, hashed(second.numel()))
-    got_m, got_v = adam_moments.decode(*codes, high)
+    m, v = compact.decode(first, second, low)
+    high = compact.raised_top(low, torch.tensor(0.7))
+    assert high.tolist() == [0] and compact.raised_top(high, torch.tensor(0.0)).tolist() == [0]
+    assert compact.raised_top(high, torch.tensor(1e-3)).tolist() == [0], "it never falls"
+    codes = compact.encode(m, v, torch.uint8, high, hashed(second.numel()))
+    got_m, got_v = compact.decode(*codes, high)
     kept = second > 48  # what 6 octaves of sqrt(v) leave in the range
     assert kept.sum() > 400
     assert torch.equal(got_v[kept], v[kept]) and torch.equal(got_m[kept], m[kept])
@@ -291,19 +277,22 @@ def test_chunks_and_offloading_change_no_bit(
 ) -> None:
     model, optimizer = made(dtype, moments)
     train(model, optimizer, range(4))
-    for module in (adam_step, compact_index):
+    for module in (adam_step, compact):
         monkeypatch.setattr(module, "CHUNK", 1000)
     monkeypatch.setattr(optim, "PART", 7001)
     other, offloaded = made(dtype, moments, offload=True)
     train(other, offloaded, range(4))
-    assert_same_bits(bits_of(model, optimizer), bits_of(other, offloaded))
+    assert_equal(bits_of(model, optimizer), bits_of(other, offloaded))
     assert not torch.equal(model.get_parameter("w"), Toy(dtype).get_parameter("w"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("moments", MOMENTS)
-def test_resuming_continues_bit_for_bit(dtype: torch.dtype, moments: Moments) -> None:
-    model, optimizer = made(dtype, moments)
+@pytest.mark.parametrize("whole", [False, True])
+def test_resuming_from_a_file_continues_bit_for_bit(
+    dtype: torch.dtype, moments: Moments, whole: bool
+) -> None:
+    model, optimizer = made(dtype, moments, indices=None if whole else "some")
     train(model, optimizer, range(5))
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
@@ -312,7 +301,7 @@ def test_resuming_continues_bit_for_bit(dtype: torch.dtype, moments: Moments) ->
     other, resumed = made(dtype, moments, indices=some_indices(0.5, seed=8))
     resumed.load_state_dict(torch.load(file, weights_only=True))
     train(other, resumed, range(5, 9))
-    assert_same_bits(bits_of(model, optimizer), bits_of(other, resumed))
+    assert_equal(bits_of(model, optimizer), bits_of(other, resumed))
 
 
 def test_the_seed_of_the_rounding_counts() -> None:
@@ -320,7 +309,7 @@ def test_the_seed_of_the_rounding_counts() -> None:
     for model, optimizer in runs:
         train(model, optimizer, range(3))
     same, again, other = (bits_of(*run) for run in runs)
-    assert_same_bits(same, again)
+    assert_equal(same, again)
     assert not torch.equal(same["w.exp_avg"], other["w.exp_avg"])
 
 
@@ -347,27 +336,12 @@ def test_bytes_held_are_the_documented_ones(dtype: torch.dtype, moments: Moments
     optimizer.step()
     optimizer.zero_grad()
     scalars = 2 * (4 + (4 if moments == "int8" else 0))
-    expected = masked * adam_step.bytes_per_entry(dtype, moments)
-    expected += whole * adam_step.bytes_per_entry(dtype, moments, whole=True)
-    assert optimizer.nbytes == expected + pointers + scalars
-    if dtype == torch.bfloat16:
-        documented = {"float32": 12, "bfloat16": 8, "int8": 6}[moments]
-        assert adam_step.bytes_per_entry(dtype, moments) == documented
+    both = 16 if dtype == torch.float64 and moments == "float32" else compact.BYTES[moments]
+    each = both + {torch.bfloat16: 2, torch.float16: 4}.get(dtype, 0)
+    assert optimizer.nbytes == (each + 2) * masked + each * whole + pointers + scalars
     reachable = [t for held in optimizer.state.values() for t in held.values()]
     reachable += [t for c in optimizer._indices.values() if c for t in (c.offsets, c.pointers)]
     assert optimizer.nbytes == sum(t.nbytes for t in reachable)
-
-
-def test_a_second_micro_batch_is_added_in_fp32() -> None:
-    model, optimizer = made(torch.bfloat16)
-    model.backward(0)
-    first = optimizer.gradients["w"]
-    assert first.dtype == torch.bfloat16
-    model.backward(1)
-    both = optimizer.gradients["w"]
-    other, fresh = made(torch.bfloat16)
-    other.backward(1)
-    assert torch.equal(both, first.float() + fresh.gradients["w"].float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -96,7 +96,7 @@ OPENS_ELSEWHERE = {
     "system/paths.py": "the one way into a run folder",
     "data/chat.py": "data.template_file, and the process's own memory",
     "lab/estimate/estimate.py": "the process's own memory",
-    "model/export.py": "new files beside the target that the user names",
+    "model/export.py": "new files beside the target that the user names; files of the base model",
     "system/usage.py": "the machine's and the container's memory",
     "model/safety.py": "a model folder, whose links it checks first",
     "system/peak_memory.py": "the process's own memory",
@@ -104,7 +104,6 @@ OPENS_ELSEWHERE = {
     "system/progress.py": "the process's own memory",
     "lab/evaluation/sandbox_child.py": "the sandbox's own folder",
     "lab/evaluation/sandbox.py": "the sandbox's own folder",
-    "model/save.py": "files of the base model into a folder that was just made",
     "data/sources.py": "the user's rows, and downloads into the cache",
     "data/tables.py": "the user's rows",
 }

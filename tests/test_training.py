@@ -1,4 +1,4 @@
-"""The training loop: schedule, micro-batches, noise, and what stops it."""
+"""The training loop (schedule, micro-batches, noise, what stops it) and its stages' settings."""
 
 from __future__ import annotations
 
@@ -11,49 +11,34 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from models import tiny_examples, tiny_model
+from conftest import Runner
+from models import assert_equal, snapshot, tiny_model, tiny_plan, tiny_rows
+from safetensors.torch import load_file
 
-from dualsft.data.examples import Example
 from dualsft.engine.losses import example_objective
 from dualsft.errors import RunError
 from dualsft.storage.resume import Piece, Pieces
 from dualsft.system.progress import Progress, Reporter
 from dualsft.train import loop as training
 from dualsft.train import step as adam_step
-from dualsft.train.loop import TrainingPlan, learning_rate, micro_batches, restore, train
-from dualsft.train.moments import Moments
+from dualsft.train.compact import Moments
+from dualsft.train.loop import learning_rate, micro_batches, restore, train
 from dualsft.train.optimizer import SparseAdamW
 
 QUIET = Reporter(lambda _: None)
 
 
-def examples(count: int, seed: int = 1) -> list[Example]:
-    rows = tiny_examples(count, 97, seed)
-    return [Example(e.id, e.index, list(e.input_ids), list(e.labels)) for e in rows]
-
-
-def plan(**changes: Any) -> TrainingPlan:
-    values: dict[str, Any] = {
-        "lr": 1e-3,
-        "epochs": 2,
-        "batch_size": 4,
-        "warmup_ratio": 0.03,
-        "max_grad_norm": 0.0,
-        "micro_batch_size": None,
-        "batch_tokens": 64,
-        "seed": 3,
-        "pad_id": 0,
-        "padding_side": "right",
-    }
-    return TrainingPlan(**(values | changes))
-
-
-def weights_after(dropout: float = 0.0, dtype: torch.dtype = torch.float64, **changes: Any) -> dict:
-    model = tiny_model("gpt2", dtype=dtype, dropout=dropout)
-    rows = examples(10)
+def trained(
+    model: Any, rows: int = 8, reporter: Reporter = QUIET, **changes: Any
+) -> dict[str, torch.Tensor]:
+    """The weights after training all entries."""
     with SparseAdamW(model.named_parameters(), None, lr=1e-3, free_gradients=True) as optimizer:
-        train(model, rows, optimizer, plan(**changes), QUIET, "test")
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+        train(model, tiny_rows(rows, 1), optimizer, tiny_plan(**changes), reporter, "test")
+    return snapshot(model)
+
+
+def weights_after(dropout: float = 0.0, **changes: Any) -> dict[str, torch.Tensor]:
+    return trained(tiny_model("gpt2", torch.float64, dropout=dropout), 10, **changes)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +53,9 @@ def test_schedule_equals_the_oracle_and_never_starts_at_zero(steps: int, ratio: 
 
 
 def test_steps_and_floor() -> None:
-    assert plan().num_steps(10) == 6
-    assert plan(epochs=1, min_steps=11).num_steps(10) == 11
-    assert plan(epochs=0, min_steps=11).num_steps(10) == 0
+    assert tiny_plan().num_steps(10) == 6
+    assert tiny_plan(epochs=1, min_steps=11).num_steps(10) == 11
+    assert tiny_plan(epochs=0, min_steps=11).num_steps(10) == 0
 
 
 @pytest.mark.parametrize(
@@ -88,9 +73,9 @@ def test_micro_batches_change_nothing(changes: dict[str, Any]) -> None:
 
 
 def test_micro_batches_cover_the_batch_once() -> None:
-    rows = examples(9)
+    rows = tiny_rows(9)
     for changes in ({"micro_batch_size": 2}, {"batch_tokens": 20}):
-        pieces = micro_batches(rows, plan(**changes))
+        pieces = micro_batches(rows, tiny_plan(**changes))
         assert sorted(e.id for piece in pieces for e in piece) == sorted(e.id for e in rows)
 
 
@@ -109,31 +94,35 @@ def test_dropout_noise_depends_on_the_seed_alone() -> None:
     assert any(not torch.equal(first[n], other[n]) for n in first)
 
 
-def test_nonfinite_loss_stops_before_the_update() -> None:
-    model = tiny_model("llama", dtype=torch.float32)
-    rows = examples(8)
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("inf")
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    with (
-        SparseAdamW(model.named_parameters(), None, lr=1e-3, free_gradients=True) as optimizer,
-        pytest.raises(RunError, match="step 1: the loss of .* is not finite; nothing was updated"),
-    ):
-        train(model, rows, optimizer, plan(), QUIET, "test")
-    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+def full(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("loss", "step 1: the loss of .* is not finite; nothing was updated"),
+        ("gradient", "step 1: the gradient over row .* is not finite"),
+        ("memory", r"moments of [\d,]+ trained entries .*finetune\.moments"),
+    ],
+)
+def test_a_step_that_cannot_be_taken_changes_nothing(
+    what: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama", torch.float32)
+    if what == "loss":
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight[0, 0] = float("inf")
+    elif what == "gradient":
+        nan = torch.tensor(math.nan)
+        monkeypatch.setattr(SparseAdamW, "clip_grad_norm", lambda self, limit: nan)
+    else:
+        monkeypatch.setattr(adam_step, "new_state", full)
+    before = snapshot(model)
+    with pytest.raises(RunError, match=message):
+        trained(model)
+    assert_equal(snapshot(model), before)
     assert not model.training
-
-
-def test_nonfinite_gradient_stops_before_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama", dtype=torch.float32)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    monkeypatch.setattr(SparseAdamW, "clip_grad_norm", lambda self, limit: torch.tensor(math.nan))
-    with (
-        SparseAdamW(model.named_parameters(), None, lr=1e-3, free_gradients=True) as optimizer,
-        pytest.raises(RunError, match="step 1: the gradient over row .* is not finite"),
-    ):
-        train(model, examples(8), optimizer, plan(), QUIET, "test")
-    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 
 class Killed(BaseException):
@@ -147,7 +136,7 @@ def test_a_killed_training_goes_on_to_the_same_bits(
 ) -> None:
     """Weights, moments as they are held, and step counts, for each type of the moments."""
 
-    def trained(pieces: Pieces, kill_at: int = 10**9) -> dict[str, torch.Tensor]:
+    def run(pieces: Pieces, kill_at: int = 10**9) -> dict[str, torch.Tensor]:
         def log(step: int = 0, **_: Any) -> None:
             if step > kill_at:
                 raise Killed
@@ -159,17 +148,17 @@ def test_a_killed_training_goes_on_to_the_same_bits(
         with SparseAdamW(
             named, indices, lr=1e-2, moments=moments, seed=3, free_gradients=True
         ) as optimizer:
-            changed = plan(max_grad_norm=1.0, lr=1e-2)
-            train(model, examples(10), optimizer, changed, QUIET, "warmup", log, pieces)
+            changed = tiny_plan(max_grad_norm=1.0, lr=1e-2)
+            train(model, tiny_rows(10, 1), optimizer, changed, QUIET, "warmup", log, pieces)
             held = [t for state in optimizer.state.values() for t in state.values()]
         return {str(i): t for i, t in enumerate([*held, *(p.detach() for _, p in named)])}
 
-    expected = trained(Pieces())
+    expected = run(Pieces())
     with pytest.raises(Killed):
-        trained(Pieces(tmp_path / "s.work", "abc", every=0), kill_at=3)
-    got = trained(Pieces(tmp_path / "s.work", "abc", every=0))
-    assert len(got) == len(expected) > 40
-    assert all(torch.equal(got[key], value) for key, value in expected.items())
+        run(Pieces(tmp_path / "s.work", "abc", every=0), kill_at=3)
+    got = run(Pieces(tmp_path / "s.work", "abc", every=0))
+    assert len(expected) > 40
+    assert_equal(got, expected)
 
 
 def test_memory_short_of_activations_turns_checkpointing_on_first(
@@ -190,42 +179,24 @@ def test_memory_short_of_activations_turns_checkpointing_on_first(
         sizes.append(len(batch.input_ids))
         return example_objective(model, batch, **options)
 
-    def trained(checkpointing: bool | None) -> dict[str, torch.Tensor]:
-        model = tiny_model("llama", dtype=torch.float32)
-        changed = plan(checkpointing=checkpointing, micro_batch_size=4)
-        with SparseAdamW(model.named_parameters(), None, lr=1e-3, free_gradients=True) as optimizer:
-            train(model, examples(8), optimizer, changed, Reporter(said.append), "test")
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    def trial(checkpointing: bool | None) -> dict[str, torch.Tensor]:
+        plan: dict[str, Any] = {"checkpointing": checkpointing, "micro_batch_size": 4}
+        return trained(tiny_model("llama", torch.float32), 8, Reporter(said.append), **plan)
 
     said: list[str] = []
     sizes: list[int] = []
-    expected = trained(None)
+    expected = trial(None)
     monkeypatch.setattr(training, "checkpointed", watched)
     monkeypatch.setattr(training, "example_objective", objective)
-    got = trained(None)
-    assert all(torch.equal(got[name], value) for name, value in expected.items())
+    got = trial(None)
+    assert_equal(got, expected)
     warnings = [line for line in said if "out of memory" in line]
     assert len(warnings) == 1 and "finetune.checkpointing=true" in warnings[0]
     assert set(sizes) == {4}
     said.clear()
     sizes.clear()
-    trained(False)
+    trial(False)
     assert set(sizes) == {1} and not any("checkpointing" in line for line in said)
-
-
-def test_lack_of_memory_for_the_moments_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    model = tiny_model("llama", dtype=torch.float32)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    monkeypatch.setattr(adam_step, "new_state", full)
-    with (
-        SparseAdamW(model.named_parameters(), None, lr=1e-3, free_gradients=True) as optimizer,
-        pytest.raises(RunError, match=r"moments of [\d,]+ trained entries .*finetune\.moments"),
-    ):
-        train(model, examples(4), optimizer, plan(), QUIET, "test")
-    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 
 def test_progress_line_tells_rate_time_and_memory() -> None:
@@ -255,5 +226,67 @@ def test_a_resume_keeps_the_checkpointing_that_is_set() -> None:
             held = {f"master.{n}": optimizer.master(n).clone() for n in optimizer.names}
             cut = {"batch_tokens": 64, "micro_batch_size": None, "checkpointing": then}
             piece = Piece(held, {"steps": 1, "cut": cut})
-            steps, found = restore(optimizer, piece, plan(checkpointing=asked))
+            steps, found = restore(optimizer, piece, tiny_plan(checkpointing=asked))
         assert (steps, found.checkpointing, found.batch_tokens) == (1, expected, 64)
+
+
+# --- settings of the stages: what trains, in which dtype, and what is done again -----------------
+
+
+def curvature(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "2_warmup/curvature.safetensors")
+
+
+def theta_bar(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "2_warmup/theta_bar/model.safetensors")
+
+
+def stages(said: list[str], word: str) -> list[str]:
+    return [line.split("]")[0][1:] for line in said if f"] {word}" in line]
+
+
+def test_only_candidates_move_when_told(make_run: Runner, model_folder) -> None:
+    run = make_run("warmup.trainable=candidates", until="warmup")
+    start = load_file(model_folder("llama") / "model.safetensors")
+    moved = {name for name, w in theta_bar(run).items() if not torch.equal(w, start[name])}
+    assert moved == set(curvature(run)) and "model.embed_tokens.weight" not in moved
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+def test_smaller_moments_give_nearly_the_same_curvature(make_run: Runner, moments: str) -> None:
+    few = ("warmup.min_steps=20", "warmup.epochs=1")
+    exact = make_run(*few, until="warmup", out="exact")
+    rough = make_run(*few, f"warmup.moments={moments}", until="warmup", out="rough")
+    expected, got = curvature(exact), curvature(rough)
+    assert expected.keys() == got.keys()
+    a, b = (torch.cat([c[name].view(-1) for name in expected]) for c in (expected, got))
+    assert not torch.equal(a, b)
+    error = ((b - a) / a).square().mean().sqrt()
+    assert float(error) < (0.02 if moments == "bfloat16" else 0.15)
+
+
+def test_where_and_how_is_not_what(make_run: Runner) -> None:
+    """Offloading and checkpointing redo nothing; another type of the moments does."""
+    run = make_run(until="warmup")
+    before = curvature(run)
+    said: list[str] = []
+    make_run("warmup.offload=true", "finetune.checkpointing=true", until="warmup", said=said)
+    assert stages(said, "reused") == ["split", "warmup"]
+    other = make_run("warmup.offload=true", until="warmup", out="other")
+    after = curvature(other)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    said.clear()
+    make_run("warmup.moments=bfloat16", until="warmup", said=said)
+    again = next(line for line in said if line.startswith("[warmup] again"))
+    assert "warmup.moments" in again and stages(said, "reused") == ["split"]
+
+
+def test_fine_tuning_is_done_again_for_other_moments_alone(make_run: Runner) -> None:
+    make_run(until="finetune")
+    said: list[str] = []
+    make_run("finetune.checkpointing=true", until="finetune", said=said)
+    assert stages(said, "reused")[-1] == "finetune"
+    said.clear()
+    make_run("finetune.moments=int8", until="finetune", said=said)
+    assert stages(said, "reused")[-1] == "selection"
+    assert any("finetune.moments" in line for line in said if line.startswith("[finetune] again"))

@@ -27,7 +27,7 @@ from dualsft.model.load import find_candidates, load_model, text_parameters
 from dualsft.model.sharded import load_sharded, local_rows
 from dualsft.system.progress import Reporter
 from dualsft.train.loop import Hooks, mean_loss, train
-from dualsft.train.sharded import make_optimizer
+from dualsft.train.optimizer import make_optimizer
 
 EXAMPLES = [
     Example(f"id{i}", i, list(range(3, 8 + i % 7)), list(range(3, 8 + i % 7))) for i in range(13)

@@ -26,7 +26,7 @@ from dualsft.model.load import find_candidates, load_model, text_parameters
 from dualsft.model.sharded import load_sharded, weights_vector
 from dualsft.system.progress import Reporter
 from dualsft.train.loop import train
-from dualsft.train.sharded import ShardedAdamW, make_optimizer
+from dualsft.train.optimizer import ShardedAdamW, make_optimizer
 
 SMALL = 1024
 """Words between the processes (flags, counts) are smaller than this and not counted."""
@@ -74,7 +74,7 @@ def measure(folder: Path, sharded: bool) -> list[dict[str, Any]]:
     load = load_sharded if sharded else load_model
     model = load(folder, torch.float32, torch.device("cpu"))
     candidates = find_candidates(model, "block_linear")
-    engine, shape = GhostEngine(model, candidates), ModelShape.of(model, candidates.parameters)
+    engine, shape = GhostEngine(model, candidates), ModelShape.of(model, candidates)
     examples = [
         Example(str(i), i, list(range(3, 12 + i)), list(range(3, 12 + i)))
         for i in range(world().size)
@@ -98,7 +98,7 @@ def measure(folder: Path, sharded: bool) -> list[dict[str, Any]]:
     said = sum(walk_traffic(shape, world().size, sharded))
     found.append({"what": "walk", "sharded": sharded, "sent": sent, "said": said, "kinds": kinds})
 
-    indices = {n: torch.arange(0, p.numel(), 7) for n, p in candidates.parameters.items()}
+    indices = {n: torch.arange(0, p.numel(), 7) for n, p in candidates.items()}
     plan = short_training(batch_size=len(examples), micro_batch_size=1)
     with make_optimizer(model, text_parameters(model), indices, lr=1e-3) as optimizer:
         shares = (

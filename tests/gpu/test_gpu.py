@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dualsft.data.examples import Example, collate
 from dualsft.engine.losses import example_objective
-from dualsft.model import attention
+from dualsft.model.load import install_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -74,7 +74,7 @@ def test_fp32_attention_of_shared_heads_keeps_no_matrix(arch: str) -> None:
 
     def gradients(device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         model = tiny_model(arch, dtype=dtype).to(device)
-        attention.install(torch.device(device))
+        install_attention(torch.device(device))
         batch = collate(examples, 0, "right", torch.device(device))
         kernels = [SDPBackend.EFFICIENT_ATTENTION] if device == "cuda" else [SDPBackend.MATH]
         with sdpa_kernel(kernels):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -45,6 +45,7 @@ PATIENCE = timedelta(days=30)
 """Timeout of collectives: effectively none, since `distributed/heartbeat.py` detects dead peers."""
 
 CHUNK = 1 << 22  # entries per chunk, which bounds the size of temporary copies
+PACK = 1 << 25  # entries per all-reduce of `sum_packed`
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,66 @@ class World:
                 f"--out: {missing} of {self.size} processes do not see what rank 0 writes to "
                 f"{folder}; give a folder on a file system that all machines share"
             )
+
+    # --- training --------------------------------------------------------------------------------
+
+    @property
+    def can_retry(self) -> bool:
+        """Whether a process that ran out of memory can try again.
+
+        Not with a sharded model: the others wait for it in a collective that it has left.
+        """
+        return not self.sharded
+
+    def passes(self, shares: Sequence[Sequence[T]]) -> list[tuple[T, bool]]:
+        """This process's share, by rank, of the batches of a step, each with whether it counts.
+
+        With a sharded model every process takes part in every pass: a shorter share is filled up
+        with a batch that does not count.
+        """
+        own = [(item, True) for item in shares[self.rank]]
+        most = max(map(len, shares)) if self.sharded else 0
+        return own + [(shares[0][0], False)] * (most - len(own))
+
+    def sum_packed(
+        self,
+        vectors: dict[str, Tensor],
+        counts: Mapping[str, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> dict[str, Tensor]:
+        """Sum named vectors over the processes, packed into a few all-reduces.
+
+        `counts` has their lengths, the same on every process. A vector that is missing on a process
+        counts as zeros. With one process, returns `vectors`.
+        """
+        if self.size == 1:
+            return vectors
+        summed: dict[str, Tensor] = {}
+        names = list(counts)
+        while names:
+            pack = [names.pop(0)]
+            while names and sum(counts[name] for name in pack) < PACK:
+                pack.append(names.pop(0))
+            sizes = [counts[name] for name in pack]
+            every = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            parts = dict(zip(pack, every.split(sizes), strict=True))
+            for name in parts.keys() & vectors.keys():
+                parts[name].copy_(vectors[name])
+            summed |= parts
+            self.sum_(every)
+        return summed
+
+    def norm(self, own: Tensor) -> Tensor:
+        """Norm of a vector that is split over the processes, from the norm of this one's part."""
+        if self.size == 1:
+            return own
+        return self.sum_(own.double().cpu() ** 2).sqrt().to(own)
+
+    def require_one(self, message: str) -> None:
+        """Raise unless there is only one process."""
+        if self.size > 1:
+            raise RuntimeError(message)
 
 
 def gather(every: Tensor, own: Tensor) -> None:

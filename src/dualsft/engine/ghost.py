@@ -35,12 +35,12 @@ from dualsft.engine.rules import MIXED, EmbeddingRule, HeadRule, LinearRule, Nor
 from dualsft.engine.sketch import Sketch
 from dualsft.errors import ConfigError, RunError
 from dualsft.memory.placement import DevicePlacement, Placement
-from dualsft.model import attention
 from dualsft.model.load import (
     Candidates,
     alike,
     decoder_blocks,
     find_candidates,
+    install_attention,
     is_linear,
     leave_out,
     output_head,
@@ -147,7 +147,7 @@ class GhostEngine:
     """Binds a model's candidate parameters to their rules."""
 
     def __init__(self, model: PreTrainedModel, candidates: Candidates) -> None:
-        attention.install(device_of(model))
+        install_attention(device_of(model))
         self.model = model
         self.candidates = candidates
         self.columns = {name: i for i, name in enumerate(candidates)}

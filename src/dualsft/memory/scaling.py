@@ -16,7 +16,7 @@ from torch import nn
 from dualsft.model.load import decoder_blocks
 
 INDEX_BYTES = 2
-"""Bytes per selected entry of an index as it is sent (`train/compact_index.py`)."""
+"""Bytes per selected entry of an index as it is sent (`train/compact.py`)."""
 STATE_BYTES = 2 + 2 + 8 + 4
 """Bytes per selected entry of a bf16 model: index, low half of master, fp32 moments, gradient."""
 FULL_STATE_BYTES = 2 + 8 + 4

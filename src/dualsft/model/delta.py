@@ -79,12 +79,8 @@ class Delta:
                 "damaged; copy it again, or run `dualsft finetune` on its run folder again"
             )
         names = sorted({key.rpartition(".")[0] for key in tensors})
-        problems = [
-            f"{path}: {n}: idx must be int64 and increasing, val finite and of the same length"
-            for n in names
-            if _lacks(tensors, n)
-        ]
-        if problems:
+        rule = "idx must be int64 and increasing, val finite and of the same length"
+        if problems := [f"{path}: {n}: {rule}" for n in names if _lacks(tensors, n)]:
             raise ConfigError(problems)
         return cls(
             {n: tensors[f"{n}.idx"] for n in names},
@@ -139,14 +135,11 @@ def apply_delta(model: nn.Module, delta: Delta | str | Path) -> nn.Module:
     parameters = dict(model.named_parameters())
     problems = []
     for name, index in delta.indices.items():
+        count = parameters[name].numel() if name in parameters else 0
         if name not in parameters:
             problems.append(f"the delta has {name!r}, which the model does not have")
-        elif index.numel() and (
-            int(index.min()) < 0 or int(index.max()) >= parameters[name].numel()
-        ):
-            problems.append(
-                f"the delta indexes {name!r} outside its {parameters[name].numel()} entries"
-            )
+        elif index.numel() and (int(index.min()) < 0 or int(index.max()) >= count):
+            problems.append(f"the delta indexes {name!r} outside its {count} entries")
     if problems:
         raise ConfigError([*problems, "give the base model that the delta was made from"])
     for name, index in delta.indices.items():

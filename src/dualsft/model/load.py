@@ -14,15 +14,14 @@ Algorithm 1.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,11 +35,11 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from dualsft.errors import ConfigError
-from dualsft.model import attention as attention_kernels
-from dualsft.model.safety import check_folder, check_weights
+from dualsft.model.safety import check_folder, weight_files
 from dualsft.storage.vectors import accumulation_dtype, reduction_dtype
 from dualsft.system.usage import is_out_of_memory
 
@@ -53,42 +52,43 @@ DTYPES = {
     "float64": torch.float64,
 }
 
-
-PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.json",
-)
-"""Files of a multimodal checkpoint beside weights and tokenizer; copied with the weights."""
-
 # subclasses of nn.Linear in transformers that override forward with the same map
 _LINEAR_BY_NAME = {"transformers.models.falcon.modeling_falcon.FalconLinear"}
 
 
 def choose_device(wanted: str) -> torch.device:
     """Resolve `model.device`; `auto` prefers cuda, then mps, then cpu."""
-    there = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    if wanted == "auto":
-        return torch.device(next(name for name, usable in there.items() if usable))
-    if not there[wanted]:
-        usable = " or ".join(repr(name) for name in there if there[name])
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    usable = [name for name, there in (("cuda", cuda), ("mps", mps), ("cpu", True)) if there]
+    if wanted != "auto" and wanted not in usable:
         raise ConfigError(
-            f"model.device: {wanted!r}, but this machine has no {wanted} device; use {usable}"
+            f"model.device: {wanted!r}, but this machine has no {wanted} device; use "
+            f"{' or '.join(map(repr, usable))}"
         )
-    return torch.device(wanted)
+    return torch.device(usable[0] if wanted == "auto" else wanted)
+
+
+@contextmanager
+def _refused_if_broken(what: str, cure: str = "") -> Iterator[None]:
+    """Name the model in errors of transformers, whose parsers and classes raise any type.
+
+    Out-of-memory is not the model's fault and is raised as it is.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as problem:
+        if is_out_of_memory(problem):
+            raise
+        reason = f"{type(problem).__name__}: {problem}"
+        raise ConfigError(f"model.path: {what}: {reason}{cure}") from problem
 
 
 def _load_config(folder: Path, remote: bool) -> Any:
     check_folder(folder, remote)
-    try:
+    with _refused_if_broken(f"{str(folder)!r} cannot be loaded"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
-    except Exception as problem:  # config validators raise errors of any type
-        raise ConfigError(f"model.path: {str(folder)!r} cannot be loaded: {problem}") from problem
 
 
 def read_model_config(folder: Path, remote: bool = False) -> Any:
@@ -109,68 +109,47 @@ def _auto_class(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def empty_model(folder: Path, remote: bool = False) -> PreTrainedModel:
-    """The model on the meta device: shapes without weights."""
-    return meta_model(folder, None, "auto", remote)
-
-
-def meta_model(
-    folder: Path, dtype: torch.dtype | None, attention: str = "auto", remote: bool = False
+def _from_config(
+    config: Any, remote: bool, dtype: torch.dtype | None, attention: str
 ) -> PreTrainedModel:
-    """The model as `load_model` builds it, in eval mode, on the meta device."""
-    config = _load_config(folder, remote)
+    """The model of a configuration in eval mode, on the current default device."""
     given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if attention != "auto":
         given["attn_implementation"] = attention
-    try:
-        with torch.device("meta"):
-            made = _auto_class(config).from_config(config, trust_remote_code=remote, **given)
-            return made.eval()
-    except ConfigError:
-        raise
-    except Exception as problem:  # a model class may raise anything on a strange configuration
-        reason = f"{type(problem).__name__}: {problem}"
-        raise ConfigError(
-            f"model.path: no model can be built from the config.json of {str(folder)!r} "
-            f"({reason}); repair it, or download it again"
-        ) from problem
+    return _auto_class(config).from_config(config, trust_remote_code=remote, **given).eval()
+
+
+def empty_model(
+    folder: Path, remote: bool = False, dtype: torch.dtype | None = None, attention: str = "auto"
+) -> PreTrainedModel:
+    """The model as `load_model` builds it on the meta device: shapes without weights."""
+    config = _load_config(folder, remote)
+    what = f"no model can be built from the config.json of {str(folder)!r}"
+    with _refused_if_broken(what, "; repair it, or download it again"), torch.device("meta"):
+        return _from_config(config, remote, dtype, attention)
 
 
 def shallow_model(
-    folder: Path,
-    num_layers: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: str = "auto",
-    remote: bool = False,
+    folder: Path, depth: int, dtype: torch.dtype, device: torch.device, attention: str, remote: bool
 ) -> PreTrainedModel:
-    """The same architecture with few layers and random weights, to measure memory and time."""
-    attention_kernels.install(device)
-    config = copy.deepcopy(_load_config(folder, remote))
+    """The same architecture with `depth` layers and random weights, to measure memory and time."""
+    install_attention(device)
+    config = _load_config(folder, remote)
     text = config.get_text_config()
-    depth = text.num_hidden_layers
     for name, value in list(vars(text).items()):  # per-layer lists such as layer_types
-        if isinstance(value, list) and len(value) == depth and "layer" in name:
-            setattr(text, name, (value * num_layers)[:num_layers])
+        if isinstance(value, list) and len(value) == text.num_hidden_layers and "layer" in name:
+            setattr(text, name, (value * depth)[:depth])
     if getattr(text, "num_kv_shared_layers", 0):  # layers that reuse an earlier layer's keys
         text.num_kv_shared_layers = 0
-    text.num_hidden_layers = num_layers
-    try:
-        with torch.random.fork_rng(), torch.device(device):
-            model = _auto_class(config).from_config(
-                config,
-                dtype=dtype,
-                attn_implementation=None if attention == "auto" else attention,
-                trust_remote_code=remote,
-            )
-    except Exception as problem:  # a model class may raise anything on a strange configuration
-        if is_out_of_memory(problem):
-            raise
-        raise ConfigError(
-            f"model.path: {type(config).__name__} cannot be built with {num_layers} layers to "
-            f"measure on ({type(problem).__name__}: {problem}); `dualsft run` does not need that"
-        ) from problem
-    return model.to(device).eval()
+    text.num_hidden_layers = depth
+    what = f"{type(config).__name__} cannot be built with {depth} layers to measure on"
+    with (
+        _refused_if_broken(what, "; `dualsft run` does not need that"),
+        torch.random.fork_rng(),
+        torch.device(device),
+    ):
+        model: Any = _from_config(config, remote, dtype, attention)
+    return model.to(device)
 
 
 def choose_dtype(
@@ -202,11 +181,11 @@ def load_model(
     remote: bool = False,
 ) -> PreTrainedModel:
     """Load a language model in eval mode, from safetensors only; remote code only if enabled."""
-    attention_kernels.install(device)
+    install_attention(device)
     config = _load_config(folder, remote)
-    check_weights(folder)
-    try:
-        loaded: Any = _auto_class(config).from_pretrained(
+    weight_files(folder)  # refuses missing, pickled and truncated weights
+    with _refused_if_broken(f"{str(folder)!r} cannot be loaded"):
+        model, report = _auto_class(config).from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation=None if attention == "auto" else attention,
@@ -215,20 +194,9 @@ def load_model(
             local_files_only=True,
             output_loading_info=True,
         )
-    except Exception as problem:  # config, safetensors and model classes raise different errors
-        if is_out_of_memory(problem):
-            raise
-        raise ConfigError(f"model.path: {str(folder)!r} cannot be loaded: {problem}") from problem
-    model, report = loaded
     _refuse_incomplete(folder, report)
     model.to(device)
-    _refuse_nonfinite(folder, model)
-    model.eval()
-    return model
-
-
-def _refuse_nonfinite(folder: Path, model: PreTrainedModel) -> None:
-    """Refuse a NaN or infinity in the weights, which would make every score NaN hours later."""
+    # a NaN or infinity in the weights would make every score NaN hours later
     bad = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
     if bad:
         raise ConfigError(
@@ -236,15 +204,12 @@ def _refuse_nonfinite(folder: Path, model: PreTrainedModel) -> None:
             f"({len(bad)} parameters in total); give finite weights, or set another model.dtype "
             "if they overflow in this one"
         )
+    return model.eval()
 
 
-def _refuse_incomplete(folder: Path, report: Any) -> None:
+def _refuse_incomplete(folder: Path, report: Mapping[str, Any]) -> None:
     """Refuse a checkpoint with missing weights, which would be random and differ between loads."""
-
-    def listed(key: str) -> Any:
-        return report[key] if isinstance(report, Mapping) else getattr(report, key)
-
-    if unused := listed("unexpected_keys"):
+    if unused := report["unexpected_keys"]:
         log.warning(
             "%s: the model does not use %d stored tensors; they will not be in the result (%s …)",
             folder.name,
@@ -252,26 +217,20 @@ def _refuse_incomplete(folder: Path, report: Any) -> None:
             min(map(str, unused)),
         )
     for key in ("missing_keys", "mismatched_keys"):
-        names = listed(key)
-        if names:
-            shown = ", ".join(str(name) for name in sorted(map(str, names))[:3])
+        if names := sorted(map(str, report[key])):
             raise ConfigError(
                 f"model.path: {str(folder)!r} lacks weights that its config.json requires "
-                f"({len(names)} {key.replace('_', ' ')}: {shown} …); save the model again"
+                f"({len(names)} {key.replace('_', ' ')}: {', '.join(names[:3])} …); save the model "
+                "again"
             )
 
 
 def load_tokenizer(folder: Path, remote: bool = False) -> Any:
     """Load the folder's tokenizer; one without an end-of-sequence token is refused."""
     check_folder(folder, remote)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=remote, local_files_only=True
-        )
-    except Exception as problem:  # the tokenizer parsers raise different errors
-        raise ConfigError(
-            f"model.path: {str(folder)!r} has no usable tokenizer: {problem}"
-        ) from problem
+    settings = {"trust_remote_code": remote, "local_files_only": True}
+    with _refused_if_broken(f"{str(folder)!r} has no usable tokenizer"):
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **settings)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"model.path: the tokenizer in {str(folder)!r} has no end-of-sequence token; set "
@@ -318,35 +277,26 @@ def is_linear(module: nn.Module) -> bool:
     return kind.forward is nn.Linear.forward or kind is Conv1D or by_name
 
 
-@dataclass(frozen=True)
-class Candidates(Mapping[str, Tensor]):
+class Candidates(dict[str, nn.Parameter]):
     """The candidate parameters of a model, in `named_parameters` order."""
 
-    parameters: dict[str, nn.Parameter]
-    spec: str
+    def __init__(self, parameters: Mapping[str, nn.Parameter], spec: str) -> None:
+        super().__init__(parameters)
+        self.spec = spec
 
-    def __getitem__(self, name: str) -> nn.Parameter:
-        return self.parameters[name]
-
-    def __iter__(self):  # noqa: ANN204
-        return iter(self.parameters)
-
-    def __len__(self) -> int:
-        return len(self.parameters)
-
-    @cached_property
+    @property
     def names(self) -> list[str]:
-        return list(self.parameters)
+        return list(self)
 
     @property
     def num_entries(self) -> int:
         """Number of candidate entries: the denominator of the parameter budget."""
-        return sum(p.numel() for p in self.parameters.values())
+        return sum(p.numel() for p in self.values())
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of G and of every other vector over the candidates."""
-        return accumulation_dtype(next(iter(self.parameters.values())).dtype)
+        return accumulation_dtype(next(iter(self.values())).dtype)
 
 
 def decoder_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -373,16 +323,21 @@ def find_candidates(model: PreTrainedModel, spec: str) -> Candidates:
     everything = dict(text_parameters(model))
     chosen: set[str] = set()
     terms = [term.strip() for term in spec.split(",") if term.strip()]
-    includes = [t for t in terms if not t.startswith("!")]
     excludes = [t[1:] for t in terms if t.startswith("!")]
+    includes = [t for t in terms if not t.startswith("!")]
     for term in includes or ["block_linear"]:
-        matched = _match(model, everything, term, excludes, spec)
+        if term == "block_linear":
+            matched = _block_linear(model, excludes, spec)
+        else:
+            pattern = "*" if term == "all" else term
+            matched = {name for name in everything if fnmatchcase(name, pattern)}
         if not matched:
             near = ", ".join(list(everything)[:3])
-            where = "the text decoder of " if len(everything) < _count(model) else ""
+            multimodal = len(everything) < len(list(model.parameters()))
             raise ConfigError(
-                f"score.candidates: {term!r} matches no parameter of {where}"
-                f"{type(model).__name__} (its names look like: {near} …)"
+                f"score.candidates: {term!r} matches no parameter of "
+                f"{'the text decoder of ' if multimodal else ''}{type(model).__name__} "
+                f"(its names look like: {near} …)"
             )
         chosen |= matched
     for term in excludes:
@@ -393,24 +348,6 @@ def find_candidates(model: PreTrainedModel, spec: str) -> Candidates:
     if not chosen:
         raise ConfigError(f"score.candidates: {spec!r} leaves no parameter to choose from")
     return Candidates({n: p for n, p in everything.items() if n in chosen}, spec)
-
-
-def _count(model: nn.Module) -> int:
-    return sum(1 for _ in model.parameters())
-
-
-def _match(
-    model: PreTrainedModel,
-    everything: dict[str, nn.Parameter],
-    term: str,
-    excludes: list[str],
-    spec: str,
-) -> set[str]:
-    if term == "all":
-        return set(everything)
-    if term == "block_linear":
-        return _block_linear(model, excludes, spec)
-    return {name for name in everything if fnmatchcase(name, term)}
 
 
 def _block_linear(model: PreTrainedModel, excludes: list[str], spec: str) -> set[str]:
@@ -439,7 +376,7 @@ def _block_linear(model: PreTrainedModel, excludes: list[str], spec: str) -> set
     return names
 
 
-def any_layer(name: str) -> str:
+def _any_layer(name: str) -> str:
     """A parameter's name as a pattern that matches it in every layer."""
     return re.sub(r"\.\d+(?=\.)", ".*", name)
 
@@ -448,7 +385,7 @@ def alike(names: Iterable[str]) -> list[tuple[str, str]]:
     """The first of the names that differ only in the layer number, and how many follow it."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(any_layer(name), []).append(name)
+        groups.setdefault(_any_layer(name), []).append(name)
     return [
         (group[0], f" (and {len(group) - 1} more like it)" if len(group) > 1 else "")
         for group in groups.values()
@@ -457,7 +394,7 @@ def alike(names: Iterable[str]) -> list[tuple[str, str]]:
 
 def leave_out(spec: str, names: Iterable[str]) -> str:
     """The cure in an error message: the setting that excludes these parameters in every layer."""
-    patterns = dict.fromkeys(f"!{any_layer(name)}" for name in names)
+    patterns = dict.fromkeys(f"!{_any_layer(name)}" for name in names)
     return f"leave them out with score.candidates='{','.join([spec, *patterns])}'"
 
 
@@ -467,3 +404,56 @@ def locate(name: str) -> tuple[int | None, str]:
     if match is None:
         return None, name.removesuffix(".weight")
     return int(match[1]), match[2].removesuffix(".weight")
+
+
+# --- attention ----------------------------------------------------------------------------------
+
+_SDPA: Any = None
+"""The "sdpa" function registered by transformers; None until `install_attention` replaces it."""
+
+
+def install_attention(device: torch.device) -> None:
+    """Replace transformers' "sdpa" for the rest of this process; no effect without CUDA.
+
+    When several query heads share one key head and there is no attention mask, transformers calls
+    PyTorch's scaled dot-product attention with `enable_gqa`. Only the half-precision kernels
+    support it. In fp32, PyTorch silently falls back to the math kernel, which keeps a T × T matrix
+    per head and layer for the backward pass and is about three times slower. Repeating the keys and
+    values makes the memory-efficient kernel eligible: the result is the same up to rounding, and
+    memory grows linearly with the number of tokens.
+    """
+    global _SDPA
+    if _SDPA is None and device.type == "cuda":
+        _SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
+
+
+def sdpa(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *more: Any,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """transformers' "sdpa", with shared key and value heads repeated if no kernel shares them."""
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1 and attention_mask is None and needs_repeated_heads(key):
+        key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+        # transformers passes enable_gqa if module.num_key_value_groups > 1; the stand-in has only
+        # the other attributes that it reads
+        module = SimpleNamespace(
+            is_causal=getattr(module, "is_causal", True), layer_idx=getattr(module, "layer_idx", 0)
+        )
+    return _SDPA(module, query, key, value, attention_mask, *more, **settings)
+
+
+def needs_repeated_heads(key: Tensor) -> bool:
+    """Whether no kernel shares these heads: fp32 on CUDA.
+
+    The memory-efficient kernel's backward pass is not deterministic, so nothing changes when
+    deterministic algorithms are enabled.
+    """
+    fp32_on_gpu = key.device.type == "cuda" and key.dtype == torch.float32
+    return fp32_on_gpu and not torch.are_deterministic_algorithms_enabled()

@@ -18,15 +18,14 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import BinaryIO
 
 from dualsft.errors import ConfigError, RunError
-from dualsft.model.safety import check_folder, check_neighbours, check_weights, weight_files
+from dualsft.model.safety import check_folder, check_neighbours, weight_files
 from dualsft.storage.manifest import damage, read_stage_manifest
 from dualsft.system.disk import cache_root
 
@@ -94,7 +93,7 @@ def resolve_model(path: str, revision: str | None = None, trust_remote_code: boo
         local = find_model(path)
         folder = local if local.is_dir() else _from_gguf(local)
     check_folder(folder, trust_remote_code)
-    check_weights(folder)
+    weight_files(folder)
     _check_seal(folder)
     return folder
 
@@ -119,17 +118,16 @@ def is_hub_id(path: str) -> bool:
 
 def check_model(path: str, revision: str | None, trust_remote_code: bool) -> None:
     """Check `model.path` as far as possible without network access and heavy imports."""
-    known = path in SHORT_NAMES or is_hub_id(path)
     if revision is not None and not is_hub_id(path):
         raise ConfigError(
             f"model.revision: {revision!r} needs a hub id, but model.path {path!r} is not one; "
             "remove model.revision"
         )
-    if known:
+    if path in SHORT_NAMES or is_hub_id(path):
         return
     if (local := find_model(path)).is_dir():
         check_folder(local, trust_remote_code)
-        check_weights(local)
+        weight_files(local)
     else:
         check_neighbours(local)
 
@@ -242,11 +240,8 @@ def _fetch_member(requirement: str, member: str, scratch: Path, out: BinaryIO) -
 
 def _from_gguf(path: Path) -> Path:
     check_neighbours(path)
-    digest = file_sha256(path)
-    target = cache_root() / "models" / f"{path.stem}-{digest[:12]}"
-    if (target / "config.json").is_file():
-        return target
-    return _convert(path, target)
+    target = cache_root() / "models" / f"{path.stem}-{file_sha256(path)[:12]}"
+    return target if (target / "config.json").is_file() else _convert(path, target)
 
 
 def _convert(gguf: Path, target: Path) -> Path:
@@ -265,7 +260,9 @@ def _convert(gguf: Path, target: Path) -> Path:
     log.info("converting %s once (about half a minute)", gguf.name)
     safe = {"gguf_file": gguf.name, "trust_remote_code": False, "local_files_only": True}
     try:
-        with _by_itself(gguf) as folder:
+        # alone in a folder, so that no file beside it redirects transformers
+        with tempfile.TemporaryDirectory(prefix="dualsft-gguf-") as folder:
+            (Path(folder) / gguf.name).symlink_to(gguf.resolve())
             quantised = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **safe)
             tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
     except Exception as problem:  # the parsers raise different errors on a damaged file
@@ -291,12 +288,9 @@ def _convert(gguf: Path, target: Path) -> Path:
     return target
 
 
-@contextmanager
-def _by_itself(gguf: Path) -> Iterator[Path]:
-    """A temporary folder with only this file, so that no file beside it redirects transformers."""
-    with tempfile.TemporaryDirectory(prefix="dualsft-gguf-") as scratch:
-        (Path(scratch) / gguf.name).symlink_to(gguf.resolve())
-        yield Path(scratch)
+HASH_REPORT_BYTES = 4 << 30
+"""For larger files, progress is logged each time this many bytes are hashed."""
+_HASHES: dict[tuple[str, int, int, int], str] = {}
 
 
 def file_sha256(path: Path) -> str:
@@ -304,49 +298,38 @@ def file_sha256(path: Path) -> str:
     found = path.stat()
     identity = (str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ino)
     if identity not in _HASHES:
-        _HASHES[identity] = _stream_sha256(path, found.st_size)
+        digest, done = hashlib.sha256(), 0
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+                done += len(block)
+                if done % HASH_REPORT_BYTES < len(block) and found.st_size > HASH_REPORT_BYTES:
+                    log.info("hashing %s: %.0f %%", path.name, 100 * done / found.st_size)
+        _HASHES[identity] = digest.hexdigest()
     return _HASHES[identity]
 
 
-_HASHES: dict[tuple[str, int, int, int], str] = {}
-HASH_REPORT_BYTES = 4 << 30
-"""For larger files, progress is logged each time this many bytes are hashed."""
-
-
-def _stream_sha256(path: Path, size: int) -> str:
-    digest, done, said = hashlib.sha256(), 0, 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            done += len(block)
-            if size > HASH_REPORT_BYTES and done - said >= HASH_REPORT_BYTES:
-                said = done
-                log.info("hashing %s: %.0f %%", path.name, 100 * done / size)
-    return digest.hexdigest()
-
-
-def weights_hash(folder: Path) -> str:
-    """One hash for the weights in a model folder: over the names and hashes of its files."""
+def _hash_of(folder: Path, files: Iterable[Path]) -> str:
+    """One hash over the names and the hashes of files in a folder."""
     digest = hashlib.sha256()
-    for file in weight_files(folder):
-        digest.update(f"{file.name}:{file_sha256(file)}\n".encode())
-    return digest.hexdigest()
-
-
-def code_hash(folder: Path) -> str:
-    """One hash for the Python files in a model folder, which run only with trust_remote_code."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
+    for file in files:
         digest.update(f"{file.relative_to(folder)}:{file_sha256(file)}\n".encode())
     return digest.hexdigest()
 
 
+def weights_hash(folder: Path) -> str:
+    """One hash for the weights in a model folder."""
+    return _hash_of(folder, weight_files(folder))
+
+
+def code_hash(folder: Path) -> str:
+    """One hash for the Python files in a model folder, which run only with trust_remote_code."""
+    return _hash_of(folder, sorted(folder.rglob("*.py")))
+
+
 def tokenizer_hash(folder: Path) -> str:
     """One hash for the files that determine the tokens: text files other than model configs."""
-    digest = hashlib.sha256()
     other = {"config.json", "generation_config.json", "model.safetensors.index.json"}
-    for file in sorted(folder.rglob("*")):
-        text = file.suffix in {".json", ".txt", ".model", ".jinja"}
-        if text and file.is_file() and file.name not in other:
-            digest.update(f"{file.relative_to(folder)}:{file_sha256(file)}\n".encode())
-    return digest.hexdigest()
+    kinds = {".json", ".txt", ".model", ".jinja"}
+    files = [f for f in folder.rglob("*") if f.suffix in kinds and f.name not in other]
+    return _hash_of(folder, sorted(f for f in files if f.is_file()))

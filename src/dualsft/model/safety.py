@@ -69,13 +69,11 @@ def check_neighbours(gguf: Path) -> None:
         raise ConfigError([f"model.path: {problem}; {cure}" for problem in problems])
 
 
-def check_weights(folder: Path) -> None:
-    """Refuse weights that are missing, pickled, truncated, or outside the folder."""
-    weight_files(folder)
-
-
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the model; each must exist and have a valid header."""
+    """The safetensors files that make up the model.
+
+    Refuses weights that are missing, pickled, truncated, or outside the folder.
+    """
     if (folder / WEIGHTS).is_file():
         files = [folder / WEIGHTS]
     elif (folder / INDEX).is_file():
@@ -106,10 +104,7 @@ def _bad_entries(folder: Path) -> Iterator[str]:
             shown = path.relative_to(root)
             seen += 1
             if seen > MAX_FILES:
-                yield (
-                    f"{str(folder)!r} holds more than {MAX_FILES:,} files; give a folder with only "
-                    "the model"
-                )
+                yield f"{str(folder)!r} holds more than {MAX_FILES:,} files; give only the model's"
                 return
             try:
                 target, mode = path.resolve(strict=True), path.stat().st_mode
@@ -139,8 +134,10 @@ def _bad_configs(folder: Path, trust_remote_code: bool, deep: bool = True) -> It
             yield f"{path.name}: holds a {type(content).__name__}, not an object"
             continue
         for where, key, value in _entries(content):
-            if key == "auto_map" and not has_code and not _names_a_repository(value):
-                continue  # the code is not in the folder: transformers has the model, or fails
+            # "org/name--module.Class" is code in another repository. Else, if the code is not in
+            # the folder, transformers has the model itself, or fails.
+            if key == "auto_map" and not has_code and "--" not in json.dumps(value, default=str):
+                continue
             if (reason := _refusal(key, value, trust_remote_code)) is not None:
                 yield f"{path.name}: {where} = {_short(value)}: {reason}"
     for path in sorted([*folder.glob("*.jinja"), *folder.glob("*/*.jinja")]):
@@ -163,11 +160,6 @@ def _refusal(key: str, value: Any, trust_remote_code: bool) -> str | None:
     if key.endswith(_FILE_KEYS) and key not in _UNREAD and any(map(_leads_out, words)):
         return "leads out of the folder; give a file name inside it, or remove the key"
     return None
-
-
-def _names_a_repository(value: Any) -> bool:
-    """Whether an auto_map refers to code in another repository ("org/name--module.Class")."""
-    return "--" in json.dumps(value, default=str)
 
 
 def _entries(content: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -225,15 +217,13 @@ def _shards(folder: Path) -> list[Path]:
     names = sorted({name if isinstance(name, str) else repr(name) for name in table.values()})
     for name in names:
         if _leads_out(name) or Path(name).name != name:
-            problems.append(
-                f"{INDEX}: weight_map names {name!r}, which is not in the folder itself"
-            )
+            problems.append(f"weight_map names {name!r}, which is not in the folder itself")
         elif not name.endswith(".safetensors"):
-            problems.append(f"{INDEX}: weight_map names {name!r}, which is not a .safetensors file")
+            problems.append(f"weight_map names {name!r}, which is not a .safetensors file")
         elif not (folder / name).is_file():
-            problems.append(f"{INDEX}: the shard {name} is missing; download or copy it again")
+            problems.append(f"the shard {name} is missing; download or copy it again")
     if problems:
-        raise ConfigError([f"model.path: {problem}" for problem in problems])
+        raise ConfigError([f"model.path: {INDEX}: {problem}" for problem in problems])
     return [folder / name for name in names]
 
 

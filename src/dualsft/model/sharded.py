@@ -4,7 +4,7 @@ Each process holds its rows of every parameter (DTensors). FSDP2 gathers a block
 its forward and its backward pass and frees them afterwards. Losses (Algorithm 1 lines 1, 3, 5, 6, 8
 and 12) are computed inside `through`, so that the weights outside the blocks are gathered too.
 Autograd stores gradients on the `gathered_parameters`. The sharded G and direction are in
-`memory/sharded_placement.py`, training in `train/sharded.py`.
+`memory/sharded_placement.py`, the optimizer is `ShardedAdamW` in `train/optimizer.py`.
 
 FSDP2's gradient reduction is not used: it averages, in the parameters' dtype, and sends all
 entries. It finds no gradient to reduce, because each one is taken as soon as it is computed.
@@ -13,7 +13,6 @@ entries. It finds no gradient to reduce, because each one is taken as soon as it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,8 +23,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from dualsft.distributed.world import world
 from dualsft.errors import ConfigError
-from dualsft.model import attention as attention_kernels
-from dualsft.model.load import decoder_blocks, load_model, meta_model
+from dualsft.model.load import decoder_blocks, empty_model, install_attention, load_model
 from dualsft.storage.tensor_files import Form
 from dualsft.storage.vectors import ParamVector, ShardedVector
 
@@ -56,12 +54,11 @@ def load_sharded(
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    attention_kernels.install(device)
-    present = world()
-    host = torch.device("cpu")
+    install_attention(device)
+    present, host = world(), torch.device("cpu")
     whole = load_model(folder, dtype, host, attention, remote) if present.main else None
     present.barrier()
-    model = meta_model(folder, dtype, attention, remote)
+    model = empty_model(folder, remote, dtype, attention)
     if whole is not None:
         _refuse_renamed(folder, model, whole)
     mesh = init_device_mesh(device.type, (present.size,))
@@ -82,10 +79,10 @@ def load_sharded(
             local_rows(p).copy_(rows.to_local())
         given = dict(whole.named_buffers()) if whole is not None else {}
         for name, buffer in list(model.named_buffers()):  # FSDP2 does not shard buffers
-            value = present.decided(partial(_on_host, given, name)).to(device, buffer.dtype)
+            value = present.decided(lambda name=name: given[name].cpu())
             owner, _, key = name.rpartition(".")
-            setattr(model.get_submodule(owner), key, value)
-    _remember_gathered(model)
+            setattr(model.get_submodule(owner), key, value.to(device, buffer.dtype))
+    vars(model)[_GATHERED] = _find_gathered(model)
     vars(model)[_SOURCE] = (folder, device, attention, remote)
     return model.eval()
 
@@ -101,16 +98,9 @@ def wide_copy(model: nn.Module) -> PreTrainedModel:
     return wide
 
 
-def _on_host(tensors: dict[str, Tensor], name: str) -> Tensor:
-    return tensors[name].cpu()
-
-
 def _refuse_renamed(folder: Path, model: nn.Module, whole: nn.Module) -> None:
-    """Refuse a model whose checkpoint names differ from its parameter names.
-
-    A sharded model is saved under its parameter names, which would not be those of the base's
-    files.
-    """
+    """Refuse a model whose checkpoint names differ from its parameter names, under which a sharded
+    model is saved."""
     ours, own = ({n for n, _ in m.named_parameters()} for m in (model, whole))
     kind = str(getattr(model.config, "model_type", ""))
     if ours != own or get_checkpoint_conversion_mapping(kind):
@@ -120,37 +110,29 @@ def _refuse_renamed(folder: Path, model: nn.Module, whole: nn.Module) -> None:
         )
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """The device that the model computes on.
+def _find_gathered(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that autograd sees: those of each module while it is unsharded."""
+    from torch.distributed.fsdp import FSDPModule
 
-    For a sharded model with offloaded rows this is the GPU that they are gathered on.
-    """
-    if is_sharded(model):
-        return vars(model)[_SOURCE][1]
-    return next(model.parameters()).device
+    found: dict[str, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            owner: Any = module
+            found |= {n: p for n, p in owner.named_parameters(prefix) if not hasattr(p, "to_local")}
+            module.reshard()
+    return {name: found[name] for name, _ in model.named_parameters()}
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device that the model computes on; offloaded rows are gathered on it."""
+    return vars(model)[_SOURCE][1] if is_sharded(model) else next(model.parameters()).device
 
 
 def local_rows(p: Tensor) -> Tensor:
     """This process's rows of a parameter; the full parameter if it is not sharded."""
     kept: Any = p.detach()
     return kept.to_local() if hasattr(kept, "to_local") else kept
-
-
-def _remember_gathered(model: nn.Module) -> None:
-    """Store the parameters that autograd sees: those of each module while it is unsharded."""
-    from torch.distributed.fsdp import FSDPModule
-
-    found: dict[str, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        module.unshard()
-        owner: Any = module
-        for name, p in owner.named_parameters(prefix):
-            if not hasattr(p, "to_local"):
-                found[name] = p
-        module.reshard()
-    vars(model)[_GATHERED] = {name: found[name] for name, _ in model.named_parameters()}
 
 
 def gathered_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -191,10 +173,7 @@ def release(model: nn.Module) -> None:
 
 
 def entries_of(p: Tensor, index: Tensor) -> Tensor:
-    """A parameter's values at sorted flat indices, in host memory.
-
-    If the parameter is sharded, the indices must lie in this process's rows.
-    """
+    """A parameter's values at flat indices, which lie in this process's rows, in host memory."""
     rows = local_rows(p).reshape(-1)
     first, _ = world().held(p.shape)
     return rows[index.to(rows.device) - first].cpu()
@@ -207,3 +186,14 @@ def weights_vector(model: nn.Module, names: Iterable[str]) -> ParamVector:
     if not is_sharded(model):
         return ParamVector(rows)
     return ShardedVector(rows, {name: Form(p.dtype, p.shape) for name, p in parameters.items()})
+
+
+def saved_weights(model: nn.Module) -> ShardedVector:
+    """The parameters and the persistent buffers of a sharded model, as one vector."""
+    saved = model.state_dict().keys()
+    buffers = {name: b for name, b in model.named_buffers() if name in saved}
+    rows = {name: local_rows(p) for name, p in model.named_parameters()}
+    for name, buffer in buffers.items():  # every process holds all of it
+        rows[name] = buffer.reshape(-1)[slice(*world().own(buffer.shape))]
+    every = {**dict(model.named_parameters()), **buffers}
+    return ShardedVector(rows, {name: Form(t.dtype, t.shape) for name, t in every.items()})

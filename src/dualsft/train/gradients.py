@@ -1,26 +1,27 @@
-"""Pending gradients of `SparseAdamW`: kept in `p.grad`, or moved out of it inside backward.
+"""Pending gradients of `SparseAdamW`, in one of three places.
 
-Algorithm 1, lines 1 and 12 (Warmup, MaskedFT). `Gradients` leaves gradients in `p.grad`, where
-other code expects them. `FreedGradients` stores only the selected entries; this package trains with
-it.
+Algorithm 1, lines 1 and 12 (Warmup, MaskedFT). `Gradients` leaves them in `p.grad`, where other
+code expects them. `FreedGradients` stores only the selected entries; this package trains with it.
+`ShardedGradients` does so for the local rows of a sharded model. What differs between replicated
+and sharded training is in `exchange` and `take`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dualsft.distributed.world import world
-from dualsft.train import step as adam_step
-from dualsft.train.compact_index import CompactIndex
-from dualsft.train.step import MASTER_DTYPES
+from dualsft.distributed.world import gather as all_gather
+from dualsft.distributed.world import scatter_sum, world
+from dualsft.train.compact import MASTER_DTYPES, CompactIndex, num_buckets_of
+from dualsft.train.step import gather
 
-_BUCKET = 1 << 25  # entries per all-reduce
+Mask = Mapping[str, CompactIndex | None]
 
 
 class Gradients:
@@ -36,40 +37,42 @@ class Gradients:
 
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
         self.params = params
-        self.indices: Mapping[str, CompactIndex | None] = {}
-        """The mask, set by the optimizer."""
+        self.indices: Mask = {}
         self._checked = False
 
     def attach(self) -> list[RemovableHandle]:
         """Register a hook on every parameter, and return the handles.
 
-        Parameters without selected entries are hooked too, because user code may turn their
-        `requires_grad` on again. The hooks hold a weak reference: they do not keep this object or
-        its optimizer alive.
+        User code may turn on `requires_grad` of parameters without selected entries again.
         """
-        hooks: list[RemovableHandle] = []
-        owner: weakref.ref[Gradients] = weakref.ref(self)
-        for name, p in self.params.items():
-            if p.is_floating_point():
-                p.requires_grad_(True)  # register_hook requires it; the optimizer resets it later
-                hooks.append(self._hook(owner, name, p))
-        return hooks
+        return [
+            self._hook(name, p.requires_grad_(True))  # hooks need it; the optimizer resets it later
+            for name, p in self.params.items()
+            if p.is_floating_point()
+        ]
 
-    def _hook(self, owner: weakref.ref[Gradients], name: str, p: Tensor) -> RemovableHandle:
-        return p.register_hook(partial(_mask, owner, name))
+    def _hook(self, name: str, p: Tensor) -> RemovableHandle:
+        return p.register_hook(_while_alive(self.masked, name))
+
+    def select(self, indices: Mask) -> None:
+        """Use this mask from now on."""
+        self.indices = indices
 
     def names(self) -> list[str]:
         """Parameters with selected entries and a pending gradient, in model order."""
         return [name for name in self.indices if self.params[name].grad is not None]
 
-    def get(self, name: str) -> Tensor | None:
-        """The pending gradient of one parameter at its selected entries; None if there is none."""
+    def count(self, name: str) -> int:
+        """Number of selected entries of one parameter of the mask."""
+        index = self.indices[name]
+        return self.params[name].numel() if index is None else len(index)
+
+    def get(self, name: str) -> Tensor:
+        """The pending gradient of one of `names()` at its selected entries."""
         grad = self.params[name].grad
-        if grad is None:
-            return None
+        assert grad is not None
         _check_strided(name, grad)
-        dense, index = grad.detach().reshape(-1), self.indices[name]
-        return dense if index is None else adam_step.gather(dense, index)
+        return gather(grad.detach().reshape(-1), self.indices[name])
 
     def take(self, name: str, p: Tensor) -> None:
         """Mask a gradient that was in `p.grad` before the hooks were registered."""
@@ -97,14 +100,11 @@ class Gradients:
         """Drop the gradients stored outside `p.grad`."""
 
     def check(self) -> None:
-        """Raise at the first step if gradients bypassed the hooks.
-
-        With FSDP, for example, backward runs on tensors other than the visible parameters.
-        """
+        """Raise at the first step if gradients bypassed the hooks, as with FSDP."""
         for name in [] if self._checked else self.names():
-            grad, chosen = self.params[name].grad, self.get(name)
-            assert grad is not None and chosen is not None
-            if torch.count_nonzero(grad) != torch.count_nonzero(chosen):
+            grad = self.params[name].grad
+            assert grad is not None
+            if torch.count_nonzero(grad) != torch.count_nonzero(self.get(name)):
                 raise RuntimeError(
                     f"the gradient of {name!r} is not zero outside the selected entries: backward "
                     "did not compute it for this parameter. SparseAdamW does not work with FSDP "
@@ -121,9 +121,8 @@ class Gradients:
         return 0
 
     def exchange(self) -> None:
-        """All-reduce (sum) the gradients over all processes."""
-        if world().size > 1:
-            raise RuntimeError("exchange() needs SparseAdamW(..., free_gradients=True)")
+        """Sum the gradients over all processes."""
+        world().require_one("exchange() needs SparseAdamW(..., free_gradients=True)")
 
 
 class FreedGradients(Gradients):
@@ -137,14 +136,14 @@ class FreedGradients(Gradients):
         self._held: dict[str, Tensor] = {}
         self._used = False
 
-    def _hook(self, owner: weakref.ref[Gradients], name: str, p: Tensor) -> RemovableHandle:
-        return p.register_post_accumulate_grad_hook(partial(_take, owner, name))
+    def _hook(self, name: str, p: Tensor) -> RemovableHandle:
+        return p.register_post_accumulate_grad_hook(_while_alive(self.take, name))
 
     def names(self) -> list[str]:
         return [name for name in self.indices if name in self._held]
 
-    def get(self, name: str) -> Tensor | None:
-        return self._held.get(name)
+    def get(self, name: str) -> Tensor:
+        return self._held[name]
 
     def take(self, name: str, p: Tensor) -> None:
         """Keep the selected entries of a new gradient and free it; runs inside backward."""
@@ -153,26 +152,19 @@ class FreedGradients(Gradients):
                 f"p.grad of {name!r} was cleared by another hook before SparseAdamW could read it"
             )
         _check_strided(name, p.grad)
-        if name not in self.indices:  # `requires_grad` was turned on again by other code
-            p.grad = None
-            return
-        self.check_cleared()
-        dense = p.grad.detach().reshape(-1)
-        p.grad = None
-        index = self.indices[name]
-        kernels = adam_step.kernels_for(dense.device.type, dense.dtype)
-        if index is not None and kernels is not None:
-            self._held[name] = kernels.gather(dense, index, self._held.get(name))
-            return
-        self.add(name, dense if index is None else index.gather(dense))
+        dense, p.grad = p.grad.detach().reshape(-1), None
+        if self._wants(name):  # else `requires_grad` was turned on again by other code
+            self._check_cleared()
+            self._add(name, dense, p.shape)
 
-    def add(self, name: str, grad: Tensor) -> None:
-        """Accumulate a gradient over the selected entries of one parameter."""
-        held = self._held.get(name)
-        self._held[name] = grad if held is None else held.to(MASTER_DTYPES[grad.dtype]).add_(grad)
+    def _wants(self, name: str) -> bool:
+        return name in self.indices
 
-    def check_cleared(self) -> None:
-        """Raise if the stored gradients were already used by a step; call it before adding more.
+    def _add(self, name: str, dense: Tensor, shape: torch.Size) -> None:
+        self._held[name] = gather(dense, self.indices[name], self._held.get(name))
+
+    def _check_cleared(self) -> None:
+        """Raise if the stored gradients were already used by a step.
 
         If they were clipped but not used yet, apply the clipping factor now, so that it does not
         scale the gradients added later.
@@ -216,45 +208,103 @@ class FreedGradients(Gradients):
         return sum(grad.nbytes for grad in self._held.values())
 
     def exchange(self) -> None:
-        """All-reduce (sum) the gradients over all processes, each of which has all parameters.
-
-        Only selected entries are sent, in the masters' dtype, packed into a few large vectors.
-        """
-        if world().size == 1:
+        """Sum the selected entries over all processes, in the masters' dtype."""
+        if not self.indices:
             return
-        waiting: list[str] = []
-        for name in self.indices:
-            waiting.append(name)
-            if sum(map(self._count, waiting)) >= _BUCKET:
-                self._exchange(waiting)
-                waiting = []
-        if waiting:
-            self._exchange(waiting)
-
-    def _count(self, name: str) -> int:
-        index = self.indices[name]
-        return self.params[name].numel() if index is None else len(index)
-
-    def _exchange(self, names: list[str]) -> None:
-        counts = [self._count(name) for name in names]
-        first = self.params[names[0]]
-        dtype = MASTER_DTYPES[first.dtype]
-        every = torch.zeros(sum(counts), dtype=dtype, device=first.device)
-        for name, part in zip(names, every.split(counts), strict=True):
-            if name in self._held:  # otherwise this process contributes zeros
-                part.copy_(self._held[name])
-        world().sum_(every)
-        for name, part in zip(names, every.split(counts), strict=True):
-            self._held[name] = part
+        counts = {name: self.count(name) for name in self.indices}
+        like = self.params[next(iter(counts))]
+        self._held = world().sum_packed(self._held, counts, MASTER_DTYPES[like.dtype], like.device)
 
 
-def _mask(owner: weakref.ref[Gradients], name: str, grad: Tensor) -> Tensor | None:
-    return None if (gradients := owner()) is None else gradients.masked(name, grad)
+class ShardedGradients(FreedGradients):
+    """Gradients of this process's rows of a sharded model, summed over the processes in backward.
+
+    For each gradient of a `gathered` parameter the processes all-gather their indices, then
+    reduce-scatter the values at these entries; the other entries are not sent. No process stores
+    anything that grows with the selection of all processes. `params` are the local rows.
+    """
+
+    def __init__(
+        self, params: Mapping[str, nn.Parameter], gathered: Mapping[str, nn.Parameter]
+    ) -> None:
+        super().__init__(params)
+        self.gathered = gathered
+        self.shares: dict[str, list[int]] = {}
+        """Selected entries per process, of each parameter with selected entries in any process."""
+
+    def _hook(self, name: str, p: Tensor) -> RemovableHandle:
+        return super()._hook(name, self.gathered[name].requires_grad_(True))
+
+    def select(self, indices: Mask) -> None:
+        super().select(indices)
+        counts = world().answers({name: self.count(name) for name in indices})
+        shares = {name: [found.get(name, 0) for found in counts] for name in self.params}
+        self.shares = {name: share for name, share in shares.items() if any(share)}
+
+    def _wants(self, name: str) -> bool:
+        return name in self.shares
+
+    @torch.no_grad()
+    def _add(self, name: str, dense: Tensor, shape: torch.Size) -> None:
+        """Exchange the selected entries of a new gradient and keep those of the local rows."""
+        shares = self.shares[name]
+        values = self._wanted(name, dense, shape).to(MASTER_DTYPES[dense.dtype])
+        own = values.new_empty(max(shares))
+        scatter_sum(own, values)
+        if count := shares[world().rank]:
+            rows = own[:count].to(self.params[name].device)
+            self._held[name] = gather(rows, None, self._held.get(name))
+
+    def _wanted(self, name: str, dense: Tensor, shape: torch.Size) -> Tensor:
+        """The gradient at the entries of each process, padded to the largest share (not read)."""
+        shares = self.shares[name]
+        size, width = len(shares), max(shares)
+        if sum(shares) == dense.numel():  # fully selected: rows are already in rank order
+            return nn.functional.pad(dense, (0, size * width - dense.numel()))
+        rows = [world().own(shape, rank) for rank in range(size)]
+        values = dense.new_empty(size, width)
+        num_buckets = [num_buckets_of(last - first) for first, last in rows]
+        for rank, index in enumerate(self._everyones(name, num_buckets, dense.device)):
+            first, last = rows[rank]
+            if shares[rank]:
+                values[rank, : shares[rank]] = gather(dense[first:last], index)
+        return values.view(-1)
+
+    def _everyones(
+        self, name: str, num_buckets: list[int], device: torch.device
+    ) -> Iterator[CompactIndex]:
+        """All-gather the indices of each process, in their compact form."""
+        shares = self.shares[name]
+        offsets = torch.zeros(max(shares), dtype=torch.int16, device=device)
+        pointers = torch.zeros(max(num_buckets) + 1, dtype=torch.int32, device=device)
+        if name in self.indices:
+            count, index = self.count(name), self.indices[name]
+            if index is None:
+                index = CompactIndex.encode(torch.arange(count, device=device), count)
+            offsets[:count] = index.offsets.to(device)
+            pointers[: index.pointers.numel()] = index.pointers.to(pointers)
+        packed = torch.cat([offsets.view(torch.uint8), pointers.view(torch.uint8)])
+        every = packed.new_empty(len(shares), packed.numel())  # as bytes: NCCL has no int16
+        all_gather(every.view(-1), packed)
+        for rank, count in enumerate(shares):
+            border = offsets.nbytes
+            some = every[rank, : 2 * count].view(torch.int16)
+            where = every[rank, border : border + 4 * (num_buckets[rank] + 1)]
+            where = where.clone().view(torch.int32)  # the slice may not be aligned to 4 bytes
+            yield CompactIndex(some, where, where)
+
+    def exchange(self) -> None:
+        """Does nothing: gradients are already summed in the backward pass."""
 
 
-def _take(owner: weakref.ref[Gradients], name: str, p: Tensor) -> None:
-    if (gradients := owner()) is not None:
-        gradients.take(name, p)
+def _while_alive(method: Callable[[str, Tensor], Any], name: str) -> Callable[[Tensor], Any]:
+    """A hook that calls `method(name, tensor)`, and does not keep the method's object alive."""
+    weak = weakref.WeakMethod(method)
+
+    def hook(tensor: Tensor) -> Any:
+        return None if (call := weak()) is None else call(name, tensor)
+
+    return hook
 
 
 def _check_strided(name: str, grad: Tensor) -> None:

@@ -12,7 +12,8 @@ masters, moments and the step count is therefore enough.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -129,9 +130,9 @@ def train(
         hooks.load_state(piece.facts["hooks"])
     if first:
         log_step(resumed_at=first)
-    if world().sharded and plan.checkpointing is None and device_of(model).type == "cuda":
-        # a sharded model cannot recover from out-of-memory: one process would leave a collective
+    if plan.checkpointing is None and device_of(model).type == "cuda" and not world().can_retry:
         plan = replace(plan, checkpointing=True)
+    loop = _Loop(model, optimizer, plan, reporter, hooks, pieces.forget)
     order: list[int] = []
     model.train()
     try:
@@ -149,60 +150,49 @@ def train(
                 lr = learning_rate(step, num_steps, plan.lr, plan.warmup_ratio)
                 for group in optimizer.param_groups:
                     group["lr"] = lr
-                loss, norm, plan = _fitting_step(
-                    model, rows, optimizer, plan, step, reporter, pieces.forget, hooks
-                )
+                loss, norm = loop.fitting_step(rows, step)
                 if hooks.after_step is not None:
                     hooks.after_step(step + 1)
-                tokens = sum(e.num_tokens for e in rows)
-                progress.advance(1, tokens=tokens, loss=loss)
+                progress.advance(1, tokens=sum(e.num_tokens for e in rows), loss=loss)
                 log_step(step=step + 1, loss=loss, grad_norm=norm, lr=lr, epoch=step / per_epoch)
                 where = f"{label}: step {step + 1:,} of {num_steps:,}"
-                state = partial(_progress, optimizer, step + 1, plan, hooks)
-                pieces.tick(label, state, where)
+                pieces.tick(label, partial(snapshot, optimizer, step + 1, loop.plan, hooks), where)
     finally:
         model.eval()
     return num_steps
 
 
-def _progress(optimizer: SparseAdamW, num_steps: int, plan: TrainingPlan, hooks: Hooks) -> State:
-    """`snapshot` plus the state of the hooks."""
-    tensors, facts = snapshot(optimizer, num_steps, plan, hooks.moving)
-    return tensors, facts if hooks.state is None else {**facts, "hooks": hooks.state()}
-
-
-def snapshot(
-    optimizer: SparseAdamW, num_steps: int, plan: TrainingPlan, moving: Sequence[str] = ()
-) -> State:
+def snapshot(optimizer: SparseAdamW, num_steps: int, plan: TrainingPlan, hooks: Hooks) -> State:
     """Masters and moments after `num_steps` steps; with θ_old, the whole state of training.
 
-    A mask that moves also needs its current indices and all weights of the parameters in `moving`,
-    because entries that left the mask have been trained too. Moments are saved in the dtype they
-    are stored in. The split into micro-batches is saved as well: it affects the last bits of the
-    result, and an out-of-memory may have changed it.
+    A mask that moves also needs its indices and all weights of the parameters in `hooks.moving`.
+    The split into micro-batches is saved as well: it affects the last bits of the result, and an
+    out-of-memory may have changed it.
     """
-    held: dict[str, torch.Tensor] = {}
+    held: dict[str, Tensor] = {}
     forms: dict[str, Form] = {}
     for name in optimizer.names:
         dtype = optimizer.master(name, 0, 0).dtype
         forms[f"master.{name}"] = Form(dtype, torch.Size([optimizer.count(name)]))
         held |= {f"{key}.{name}": value for key, value in optimizer.moments_of(name).items()}
-        if moving and optimizer.index(name, 0, 0) is not None:
+        if hooks.moving and optimizer.index(name, 0, 0) is not None:
             forms[f"index.{name}"] = Form(torch.int64, torch.Size([optimizer.count(name)]))
-    held |= {f"weight.{name}": optimizer.weight(name) for name in moving}
+    held |= {f"weight.{name}": optimizer.weight(name) for name in hooks.moving}
     forms |= {key: Form(value.dtype, value.shape) for key, value in held.items()}
 
-    def piece(key: str, start: int, stop: int, _: Seen) -> torch.Tensor:
+    def piece(key: str, start: int, stop: int, _: Seen) -> Tensor:
         if key in held:
             return held[key].reshape(-1)[start:stop]
         kind, name = key.split(".", 1)
         index = optimizer.index(name, start, stop) if kind == "index" else None
         return optimizer.master(name, start, stop) if index is None else index
 
-    facts = {"steps": num_steps, "cut": {key: getattr(plan, key) for key in _CUT}}
-    if world().sharded:
-        rows = ("master", "exp_avg", "exp_avg_sq")
-        facts["layout"] = {"step": "any", **dict.fromkeys(rows, "rows")}
+    facts: dict[str, Any] = {"steps": num_steps}
+    facts["cut"] = {key: getattr(plan, key) for key in _CUT}
+    if optimizer.layout:
+        facts["layout"] = optimizer.layout
+    if hooks.state is not None:
+        facts["hooks"] = hooks.state()
     return LazyVector(forms, torch.device("cpu"), piece), facts
 
 
@@ -216,7 +206,7 @@ def restore(
     """
     if piece is None:
         return 0, plan
-    parts: dict[str, dict[str, torch.Tensor]] = {}
+    parts: dict[str, dict[str, Tensor]] = {}
     for key, value in piece.tensors.items():
         kind, name = key.split(".", 1)
         parts.setdefault(kind, {})[name] = value
@@ -235,179 +225,152 @@ def restore(
     return piece.facts["steps"], replace(plan, **cut)
 
 
-def _fitting_step(
-    model: PreTrainedModel,
-    rows: Sequence[Example],
-    optimizer: SparseAdamW,
-    plan: TrainingPlan,
-    step: int,
-    reporter: Reporter,
-    before_update: Callable[[], None],
-    hooks: Hooks,
-) -> tuple[float, float, TrainingPlan]:
-    """Run `_step`, retrying with less memory until it fits: (loss, gradient norm, plan used)."""
-    while True:
-        try:
-            with checkpointed(model, bool(plan.checkpointing)):
-                return *_step(model, rows, optimizer, plan, step, before_update, hooks), plan
-        except _Full as full:  # raised before the update, so the step can be retried
-            if plan.checkpointing is None:
-                reporter.warn(
-                    f"step {step + 1}: out of memory with {full.shape[0]} examples of "
-                    f"{full.shape[1]:,} tokens in a batch; continuing with activations recomputed "
-                    "in the backward pass (set finetune.checkpointing=true to start so)",
-                    code="out_of_memory",
-                )
-                plan = replace(plan, checkpointing=True)
-            else:
-                smaller = Smaller.than(full.shape, full, "finetune.micro_batch_size")
-                reporter.warn(f"step {step + 1}: {smaller}", code="out_of_memory")
-                plan = replace(plan, batch_tokens=smaller.batch_tokens, micro_batch_size=None)
-        optimizer.zero_grad()
-        for parameter in model.parameters():
-            parameter.grad = None
-        give_back(device_of(model))
-
-
 class _Full(Exception):
     """Out of memory with a micro-batch of this shape (examples, tokens)."""
 
-    def __init__(self, shape: Sequence[int], problem: BaseException) -> None:
-        # keep only the message: the traceback of `problem` would keep its tensors alive
-        super().__init__(str(problem))
+    def __init__(self, shape: Sequence[int], reason: str) -> None:
+        # only the message of the cause: its traceback would keep its tensors alive
+        super().__init__(reason)
         self.shape = tuple(shape)
 
 
-def _step(
-    model: PreTrainedModel,
-    rows: Sequence[Example],
-    optimizer: SparseAdamW,
-    plan: TrainingPlan,
-    step: int,
-    before_update: Callable[[], None],
-    hooks: Hooks,
-) -> tuple[float, float]:
-    """One optimizer step over one batch: (mean loss, gradient norm before clipping).
-
-    Raises before the update if a loss or the gradient is not finite. Losses and norm are copied to
-    the host together, so there is one device synchronization per step. `before_update` is called
-    right before the weights change and invalidates the state of the previous step.
-    """
-    device = device_of(model)
-    shares = [micro_batches(share, plan) for share in world().dealt(rows)]
-    pieces = shares[world().rank]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(_noise_seed(plan.seed, step) + world().rank)
-        losses = _agreed(partial(_differentiate, model, shares, plan, len(rows), hooks))
-    optimizer.exchange()
-    limit = plan.max_grad_norm if plan.max_grad_norm > 0 else math.inf
-    norm = optimizer.clip_grad_norm(limit)
-    sums = [loss.sum().view(1) for loss in losses]
-    values = torch.cat([norm.to(device).view(1), *sums, *losses]).tolist()
-    each, finite = values[1 + len(pieces) :], math.isfinite(values[0])
-    done = [example for piece in pieces for example in piece]
-    bad = [e for e, loss in zip(done, each, strict=True) if not math.isfinite(loss)]
-    mean = sum(values[1 : 1 + len(pieces)]) / len(rows)
-    mean, wrong = world().total(np.array([mean, float(bool(bad) or not finite)])).tolist()
-    if wrong:
-        bad = [example for found in world().answers(bad) for example in found]
-        what = f"the loss of {named(bad)}" if bad else f"the gradient over {named(rows)}"
-        optimizer.zero_grad()
-        raise RunError(
-            f"step {step + 1}: {what} is not finite; nothing was updated (lower the learning "
-            "rate, or look at these rows)"
-        )
-    if hooks.before_update is not None:
-        hooks.before_update(optimizer)
-    before_update()
+@contextmanager
+def _noting_shape(shape: Sequence[int]) -> Iterator[None]:
+    """Raise `_Full` with the shape of the micro-batch if the block runs out of memory."""
     try:
-        optimizer.step()
+        yield
     except Exception as problem:
         if not is_out_of_memory(problem):
             raise
-        raise RunError(
-            f"out of memory for the moments of {optimizer.num_selected:,} trained entries "
-            f"({problem}); set moments to bfloat16 or int8 (finetune.moments, warmup.moments), "
-            "for the warmup also warmup.offload=true or warmup.trainable=candidates"
-        ) from None
-    optimizer.zero_grad()
-    return mean, values[0]
+        raise _Full(shape, str(problem)) from None
 
 
-def _differentiate(
-    model: PreTrainedModel,
-    shares: Sequence[Sequence[Sequence[Example]]],
-    plan: TrainingPlan,
-    count: int,
-    hooks: Hooks,
-) -> list[torch.Tensor]:
-    """Accumulate the gradients of this process's share of a batch of `count` examples; return the
-    losses of its micro-batches.
+@dataclass
+class _Loop:
+    """The steps of a training; `plan` changes when memory runs out."""
 
-    With a sharded model all processes must take part in every forward and backward pass. A process
-    with fewer micro-batches than the others repeats the first one with weight zero.
-    """
-    own = shares[world().rank]
-    if hooks.before_step is not None:
-        _prepare(model, own, hooks.before_step)
-    losses = [_backward(model, piece, plan, 1.0 / count, hooks) for piece in own]
-    if world().sharded:
-        for _ in range(max(map(len, shares)) - len(own)):
-            _backward(model, shares[0][0], plan, 0.0, hooks)
-    return losses
+    model: PreTrainedModel
+    optimizer: SparseAdamW
+    plan: TrainingPlan
+    reporter: Reporter
+    hooks: Hooks
+    before_update: Callable[[], None]
+    """Called right before the weights change: invalidates the saved state of the previous step."""
 
+    def fitting_step(self, rows: Sequence[Example], step: int) -> tuple[float, float]:
+        """Run `step`, retrying with less memory until it fits."""
+        while True:
+            try:
+                with checkpointed(self.model, bool(self.plan.checkpointing)):
+                    return self.step(rows, step)
+            except _Full as full:  # raised before the update, so the step can be retried
+                self._use_less_memory(full, step)
+            self.optimizer.zero_grad()
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            give_back(device_of(self.model))
 
-def _agreed(work: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Run `work`; if it runs out of memory in one process, raise `_Full` in all of them."""
-    full: _Full | None = None
-    result: list[torch.Tensor] = []
-    try:
-        result = work()
-    except _Full as problem:
-        if world().sharded:
+    def _use_less_memory(self, full: _Full, step: int) -> None:
+        if self.plan.checkpointing is None:
+            self.reporter.warn(
+                f"step {step + 1}: out of memory with {full.shape[0]} examples of "
+                f"{full.shape[1]:,} tokens in a batch; continuing with activations recomputed "
+                "in the backward pass (set finetune.checkpointing=true to start so)",
+                code="out_of_memory",
+            )
+            self.plan = replace(self.plan, checkpointing=True)
+            return
+        smaller = Smaller.than(full.shape, full, "finetune.micro_batch_size")
+        self.reporter.warn(f"step {step + 1}: {smaller}", code="out_of_memory")
+        self.plan = replace(self.plan, batch_tokens=smaller.batch_tokens, micro_batch_size=None)
+
+    def step(self, rows: Sequence[Example], step: int) -> tuple[float, float]:
+        """One optimizer step over one batch: (mean loss, gradient norm before clipping).
+
+        Raises before the update if a loss or the gradient is not finite. Losses and norm are copied
+        to the host together, so there is one device synchronization per step.
+        """
+        device, optimizer, plan = device_of(self.model), self.optimizer, self.plan
+        shares = [micro_batches(share, plan) for share in world().dealt(rows)]
+        pieces = shares[world().rank]
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(_noise_seed(plan.seed, step) + world().rank)
+            losses = self._differentiate(shares, len(rows))
+        optimizer.exchange()
+        norm = optimizer.clip_grad_norm(plan.max_grad_norm if plan.max_grad_norm > 0 else math.inf)
+        sums = [loss.sum().view(1) for loss in losses]
+        values = torch.cat([norm.to(device).view(1), *sums, *losses]).tolist()
+        each, finite = values[1 + len(pieces) :], math.isfinite(values[0])
+        done = [example for piece in pieces for example in piece]
+        bad = [e for e, loss in zip(done, each, strict=True) if not math.isfinite(loss)]
+        mean = sum(values[1 : 1 + len(pieces)]) / len(rows)
+        mean, wrong = world().total(np.array([mean, float(bool(bad) or not finite)])).tolist()
+        if wrong:
+            bad = [example for found in world().answers(bad) for example in found]
+            what = f"the loss of {named(bad)}" if bad else f"the gradient over {named(rows)}"
+            optimizer.zero_grad()
             raise RunError(
-                f"{world().name} ran out of memory with {problem.shape[0]} examples of "
-                f"{problem.shape[1]:,} tokens ({problem}); set finetune.micro_batch_size lower, "
-                "finetune.checkpointing=true, or start more processes"
+                f"step {step + 1}: {what} is not finite; nothing was updated (lower the learning "
+                "rate, or look at these rows)"
+            )
+        if self.hooks.before_update is not None:
+            self.hooks.before_update(optimizer)
+        self.before_update()
+        try:
+            optimizer.step()
+        except Exception as problem:
+            if not is_out_of_memory(problem):
+                raise
+            raise RunError(
+                f"out of memory for the moments of {optimizer.num_selected:,} trained entries "
+                f"({problem}); set moments to bfloat16 or int8 (finetune.moments, warmup.moments), "
+                "for the warmup also warmup.offload=true or warmup.trainable=candidates"
             ) from None
-        full = problem
-    if any(world().any(full is not None)):  # use one shape, so that all choose the same plan
-        found = [one for one in world().answers(full and (full.shape, str(full))) if one]
-        # the shape with the fewest tokens once its batch is halved
-        shape, words = min(found, key=lambda one: one[0][0] // 2 * one[0][1])
-        raise _Full(shape, MemoryError(words))
-    return result
+        optimizer.zero_grad()
+        return mean, values[0]
 
+    def _differentiate(
+        self, shares: Sequence[Sequence[Sequence[Example]]], count: int
+    ) -> list[Tensor]:
+        """Accumulate the gradients of this process's share of a batch of `count` examples; return
+        the losses of its micro-batches.
 
-def _prepare(
-    model: PreTrainedModel,
-    pieces: Sequence[Sequence[Example]],
-    before_step: Callable[[PreTrainedModel, Sequence[Sequence[Example]]], None],
-) -> None:
-    """Run a method's `before_step` hook; out-of-memory is handled as in the step itself."""
-    try:
-        before_step(model, pieces)
-    except Exception as problem:
-        if not is_out_of_memory(problem):
-            raise
-        shapes = [(len(piece), max(e.num_tokens for e in piece)) for piece in pieces]
-        raise _Full(max(shapes, key=math.prod), problem) from None
+        If one process runs out of memory, all raise `_Full`, with one shape, so that all choose the
+        same plan.
+        """
+        losses: list[Tensor] = []
+        failure: tuple[tuple[int, ...], str] | None = None
+        try:
+            if self.hooks.before_step is not None:
+                own = shares[world().rank]
+                shapes = [(len(piece), max(e.num_tokens for e in piece)) for piece in own]
+                with _noting_shape(max(shapes, key=math.prod, default=(0, 0))):
+                    self.hooks.before_step(self.model, own)
+            for piece, counts in world().passes(shares):
+                found = self._backward(piece, counts / count)
+                losses += [found] if counts else []
+        except _Full as full:
+            if not world().can_retry:
+                raise RunError(
+                    f"{world().name} ran out of memory with {full.shape[0]} examples of "
+                    f"{full.shape[1]:,} tokens ({full}); set finetune.micro_batch_size lower, "
+                    "finetune.checkpointing=true, or start more processes"
+                ) from None
+            failure = full.shape, str(full)
+        if any(world().any(failure is not None)):
+            failures = [one for one in world().answers(failure) if one is not None]
+            # the shape with the fewest tokens once its batch is halved
+            raise _Full(*min(failures, key=lambda one: one[0][0] // 2 * one[0][1]))
+        return losses
 
-
-def _backward(
-    model: PreTrainedModel, rows: Sequence[Example], plan: TrainingPlan, scale: float, hooks: Hooks
-) -> torch.Tensor:
-    """Accumulate the gradients of one micro-batch, each example weighted by `scale`; return the
-    loss of each example."""
-    batch = collate(rows, plan.pad_id, plan.padding_side, device_of(model))
-    try:
-        objective, losses = hooks.objective(model, batch, rows, scale)
-        objective.backward()
-        return losses.detach()
-    except Exception as problem:
-        if not is_out_of_memory(problem):
-            raise
-        raise _Full(batch.input_ids.shape, problem) from None
+    def _backward(self, rows: Sequence[Example], scale: float) -> Tensor:
+        """Accumulate the gradients of one micro-batch, each example weighted by `scale`; return the
+        loss of each example."""
+        batch = collate(rows, self.plan.pad_id, self.plan.padding_side, device_of(self.model))
+        with _noting_shape(batch.input_ids.shape):
+            objective, losses = self.hooks.objective(self.model, batch, rows, scale)
+            objective.backward()
+            return losses.detach()
 
 
 def micro_batches(rows: Sequence[Example], plan: TrainingPlan) -> list[list[Example]]:

@@ -1,4 +1,4 @@
-"""One AdamW step of the selected entries of one parameter, and the storage of their masters.
+"""The state of the selected entries of one parameter, and one AdamW step of it.
 
 Algorithm 1, lines 1 and 12 (Warmup, MaskedFT).
 
@@ -12,60 +12,61 @@ separate fp32 master.
 
 `update` is the step in plain PyTorch on any device, chunk by chunk. It calls the single-tensor path
 of `torch.optim.AdamW`, so it is bit-identical to it. `train/kernels.py` does the same in one pass
-over memory.
+over memory. With offload, the state is in host memory and `run_parts` copies it to the device part
+by part; the arithmetic is the same.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from dualsft.engine.fused import triton_works
-from dualsft.train import moments as adam_moments
-from dualsft.train.compact_index import CHUNK, CompactIndex, positions
-from dualsft.train.moments import Key, Moments
+from dualsft.train import compact
+from dualsft.train.compact import CHUNK, MASTER_DTYPES, CompactIndex, Key, Moments, positions
 
 _NORM_CHUNK = 1 << 24  # entries upcast at a time to compute a norm
-MASTER_DTYPES = {
-    torch.float64: torch.float64,
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-}
 Held = dict[str, Tensor]
 """Optimizer state of one parameter by name: vectors with one number per entry, and two scalars.
 
 `step` is the number of updates. `exp_avg` and `exp_avg_sq` are the moments, `low` is the lower half
 of the masters of bf16 weights, `master` the masters of fp16 weights, and `top` the scale of int8
-moments (`train/moments.py`)."""
+moments (`train/compact.py`)."""
 SCALARS = ("step", "top")
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """Hyperparameters of one step of one parameter."""
+class Step:
+    """The numbers of one step of one parameter."""
 
-    step: int
+    number: int
     lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     key: Key
     """Key of the random bits for stochastic rounding of the moments."""
+    scale: Tensor | None = None
+    """Factor on the gradient (clipping)."""
+    top: Tensor | None = None
+    """Scale that encodes the new int8 moments; `held["top"]` decodes the stored ones."""
 
     @property
-    def step_size(self) -> float:
-        return self.lr / (1 - self.betas[0] ** self.step)
+    def size(self) -> float:
+        return self.lr / (1 - self.betas[0] ** self.number)
 
     @property
     def root_correction(self) -> float:
-        """sqrt(1 - beta2^step): the square root of the second moment is divided by it."""
-        return (1 - self.betas[1] ** self.step) ** 0.5
+        """sqrt(1 - beta2^t): the square root of the second moment is divided by it."""
+        return (1 - self.betas[1] ** self.number) ** 0.5
 
 
 @cache
@@ -73,15 +74,30 @@ def kernels_for(device_type: str, dtype: torch.dtype) -> ModuleType | None:
     """The fused kernels if they can be used: on CUDA, for weights of at most 32 bits; else None."""
     if device_type != "cuda" or dtype == torch.float64 or not triton_works():
         return None
-    from dualsft.train import kernels as adam_kernels
+    from dualsft.train import kernels
 
-    return adam_kernels
+    return kernels
 
 
-def gather(dense: Tensor, index: CompactIndex) -> Tensor:
-    """The selected entries of a flat tensor, with the fused kernel where available."""
+def gather(dense: Tensor, index: CompactIndex | None, sums: Tensor | None = None) -> Tensor:
+    """The selected entries of a flat gradient, added to `sums` in the masters' dtype if given."""
     kernels = kernels_for(dense.device.type, dense.dtype)
-    return index.gather(dense) if kernels is None else kernels.gather(dense, index, None)
+    if kernels is not None and index is not None:
+        return kernels.gather(dense, index, sums)
+    chosen = dense if index is None else index.gather(dense)
+    return chosen if sums is None else sums.to(MASTER_DTYPES[chosen.dtype]).add_(chosen)
+
+
+def norm(grad: Tensor) -> Tensor:
+    """‖grad‖ in fp32 (fp64 for fp64), without upcasting the whole gradient at once."""
+    wide = MASTER_DTYPES[grad.dtype]
+    if grad.dtype == wide:
+        return torch.linalg.vector_norm(grad)
+    chunks = [torch.linalg.vector_norm(part, dtype=wide) for part in grad.split(_NORM_CHUNK)]
+    return chunks[0] if len(chunks) == 1 else torch.linalg.vector_norm(torch.stack(chunks))
+
+
+# --- state --------------------------------------------------------------------------------------
 
 
 def new_state(
@@ -89,14 +105,14 @@ def new_state(
 ) -> Held:
     """The initial state of a parameter: zero moments, masters equal to the weights."""
     count = weight.numel() if index is None else len(index)
-    kind = moments_dtype(weight.dtype, moments)
+    kind = compact.moments_dtype(weight.dtype, moments)
 
     def zeros(dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=device, pin_memory=pin)
 
     held = {"step": torch.tensor(0.0), "exp_avg": zeros(kind), "exp_avg_sq": zeros(kind)}
     if moments == "int8":
-        least = adam_moments.LEAST_TOP
+        least = compact.LEAST_TOP
         held["top"] = torch.full((1,), least, dtype=torch.int32, device=weight.device)
     if weight.dtype == torch.bfloat16:
         held["low"] = zeros(torch.int16)
@@ -104,20 +120,6 @@ def new_state(
         held["master"] = zeros(MASTER_DTYPES[weight.dtype])
         held["master"].copy_(weight[positions(index, 0, count)])
     return held
-
-
-def moments_dtype(dtype: torch.dtype, moments: Moments) -> torch.dtype:
-    """The storage dtype of the moments of a parameter."""
-    if moments == "float32":
-        return MASTER_DTYPES[dtype]
-    return {"bfloat16": torch.bfloat16, "int8": torch.uint8}[moments]
-
-
-def bytes_per_entry(dtype: torch.dtype, moments: Moments, whole: bool = False) -> int:
-    """Bytes per selected entry of index, master and moments between two steps."""
-    master = {torch.bfloat16: 2, torch.float16: 4}.get(dtype, 0)
-    both = 16 if dtype == torch.float64 and moments == "float32" else adam_moments.BYTES[moments]
-    return (0 if whole else 2) + master + both
 
 
 def join_halves(weight: Tensor, low: Tensor) -> Tensor:
@@ -166,49 +168,27 @@ def read_second_moment(held: Held, first: int, last: int, device: torch.device) 
     """The second moment of the entries from `first` to `last`, without bias correction."""
     stored = held["exp_avg_sq"][first:last].to(device)
     if stored.dtype == torch.uint8:
-        return adam_moments.decode_second(stored, held["top"].to(device))
+        return compact.decode_second(stored, held["top"].to(device))
     return stored.float() if stored.dtype == torch.bfloat16 else stored
 
 
-def norm(grad: Tensor) -> Tensor:
-    """‖grad‖ in fp32 (fp64 for fp64), without upcasting the whole gradient at once."""
-    wide = MASTER_DTYPES[grad.dtype]
-    if grad.dtype == wide:
-        return torch.linalg.vector_norm(grad)
-    chunks = [torch.linalg.vector_norm(part, dtype=wide) for part in grad.split(_NORM_CHUNK)]
-    return chunks[0] if len(chunks) == 1 else torch.linalg.vector_norm(torch.stack(chunks))
+# --- the step -----------------------------------------------------------------------------------
+
+_single_tensor_adamw = partial(adamw, foreach=False, fused=False, amsgrad=False, maximize=False)
 
 
 def update(
-    weight: Tensor,
-    index: CompactIndex | None,
-    grad: Tensor,
-    held: Held,
-    first: int,
-    numbers: Numbers,
-    scale: Tensor | None,
-    top: Tensor | None,
+    weight: Tensor, index: CompactIndex | None, grad: Tensor, held: Held, first: int, step: Step
 ) -> None:
-    """Update the entries that `grad` and `held` cover; the first of them is entry `first`.
-
-    `scale` multiplies the gradient (clipping). For int8 moments, `held["top"]` decodes the current
-    codes and `top` encodes the new ones.
-    """
+    """Update the entries that `grad` and `held` cover; the first of them is entry `first`."""
     for begin in range(0, grad.numel(), CHUNK):
         chunk = slice(begin, min(begin + CHUNK, grad.numel()))
         part = {name: t if name in SCALARS else t[chunk] for name, t in held.items()}
-        _update_chunk(weight, index, grad[chunk], part, first + begin, numbers, scale, top)
+        _update_chunk(weight, index, grad[chunk], part, first + begin, step)
 
 
 def _update_chunk(
-    weight: Tensor,
-    index: CompactIndex | None,
-    grad: Tensor,
-    held: Held,
-    first: int,
-    numbers: Numbers,
-    scale: Tensor | None,
-    top: Tensor | None,
+    weight: Tensor, index: CompactIndex | None, grad: Tensor, held: Held, first: int, step: Step
 ) -> None:
     where = positions(index, first, first + grad.numel())
     if weight.dtype == torch.float16:
@@ -218,38 +198,28 @@ def _update_chunk(
     else:
         master = weight[where]
     grad = grad.to(master.dtype)
-    if scale is not None:
-        grad = grad * scale
-    exact = held["exp_avg"].dtype == master.dtype
-    exp_avg, exp_avg_sq = held["exp_avg"], held["exp_avg_sq"]
+    if step.scale is not None:
+        grad = grad * step.scale
+    exp_avg, exp_avg_sq = stored = held["exp_avg"], held["exp_avg_sq"]
+    exact = exp_avg.dtype == master.dtype
     if not exact:
-        exp_avg, exp_avg_sq = (
-            moment.to(master.dtype)
-            for moment in adam_moments.decode(exp_avg, exp_avg_sq, held.get("top"))
-        )
-    adamw(
-        [master],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [torch.tensor(float(numbers.step - 1))],
-        foreach=False,
-        fused=False,
-        amsgrad=False,
-        beta1=numbers.betas[0],
-        beta2=numbers.betas[1],
-        lr=numbers.lr,
-        weight_decay=numbers.weight_decay,
-        eps=numbers.eps,
-        maximize=False,
+        decoded = compact.decode(exp_avg, exp_avg_sq, held.get("top"))
+        exp_avg, exp_avg_sq = (moment.to(master.dtype) for moment in decoded)
+    before = torch.tensor(float(step.number - 1))
+    _single_tensor_adamw(
+        *([master], [grad], [exp_avg], [exp_avg_sq], [], [before]),
+        beta1=step.betas[0],
+        beta2=step.betas[1],
+        lr=step.lr,
+        weight_decay=step.weight_decay,
+        eps=step.eps,
     )
     if not exact:
-        bits = adam_moments.noise(numbers.key, first, first + grad.numel(), weight.device)
-        kind = held["exp_avg"].dtype
-        codes = adam_moments.encode(exp_avg.float(), exp_avg_sq.float(), kind, top, bits)
-        held["exp_avg"].copy_(codes[0])
-        held["exp_avg_sq"].copy_(codes[1])
+        bits = compact.noise(step.key, first, first + grad.numel(), weight.device)
+        kind = stored[0].dtype
+        codes = compact.encode(exp_avg.float(), exp_avg_sq.float(), kind, step.top, bits)
+        for target, code in zip(stored, codes, strict=True):
+            target.copy_(code)
     if weight.dtype == torch.bfloat16:
         weight[where], low = split_halves(master)
         held["low"].copy_(low)
@@ -257,18 +227,94 @@ def _update_chunk(
         weight[where] = master.to(weight.dtype)
 
 
-def check_trainable(name: str, p: nn.Parameter, requires_grad: bool) -> None:
-    """Raise if a parameter with selected entries cannot be trained."""
-    if p.dtype not in MASTER_DTYPES:
-        allowed = ", ".join(str(dtype) for dtype in MASTER_DTYPES)
-        raise ValueError(f"parameter {name!r} is {p.dtype}; only {allowed} can be trained")
-    if type(p.detach()) is not Tensor:
-        kind = type(p.detach()).__name__
-        raise ValueError(f"parameter {name!r} is a {kind}; only plain tensors can be trained")
-    if not p.is_contiguous():
-        raise ValueError(f"parameter {name!r} is not contiguous: its flat indices are undefined")
-    if not requires_grad:
-        raise ValueError(
-            f"parameter {name!r} has selected entries but requires_grad is False; "
-            "call requires_grad_(True) on it, or leave it out of the indices"
-        )
+# --- offload ------------------------------------------------------------------------------------
+
+PART = 1 << 25
+"""Entries per part with offload: at most 320 MiB with fp32 moments and low halves."""
+_DEPTH = 3  # parts on the device at a time
+
+
+@dataclass(frozen=True)
+class Part:
+    """A range of the selected entries of one parameter, from entry `first`, and their step."""
+
+    weight: Tensor
+    index: CompactIndex | None
+    grad: Tensor
+    held: Held
+    """The state of the whole parameter."""
+    first: int
+    step: Step
+
+    def stored(self) -> Held:
+        """This part of the state vectors, where they are stored (views)."""
+        here = slice(self.first, self.first + self.grad.numel())
+        return {name: t[here] for name, t in self.held.items() if name not in SCALARS}
+
+    def run(self, vectors: Held) -> None:
+        """Update with these vectors in place of the stored ones."""
+        held = vectors | {name: t for name, t in self.held.items() if name in SCALARS}
+        kernels = kernels_for(self.weight.device.type, self.weight.dtype)
+        step = update if kernels is None else kernels.update
+        step(self.weight, self.index, self.grad, held, self.first, self.step)
+
+
+def run_parts(parts: Iterable[Part], streamed: torch.device | None = None) -> None:
+    """Update every part; state that is not on the weight's device is copied there and back.
+
+    On a CUDA device given as `streamed`, the copies overlap with the updates of other parts.
+    """
+    if streamed is not None and streamed.type == "cuda":
+        _run_streamed(parts, streamed)
+        return
+    for part in parts:
+        stored = part.stored()
+        vectors = {name: t.to(part.weight.device) for name, t in stored.items()}
+        part.run(vectors)
+        for name, t in stored.items():
+            if vectors[name] is not t:  # it was not on the device
+                t.copy_(vectors[name])
+
+
+@cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Copy streams (in, out), reused by every step: the allocator keeps one pool per stream."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+def _run_streamed(parts: Iterable[Part], device: torch.device) -> None:
+    """Copy in, update and copy out on three streams; return when all state is back on the host."""
+    here = torch.cuda.current_stream(device)
+    inward, outward = _streams(device)
+    under_way: deque[tuple[Any, Held]] = deque()
+    arrived: deque[tuple[Part, Held, Any]] = deque()
+
+    def copied(t: Tensor) -> Tensor:
+        copy = t.to(device, non_blocking=True)
+        for stream in (here, outward):  # its memory is not reused while they work on it
+            copy.record_stream(stream)
+        return copy
+
+    def finish(part: Part, vectors: Held, ready: Any) -> None:
+        here.wait_event(ready)
+        part.run(vectors)
+        outward.wait_stream(here)
+        with torch.cuda.stream(outward):
+            for name, t in part.stored().items():
+                t.copy_(vectors[name], non_blocking=True)
+            under_way.append((outward.record_event(), vectors))  # kept alive until copied
+
+    for part in parts:
+        while len(under_way) + len(arrived) >= _DEPTH:
+            if under_way:
+                under_way.popleft()[0].synchronize()
+            else:
+                finish(*arrived.popleft())
+        with torch.cuda.stream(inward):
+            vectors = {name: copied(t) for name, t in part.stored().items()}
+            arrived.append((part, vectors, inward.record_event()))
+        if len(arrived) > 1:
+            finish(*arrived.popleft())
+    while arrived:
+        finish(*arrived.popleft())
+    outward.synchronize()

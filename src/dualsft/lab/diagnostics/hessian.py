@@ -304,7 +304,7 @@ class _Totals:
 
     def __init__(self, at: _Checkpoint, each: Mapping[str, np.ndarray], grad_sum: Vector) -> None:
         self.slices, self.grad_sum = at.slices, grad_sum
-        self.parameters: dict[str, nn.Parameter] = at.engine.candidates.parameters
+        self.parameters: dict[str, nn.Parameter] = at.engine.candidates
         self.device, self.dtype = at.engine.device, at.engine.candidates.dtype
         self.own = {name: torch.from_numpy(rows.sum(0)) for name, rows in each.items()}
         self.gradient, self.in_slice, self.in_model = (

@@ -20,9 +20,9 @@ from dualsft.config.settings import Config
 from dualsft.lab.estimate.probe import Memory, Probe
 from dualsft.lab.estimate.workload import Lengths, cut
 from dualsft.memory.plans import GIB, HEADROOM
+from dualsft.train.compact import BYTES, Moments
 from dualsft.train.loop import TrainingPlan
-from dualsft.train.moments import BYTES, Moments
-from dualsft.train.offload import PART
+from dualsft.train.step import PART
 
 OFFLOAD_PARTS = 3
 """Parts of an offloaded optimizer state that are on the device at a time."""

@@ -21,8 +21,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from dualsft.lab.methods.matrices import FAMILIES, WeightMatrix, of_role, refuse_empty, whole_units
+from dualsft.model.export import save_model
 from dualsft.model.load import text_parameters
-from dualsft.model.save import save_model
 from dualsft.runs.method import Job, ParamChoice, ParamMethod
 from dualsft.runs.stages.finetune import finetune_plan
 from dualsft.storage.resume import Pieces

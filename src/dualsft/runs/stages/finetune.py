@@ -21,17 +21,16 @@ from transformers import PreTrainedModel
 
 from dualsft.data.examples import Example
 from dualsft.model.delta import Delta, extract_delta, take_delta
+from dualsft.model.export import save_model
 from dualsft.model.load import text_parameters
 from dualsft.model.resolve import weights_hash
-from dualsft.model.save import save_model
 from dualsft.runs.context import RunContext, Settings
 from dualsft.runs.method import AfterMethod, Job, ParamMethod, WeightMethod
 from dualsft.runs.stages.selection import read_mask
 from dualsft.storage.manifest import sha256_file
 from dualsft.system.paths import RunPath
 from dualsft.train.loop import FEW_STEPS, Hooks, TrainingPlan, train
-from dualsft.train.optimizer import SparseAdamW
-from dualsft.train.sharded import make_optimizer
+from dualsft.train.optimizer import SparseAdamW, make_optimizer
 
 DENSE = 0.2  # share of all parameters; with more changed entries only the model is saved
 

@@ -23,6 +23,7 @@ from dualsft.algorithm.scores import TOLERANCE, check_fused_loss
 from dualsft.distributed.world import world
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine
+from dualsft.model.export import save_model
 from dualsft.model.load import text_parameters
 from dualsft.model.sharded import weights_vector
 from dualsft.runs.context import RunContext, Settings, pass_settings
@@ -31,7 +32,7 @@ from dualsft.storage.vectors import accumulation_dtype
 from dualsft.system.paths import RunPath
 from dualsft.system.usage import give_back, is_out_of_memory
 from dualsft.train.loop import FEW_STEPS, TrainingPlan, train
-from dualsft.train.sharded import make_optimizer
+from dualsft.train.optimizer import make_optimizer
 
 ROUNDED_SHARE = 0.3
 """Warn if rounding exceeds this share of θ̄'s movement. At 0.6, a bf16 run of SmolLM2-135M selected

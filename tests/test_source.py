@@ -96,7 +96,6 @@ OPENS_ELSEWHERE = {
     "system/paths.py": "the one way into a run folder",
     "data/chat.py": "data.template_file, and the process's own memory",
     "config/settings.py": "the package's own recipes",
-    "lab/estimate/estimate.py": "the process's own memory",
     "model/export.py": "new files beside the target that the user names",
     "data/hub_datasets.py": "downloads into the cache",
     "system/usage.py": "the machine's and the container's memory",

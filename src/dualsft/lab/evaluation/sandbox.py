@@ -98,7 +98,7 @@ def run_candidates(
     verdicts: list[ProgramVerdict] = []
     pool = ThreadPoolExecutor(workers)
     try:
-        for verdict in pool.map(lambda pair: run_candidate(*pair, limits), pairs):
+        for verdict in pool.map(lambda pair: run_candidate(pair[0], pair[1], limits), pairs):
             verdicts.append(verdict)
             advance(1)
     finally:

@@ -28,11 +28,20 @@ from dualsft.data.examples import Example, collate
 from dualsft.engine.losses import plain_example_loss
 from dualsft.engine.sketch import Sketch
 from dualsft.errors import ConfigError, RunError
-from dualsft.lab.methods import fishersft, spice
-from dualsft.lab.methods.data_table import DavIROptions, LessOptions
-from dualsft.lab.methods.fishersft import Information, factor, features, lazy_greedy, pooled
+from dualsft.lab.methods import greedy
+from dualsft.lab.methods.greedy import (
+    Information,
+    factor,
+    features,
+    lazy_greedy,
+    pooled,
+    spice_greedy,
+    spice_pairwise,
+    spice_windows,
+)
 from dualsft.lab.methods.less import Less, attach, target_maps
-from dualsft.lab.methods.loss_ranked import DavIR, learnability, top
+from dualsft.lab.methods.per_example import DavIR, learnability, top
+from dualsft.lab.methods.table import DavIROptions, LessOptions
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job
@@ -216,9 +225,9 @@ def naive_greedy(factors: Tensor, b: int, level: float) -> list[int]:
 
 @pytest.mark.parametrize("on_top", [1, 4, 64])
 def test_lazy_greedy_is_naive_greedy(on_top: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fishersft, "ON_TOP", on_top)
-    monkeypatch.setattr(fishersft, "REBUILD", 4)
-    monkeypatch.setattr(fishersft, "CHUNK", 7)
+    monkeypatch.setattr(greedy, "ON_TOP", on_top)
+    monkeypatch.setattr(greedy, "REBUILD", 4)
+    monkeypatch.setattr(greedy, "CHUNK", 7)
     factors = random_factors()
     chosen, gains = lazy_greedy(factors, 12, level=0.3)
     assert chosen.tolist() == naive_greedy(factors, 12, 0.3)
@@ -237,7 +246,7 @@ def test_lazy_greedy_evaluates_less_than_naive(monkeypatch: pytest.MonkeyPatch) 
         return own(self, factors)
 
     monkeypatch.setattr(Information, "gains", gains)
-    monkeypatch.setattr(fishersft, "ON_TOP", 4)
+    monkeypatch.setattr(greedy, "ON_TOP", 4)
     lazy_greedy(random_factors(200), 20, level=5.0)
     assert sum(counted) < 0.5 * 20 * 200
 
@@ -341,7 +350,7 @@ def direct_spice(rows: Tensor, b: int, alpha: float, conflict: float) -> tuple[l
 @pytest.mark.parametrize(("alpha", "conflict"), [(1.0, 0.1), (0.2, 2.0), (3.0, 0.0)])
 def test_rank_one_updates_are_the_direct_rule(alpha: float, conflict: float) -> None:
     rows = random_rows()
-    chosen, gains = spice.greedy(rows, 15, alpha, conflict)
+    chosen, gains = spice_greedy(rows, 15, alpha, conflict)
     expected, total = direct_spice(rows.double(), 15, alpha, conflict)
     assert chosen.tolist() == expected
     assert gains.sum() == pytest.approx(total, rel=1e-9)
@@ -349,16 +358,16 @@ def test_rank_one_updates_are_the_direct_rule(alpha: float, conflict: float) -> 
 
 def test_without_conflict_it_is_log_det_greedy() -> None:
     rows = random_rows(40)
-    chosen, _ = spice.greedy(rows, 12, 2.0, 0.0)
+    chosen, _ = spice_greedy(rows, 12, 2.0, 0.0)
     assert chosen.tolist() == naive_greedy(2.0**0.5 * rows[:, None], 12, 1.0)
 
 
 def test_a_gradient_and_its_reverse_gain_the_same_and_score_differently() -> None:
     along = torch.tensor([[3.0, 0, 0], [0.1, 1, 0], [-0.1, -1, 0.0]], dtype=torch.float64)
-    free, _ = spice.greedy(along, 2, 1.0, 0.0)
-    held, gains = spice.greedy(along.flip(0), 2, 1.0, 0.5)
+    free, _ = spice_greedy(along, 2, 1.0, 0.0)
+    held, gains = spice_greedy(along.flip(0), 2, 1.0, 0.5)
     assert free.tolist() == [0, 1] and held.tolist() == [2, 1]  # never the one that opposes
-    assert gains[1] == pytest.approx(float(spice.greedy(along[:2], 2, 1.0, 0.0)[1][1]))
+    assert gains[1] == pytest.approx(float(spice_greedy(along[:2], 2, 1.0, 0.0)[1][1]))
 
 
 def test_pairwise_counts_every_conflicting_pair() -> None:
@@ -369,13 +378,13 @@ def test_pairwise_counts_every_conflicting_pair() -> None:
         value = utility - 0.3 * (-cosine[chosen]).clamp_min(0).sum(0)
         value[chosen] = -torch.inf
         chosen.append(int(value.argmax()))
-    assert spice.pairwise(rows, 6, 1.0, 0.3).tolist() == chosen
-    assert spice.pairwise(rows, 6, 1.0, 0.0).tolist() != chosen
+    assert spice_pairwise(rows, 6, 1.0, 0.3).tolist() == chosen
+    assert spice_pairwise(rows, 6, 1.0, 0.0).tolist() != chosen
 
 
 def test_windows_keep_their_share_of_exactly_b() -> None:
     rows, walk = random_rows(50), np.random.default_rng(0).permutation(50)
-    chosen = spice.windows(rows, walk, 13, 8, 1.0, 0.1)
+    chosen = spice_windows(rows, walk, 13, 8, 1.0, 0.1)
     assert len(set(chosen)) == 13
     place = np.argsort(walk)[chosen] // 8
     assert set(np.bincount(place, minlength=7)) <= {0, 1, 2, 3}
@@ -383,7 +392,7 @@ def test_windows_keep_their_share_of_exactly_b() -> None:
     small = 1e-3 * rows  # the released information hardly grows: what is kept is the largest
     first = walk[:8]
     expected = first[np.argsort(-small[first].square().sum(1).numpy())[:2]]
-    assert set(spice.windows(small, walk, 13, 8, 1.0, 0.0)[:2]) == set(expected)
+    assert set(spice_windows(small, walk, 13, 8, 1.0, 0.0)[:2]) == set(expected)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])

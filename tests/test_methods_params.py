@@ -24,9 +24,8 @@ from dualsft.config.methods import registry
 from dualsft.data.examples import Example, collate, training_order
 from dualsft.engine.losses import last_hidden, plain_example_loss
 from dualsft.errors import ConfigError
-from dualsft.lab.methods.lift import reconstruction
 from dualsft.lab.methods.matrices import WeightMatrix, matrices, shares, whole_units
-from dualsft.lab.methods.nanoadam import smallest
+from dualsft.lab.methods.moving_masks import NanoAdam, reconstruction, smallest
 from dualsft.lab.methods.smt import block_entries, block_sizes, block_sums
 from dualsft.model.load import text_parameters
 from dualsft.runs.context import RunContext
@@ -522,7 +521,7 @@ def test_lift_tiles_and_quotas(make_job: JobMaker, monkeypatch: pytest.MonkeyPat
     assert choice.literal and all("self_attn" in n for n in choice.indices)
     for m in (m for m in matrices(job) if m.role in "qkvo"):
         assert len(choice.indices[m.name]) == 3 * sum(m.shape)
-    monkeypatch.setattr("dualsft.lab.methods.lift.TILE", 70)
+    monkeypatch.setattr("dualsft.lab.methods.moving_masks.TILE", 70)
     tiled = chosen(method, job, 1).indices
     assert all(torch.equal(tiled[n], choice.indices[n]) for n in tiled)
 
@@ -568,8 +567,6 @@ def test_the_mask_moves_at_every_interval(
     make_run: Runner, monkeypatch: pytest.MonkeyPatch, interval: int
 ) -> None:
     """Six steps: at 0, m, 2m, and never when there are fewer steps; never after the last."""
-    from dualsft.lab.methods.nanoadam import NanoAdam
-
     asked: list[int] = []
     plain = NanoAdam.refresh
 

@@ -33,10 +33,9 @@ from dualsft.config.methods import compose
 from dualsft.data.examples import Example, collate
 from dualsft.errors import ConfigError, RunError
 from dualsft.lab.methods.fapm import prune
-from dualsft.lab.methods.flow import flow_weights
 from dualsft.lab.methods.lora import Lora, linear_names
-from dualsft.lab.methods.stm import control_tokens
-from dualsft.lab.methods.training_table import FlowOptions
+from dualsft.lab.methods.table import FlowOptions
+from dualsft.lab.methods.token_weights import control_tokens, flow_weights
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job
@@ -239,7 +238,8 @@ def test_stm_controls_mask_as_many(make_job: Maker, mode: str) -> None:
 
     def kept(*more: str) -> dict[str, np.ndarray]:
         hooks = hooks_of(make_job("weights", rows, *options, *more), model)
-        return hooks.objective.__self__.kept  # type: ignore[attr-defined]
+        weights = hooks.objective.__self__.weights  # type: ignore[attr-defined]
+        return {e.id: weights(e).bool().numpy() for e in rows}
 
     highest, control = kept(), kept(f"method.stm.mode={mode}")
     differ = 0

@@ -1,38 +1,28 @@
-"""Memory and time of training stages and walks, for `dualsft estimate`.
+"""Memory of the machine, and memory and time of a training stage, for `dualsft estimate`.
 
-Training (`train/optimizer.py`; Algorithm 1, lines 1 and 12): bytes per entry are exact: 2 for the
+Training is Algorithm 1, lines 1 and 12. Bytes per entry are exact (`train/optimizer.py`): 2 for the
 index if only some entries are trained, 2 for the low half of the bf16 master weight, 8, 4 or 2 for
-the moments, and the weight's size for the gradient, or 4 once a second micro-batch is added. If
-memory is short, the loop recomputes activations and then halves micro-batches (`train/loop.py`),
-and so does this estimate.
-
-Walks (`engine/walk.py`; lines 3 to 8): sizes of weights and vectors are exact, and the plan is the
-one that the run would choose (`memory/plans.py`). In half precision some walks use fp32 weights
-(`engine/precision.py`), with twice the bytes of weights and activations measured in fp32.
-
-Batches were measured (`lab/estimate/probe.py`).
+the moments, and the weight's size for the gradient, or 4 once a second micro-batch is added.
+Micro-batches were measured (`lab/estimate/probe.py`). If memory is short, the loop recomputes
+activations and then halves micro-batches (`train/loop.py`), and so does this estimate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from dualsft.engine.precision import MOST_OF_FREE
-from dualsft.lab.estimate.probe import Memory, Probe, Walks
+from dualsft.lab.estimate.probe import Memory, Probe
 from dualsft.lab.estimate.workload import Lengths, batch_sizes
-from dualsft.memory.plans import GIB, HEADROOM, Demand, Plan, choose, unmeasured
-from dualsft.runs.context import RunContext, pass_settings
+from dualsft.memory.plans import GIB, HEADROOM
 from dualsft.train.loop import TrainingPlan
 from dualsft.train.moments import BYTES, Moments
 from dualsft.train.offload import PART
 
 OFFLOAD_PARTS = 3
 """Parts of an offloaded optimizer state that are on the device at a time."""
-RECOMPUTED = 4 / 3
-"""Time factor of a walk that recomputes activations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,61 +139,3 @@ class Training:
         step = sum(map(probe.step_seconds.at, self._micro_batches()))
         update = self.num_entries * probe.update_seconds
         return self.plan.num_steps(self.num_examples) * (step + update)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Walk:
-    """Sizes of one walk."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of the candidates."""
-    measured: Walks
-    teacher: bool
-    """Whether it computes the CWSD loss instead of the example loss."""
-    weights: int
-    """Bytes of all models in memory, in the dtype used during the walk."""
-    sum_itemsize: int
-    """Bytes per entry of G; 0 without G."""
-    direction_itemsize: int
-    """Bytes per entry of the direction, in the dtype of its products; 0 without one."""
-    num_examples: int
-    lengths: Lengths
-
-    def planned(self, ctx: RunContext, machine: Machine) -> PlannedWalk:
-        """The plan that the run would choose, with its costs."""
-        memory = self.measured.cwsd if self.teacher else self.measured.loss
-        demand = Demand(
-            shapes=self.shapes,
-            held=self.weights,
-            sum_itemsize=self.sum_itemsize,
-            direction_itemsize=self.direction_itemsize,
-            longest=self.lengths.longest,
-            kept=memory.kept,
-            recomputed=memory.recomputed,
-        )
-        wishes = pass_settings(ctx).wishes
-        most = max(1, min(ctx.batch_tokens, int(self.num_examples * self.lengths.mean())))
-        if machine.on_cpu:
-            plan = unmeasured(most, wishes, len(self.shapes))[0]
-        else:
-            free = max(0, machine.host_bytes - machine.base)
-            plan = choose(demand, machine.device_bytes, free, most, wishes)[0]
-        activations = demand.activations(plan.checkpointing) or memory.recomputed
-        batch_tokens = max(1, plan.batch_tokens)
-        tokens = self.lengths.largest(self.num_examples, batch_tokens)
-        batch = int(activations.at(tokens)) if activations else machine.device_bytes
-        device = demand.held + demand.vectors(plan.placement, plan.num_groups) + batch
-        batches = self.lengths.batches(self.num_examples, batch_tokens)
-        seconds = plan.num_groups * sum(map(self.measured.seconds.at, batches))
-        seconds *= RECOMPUTED if plan.checkpointing else 1.0
-        return PlannedWalk(plan, device, demand.host(plan.placement), seconds)
-
-
-@dataclass(frozen=True)
-class PlannedWalk:
-    """Plan of a walk, its bytes on the device and on the host, and its seconds."""
-
-    plan: Plan
-    device: int
-    host: int
-    seconds: float

@@ -2,9 +2,10 @@
 
 The sizes of weights, vectors and optimizer states follow from the model's shapes. Memory and time
 per batch are measured on copies of the model with one and two layers (`lab/estimate/probe.py`).
-Rows are counted and a sample of them is tokenised (`lab/estimate/workload.py`). The costs of
-training stages and walks are computed in `lab/estimate/costs.py`. For a stage that does not fit,
-the settings that reduce its memory are named. Writes nothing.
+Rows are counted and a sample of them is tokenised (`lab/estimate/workload.py`). Training stages are
+computed in `lab/estimate/costs.py`; a walk has the plan that the run would choose
+(`memory/plans.py`). For a stage that does not fit, the settings that reduce its memory are named.
+Writes nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from dualsft.algorithm.scores import NUM_ALONE, NUM_ALONE_HALF
 from dualsft.config import settings
 from dualsft.config.settings import Config
 from dualsft.engine.fused import HALF_DTYPES
-from dualsft.lab.estimate.costs import Machine, PlannedWalk, Training, Walk
+from dualsft.lab.estimate.costs import Machine, Training
 from dualsft.lab.estimate.probe import probe
 from dualsft.lab.estimate.workload import Workload, survey
-from dualsft.memory.plans import GIB, Plan
+from dualsft.memory.plans import GIB, Demand, Plan, choose, unmeasured
 from dualsft.model.load import empty_model, find_candidates, text_parameters
-from dualsft.runs.context import RunContext
+from dualsft.runs.context import RunContext, pass_settings
 from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job
 from dualsft.runs.preflight import STAGE_NAMES, check_paths, check_stage
@@ -48,6 +49,8 @@ IO_BYTES = 1e9
 """File throughput in bytes per second: a guess. I/O is a small part of the time."""
 FORWARDS = 4
 """Cost of the evaluation in forward passes: both models, and the comparison of their logits."""
+RECOMPUTED = 4 / 3
+"""Time factor of a walk that recomputes activations."""
 TOPK_SECONDS = {"cuda": 1e-9, "cpu": 15e-9, "mps": 15e-9}
 """Seconds per entry of the selection, which reads u ⊙ G twice (`algorithm/topk.py`)."""
 
@@ -114,6 +117,16 @@ def estimate(
     ctx = RunContext(config, RunDir(Path(out)), reporter or Reporter())
     ctx.reporter.say("reading the data and measuring copies with one and two layers …")
     return _Estimator(ctx).table(STAGE_NAMES.index(last))
+
+
+@dataclass(frozen=True)
+class PlannedWalk:
+    """Plan of a walk, its bytes on the device and on the host, and its seconds."""
+
+    plan: Plan
+    device: int
+    host: int
+    seconds: float
 
 
 class _Estimator:
@@ -331,20 +344,38 @@ class _Estimator:
     ) -> PlannedWalk:
         """A walk over the examples of a role, or over `count` of them.
 
-        With `wide`, a half-precision model is widened to fp32.
+        With `wide`, a half-precision model is widened to fp32 (`engine/precision.py`), and the
+        activations were measured in fp32. With `teacher`, it computes the CWSD loss.
         """
-        wide = wide and self.half
+        wide, machine, lengths = wide and self.half, self.machine, self.work.of(role)
         itemsize = self.wide if wide else self.ctx.dtype.itemsize
-        return Walk(
+        measured = self.probe.wide if wide else self.probe.walks
+        memory = measured.cwsd if teacher else measured.loss
+        count = self.work.counts[role] if count is None else count
+        demand = Demand(
             shapes=self.shapes,
-            measured=self.probe.wide if wide else self.probe.walks,
-            teacher=teacher,
-            weights=(2 if teacher else 1) * self.num_parameters * itemsize,
+            held=(2 if teacher else 1) * self.num_parameters * itemsize,
             sum_itemsize=self.wide if sums else 0,
             direction_itemsize=itemsize if direction else 0,
-            num_examples=self.work.counts[role] if count is None else count,
-            lengths=self.work.of(role),
-        ).planned(self.ctx, self.machine)
+            longest=lengths.longest,
+            kept=memory.kept,
+            recomputed=memory.recomputed,
+        )
+        wishes = pass_settings(self.ctx).wishes
+        most = max(1, min(self.ctx.batch_tokens, int(count * lengths.mean())))
+        if machine.on_cpu:
+            plan = unmeasured(most, wishes, len(self.shapes))[0]
+        else:
+            free = max(0, machine.host_bytes - machine.base)
+            plan = choose(demand, machine.device_bytes, free, most, wishes)[0]
+        activations = demand.activations(plan.checkpointing) or memory.recomputed
+        batch_tokens = max(1, plan.batch_tokens)
+        largest = lengths.largest(count, batch_tokens)
+        batch = int(activations.at(largest)) if activations else machine.device_bytes
+        device = demand.held + demand.vectors(plan.placement, plan.num_groups) + batch
+        seconds = sum(map(measured.seconds.at, lengths.batches(count, batch_tokens)))
+        seconds *= plan.num_groups * (RECOMPUTED if plan.checkpointing else 1.0)
+        return PlannedWalk(plan, device, demand.host(plan.placement), seconds)
 
     def _widens(self, *precisions: str, num_models: int = 1) -> bool:
         """Whether a walk that wants fp32 weights under these values of score.precision gets them:

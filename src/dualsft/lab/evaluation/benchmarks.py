@@ -55,8 +55,10 @@ class Item:
 
     id: str
     score: float
-    format_error: bool | None
-    text: str | None
+    format_error: bool | None = None
+    """Whether an answer has the wrong form: no number (GSM8K), does not compile (HumanEval). None
+    for multiple choice."""
+    text: str | None = None
 
 
 @dataclass
@@ -372,21 +374,15 @@ class Answers:
         item_id = doc.get("id", doc.get("task_id"))
         if item_id is None or len(self.tasks) > 1:  # ids may repeat across subjects
             item_id = f"{task.task_name}/{doc_id}"
-        text = str(group[0].resps[0]) if benchmark.generates else None
-        return Item(str(item_id), score, self._format_error(task, group), text)
-
-    def _format_error(self, task: Any, group: list[Any]) -> bool | None:
-        """Whether the answer has the wrong form: no number (GSM8K), does not compile (HumanEval).
-
-        None for multiple choice.
-        """
-        if not self.benchmark.generates:
-            return None
-        found = group[0].filtered_resps[self.benchmark.filter]
-        if self.benchmark.runs_code:
-            pair = (found[0], str(task.doc_to_target(group[0].doc)))
-            return not self.verdicts[pair].compiled
-        return found == NO_NUMBER
+        item = Item(str(item_id), score)
+        if benchmark.generates:
+            item.text = str(group[0].resps[0])
+            answer = group[0].filtered_resps[benchmark.filter]
+            item.format_error = answer == NO_NUMBER
+            if benchmark.runs_code:
+                verdict = self.verdicts[answer[0], str(task.doc_to_target(doc))]
+                item.format_error = not verdict.compiled
+        return item
 
 
 def _plain(answer: Any) -> Answer:

@@ -115,21 +115,19 @@ class SMT(ParamMethod):
             f"smt: {steps:,} dense steps, then {after.num_steps(len(job.examples)):,} fine-tuning "
             "steps"
         )
-        by_block = self.options.strategy == "mean_abs"
+        size, by_block = self.options.block, self.options.strategy == "mean_abs"
+        device = next(model.parameters()).device
+        wide = reduction_dtype(device) if by_block else accumulation_dtype(ctx.dtype)
         sums: dict[str, Tensor] = {}
+        for m in members:
+            shape = grid(m.shape, size) if by_block else m.shape
+            sums[m.name] = torch.zeros(shape, dtype=wide, device=device)
 
         def add(optimizer: SparseAdamW) -> None:
-            gradients = optimizer.gradients
             for m in members:
-                if m.name not in gradients:  # not used in this step, for example an idle expert
-                    continue
-                gradient = gradients[m.name].view(m.shape)
-                if by_block:
-                    wide = reduction_dtype(gradient.device)
-                    found = block_sums(gradient, self.options.block, wide)
-                else:
-                    found = gradient.to(accumulation_dtype(gradient.dtype))
-                sums[m.name] = found.clone() if m.name not in sums else sums[m.name].add_(found)
+                if m.name in optimizer.gradients:  # an idle expert has none in this step
+                    gradient = optimizer.gradients[m.name].view(m.shape)
+                    sums[m.name] += block_sums(gradient, size, wide) if by_block else gradient
 
         with SparseAdamW(
             text_parameters(model),
@@ -146,14 +144,8 @@ class SMT(ParamMethod):
             log = partial(ctx.rundir.log_metrics, "smt")
             train(model, job.examples, optimizer, plan, ctx.reporter, "smt", log, Pieces(), hooks)
         count = len(job.examples)
-        per_epoch = math.ceil(count / plan.batch_size)
-        whole, rest = divmod(steps, per_epoch)
+        whole, rest = divmod(steps, math.ceil(count / plan.batch_size))
         job.accounts.backward_examples += whole * count + min(rest * plan.batch_size, count)
-        device = next(model.parameters()).device
-        for m in members:
-            if m.name not in sums:
-                shape = grid(m.shape, self.options.block) if by_block else m.shape
-                sums[m.name] = torch.zeros(shape, device=device)
         return sums
 
     def _score(self, total: Tensor, sizes: np.ndarray) -> Tensor:

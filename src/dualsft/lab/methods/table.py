@@ -52,8 +52,7 @@ class SpiceOptions:
     conflict: NonNegative = 0.1
     """Weight of the conflict with the examples already chosen (lambda; mu in dualsft_pairwise)."""
     normalize: bool = False
-    """Normalize every gradient to length 1 first, so that alpha has the same meaning for every
-    model and large gradients are not preferred."""
+    """Normalize every gradient to length 1 first, so that large gradients are not preferred."""
     window: Annotated[int, Bounds(least=2)] = 128
     """Examples per window (released_window)."""
 
@@ -68,8 +67,7 @@ class FisherOptions:
     rank: Count = 16
     """Directions kept per example (token_gram)."""
     prior: Positive = 1.0
-    """Initial value of the information matrix's diagonal, in units of an average example's energy
-    per direction."""
+    """Initial diagonal of the information matrix, relative to an average example's energy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +89,10 @@ class LessOptions:
     dim: Count = 8192
     """Dimension that each example's gradient is projected to."""
     projection: Literal["sides", "dense"] = "sides"
-    """sides: random signs applied to both sides of each layer's gradient. dense: one dense matrix
-    of random signs, as in the original; somewhat smaller errors, but it generates `dim` signs per
-    entry and batch, so it is practical for small models only."""
+    """sides: random signs on both sides of each layer's gradient. dense: one dense matrix of random
+    signs, as in the original, which is practical for small models only."""
     eps_inside: bool = True
-    """Add Adam's eps inside the square root, as the released code does, so that the denominator is
-    at least 1e-4; false adds it outside, where it has almost no effect."""
+    """Add Adam's eps inside the square root, as the released code does, instead of outside."""
     exclude_warmup: bool = False
     """Exclude D_warm from the examples that can be selected."""
 
@@ -174,8 +170,7 @@ DATA = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S2FTOptions:
     d_ratio: Part | None = None
-    """Share of the channels of the down projections; null takes as many as select.param_budget
-    allows."""
+    """Share of the channels of the down projections; null: what select.param_budget allows."""
     u_ratio: Share = 0.0
     """Share of the rows of the up projections, drawn independently of the down projections."""
     o_ratio: Share = 0.0
@@ -196,9 +191,8 @@ class SMTOptions:
     block: Count = 256
     """Rows and columns of a block; blocks at the edges of a matrix can be smaller."""
     strategy: Literal["mean_abs", "abs_mean", "l1", "l2"] = "mean_abs"
-    """How a block is scored from the summed gradient: |mean| (mean_abs is the original's name),
-    mean of |.|, sum of |.|, or root of the sum of squares. All but the first store a gradient the
-    size of the eligible matrices."""
+    """Score of a block, from its summed gradient: |mean| (mean_abs is the original's name), mean of
+    |.|, sum of |.|, or 2-norm. All but the first store a gradient of the eligible matrices."""
     attention_ratio: Share | None = None
     """Share of the q, k, v blocks to take; null takes none when mlp_ratio is set. When both are
     null, the best blocks of both families are taken up to select.param_budget."""
@@ -233,8 +227,7 @@ class NanoAdamOptions:
     chunk: Count = 1 << 20
     """Entries per chunk of a flattened parameter; each chunk has its own quota."""
     moments: Literal["carry", "reset"] = "carry"
-    """Whether entries that stay in the mask at an update keep their Adam moments or start from
-    zero; the paper does not specify it."""
+    """Whether entries that stay in the mask at an update keep their Adam moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,8 +239,7 @@ class ModelShapleyOptions:
     batch_size: Count = 8
     """Examples per mini-batch."""
     decay: BelowOne = 0.99
-    """Decay of the moving average over mini-batches (bias-corrected); 0 uses the last mini-batch
-    only."""
+    """Decay of the bias-corrected moving average over mini-batches; 0 uses the last one only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,8 +247,7 @@ class LoraOptions:
     r: Count | None = None
     """Rank of the adapters; null is the largest that select.param_budget allows."""
     alpha: Count | None = None
-    """Scale of the adapters: their output is multiplied by alpha / r; null is twice the rank, as in
-    the paper."""
+    """Scale: the adapters' output is multiplied by alpha / r; null is twice the rank."""
     dropout: BelowOne = 0.05
     """Dropout on the adapters' inputs in training."""
     dora: bool = False
@@ -358,8 +349,7 @@ PARAMS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowOptions:
     normalize: bool = False
-    """Divide the weights by their mean over the training examples; the original does not, so its
-    gradients are about 2.5 times smaller."""
+    """Divide the weights by their mean over the training examples; the original does not."""
     tau: Positive | None = None
     """Temperature of exp(-loss / tau); null is the median loss of the training examples."""
 
@@ -372,8 +362,7 @@ class StmOptions:
     """Which tokens are masked: those above the threshold, or, as controls, the same number of
     tokens in the example with the lowest perplexity or at random."""
     keep_ends: bool = True
-    """Never mask control tokens (end of text, end of turn). The base model gives them a low
-    probability, and a model that is not trained on them does not learn to stop."""
+    """Never mask control tokens (end of text, end of turn), which teach the model to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,8 +371,7 @@ class TalrOptions:
     """Temperature of exp(-loss / tau); null is the median sequence loss of the step."""
     window: Literal["step", "past"] = "step"
     """Where tau=null takes the median from: the sequences of the current step (an extra forward
-    pass per step), or a moving average over earlier steps (an extra forward pass in the first step
-    only)."""
+    pass per step), or a moving average over earlier steps."""
     momentum: BelowOne = 0.9
     """Momentum of that moving average: the share of the old value."""
     floor: Share = 0.01

@@ -23,7 +23,7 @@ from dualsft.lab.evaluation.sandbox import (
 
 TEST = "def check(add):\n    assert add(2, 3) == 5\n    assert add(-1, 1) == 0\ncheck(add)"
 GOOD = "def add(a, b):\n    return a + b\n"
-QUICK = SandboxLimits(seconds=1.0)
+QUICK, CALM = SandboxLimits(seconds=1.0), SandboxLimits(seconds=10)
 
 
 def judge(candidate: str, limits: SandboxLimits | None = None) -> ProgramVerdict:
@@ -61,7 +61,7 @@ def test_verdicts_are_those_of_a_plain_interpreter(name: str) -> None:
     )
     ended = plain.returncode == 0 and name != "sys.exit"  # which code_eval counts as a failure
     assert ended == passes
-    verdict = judge(candidate, SandboxLimits(seconds=10))
+    verdict = judge(candidate, CALM)
     assert verdict.passed == passes, verdict
     assert verdict.compiled == (name != "syntax")
 
@@ -100,7 +100,7 @@ def test_hostile_programs_do_not_pass(name: str) -> None:
     hostile = HOSTILE[name]
     candidate = hostile if "def add" in hostile else hostile + GOOD
     assert not judge(candidate).passed
-    assert judge(GOOD, SandboxLimits(seconds=10)).passed, "the next program is not hurt"
+    assert judge(GOOD, CALM).passed, "the next program is not hurt"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_each_layer_holds_by_itself(take: str, holds: set[str], tmp_path: Path) 
 )
 def test_nothing_is_written_outside(line: str, tmp_path: Path) -> None:
     target = tmp_path / "written"
-    verdict = judge(line.format(path=str(target)) + "\n" + GOOD, SandboxLimits(seconds=10))
+    verdict = judge(line.format(path=str(target)) + "\n" + GOOD, CALM)
     assert not verdict.passed and not os.path.lexists(target)
 
 
@@ -238,7 +238,7 @@ def test_nothing_outside_is_changed(line: str, tmp_path: Path) -> None:
     kept.write_text("kept")
     before = kept.stat()
     words = {"path": str(kept), "name": kept.name, "folder": str(tmp_path)}
-    verdict = judge(f"import os\n{line.format(**words)}\n" + GOOD, SandboxLimits(seconds=10))
+    verdict = judge(f"import os\n{line.format(**words)}\n" + GOOD, CALM)
     after = kept.stat()
     assert (after.st_mode, after.st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
     assert not os.listxattr(kept)
@@ -251,16 +251,16 @@ def test_the_folder_is_empty_writable_and_removed(tmp_path: Path) -> None:
         "open('mine', 'w').write('x')\nassert open('mine').read() == 'x'\n"
     )
     before = set(os.listdir(tmp_path.parent))
-    assert judge(said + GOOD, SandboxLimits(seconds=10)).passed
+    assert judge(said + GOOD, CALM).passed
     large = "open('mine', 'wb').write(b'x' * 2**22)\n"
-    assert judge(large + GOOD, SandboxLimits(seconds=10)).reason == "failed: OSError"
+    assert judge(large + GOOD, CALM).reason == "failed: OSError"
     assert set(os.listdir(tmp_path.parent)) == before
 
 
 def test_the_environment_is_scrubbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     said = "import os\nassert 'HF_TOKEN' not in os.environ and len(os.environ) < 10\n"
-    assert judge(said + GOOD, SandboxLimits(seconds=10)).passed
+    assert judge(said + GOOD, CALM).passed
 
 
 @pytest.mark.parametrize("how", ["socket", "_socket"])
@@ -269,7 +269,7 @@ def test_no_connection_is_made(how: str) -> None:
         server.settimeout(0.2)
         port = server.getsockname()[1]
         connect = f"import {how} as s\nc = s.socket()\nc.connect(('127.0.0.1', {port}))\n"
-        assert not judge(connect + GOOD, SandboxLimits(seconds=10)).passed
+        assert not judge(connect + GOOD, CALM).passed
         with pytest.raises(TimeoutError):
             server.accept()
 
@@ -277,7 +277,7 @@ def test_no_connection_is_made(how: str) -> None:
 def test_the_parent_is_not_killed() -> None:
     kill = "import os, signal\n{}\n"
     for call in ("os.kill(os.getppid(), signal.SIGTERM)", "os.killpg(1, 9)", "os.kill(-1, 9)"):
-        assert not judge(kill.format(call) + GOOD, SandboxLimits(seconds=10)).passed
+        assert not judge(kill.format(call) + GOOD, CALM).passed
 
 
 def test_huge_output_goes_nowhere(capfd: pytest.CaptureFixture[str]) -> None:
@@ -291,7 +291,7 @@ def test_many_run_in_order_and_report_what_held_them() -> None:
     seen: list[int] = []
     wrong = GOOD.replace("+", "*")
     verdicts = run_candidates(
-        [(GOOD, TEST), (wrong, TEST)] * 3, SandboxLimits(seconds=10), workers=2, advance=seen.append
+        [(GOOD, TEST), (wrong, TEST)] * 3, CALM, workers=2, advance=seen.append
     )
     assert [v.passed for v in verdicts] == [True, False] * 3
     assert sum(seen) == 6 and threading.active_count() < 10

@@ -1,4 +1,4 @@
-"""`dualsft estimate`: every stage, the cures, the fit over layers, and nothing written."""
+"""`dualsft estimate`: every stage, what to change, the fit over layers, and nothing written."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from dualsft.config import settings
 from dualsft.config.settings import Config
 from dualsft.data.examples import Example, collate, make_batches
 from dualsft.lab.estimate import estimate as estimation
+from dualsft.lab.estimate.costs import Machine, Training
 from dualsft.lab.estimate.probe import Memory, deeper, saved_bytes
-from dualsft.lab.estimate.training_costs import Room, Training, finetune_cures, warmup_cures
-from dualsft.lab.estimate.workload import Lengths, Workload, cut, survey
+from dualsft.lab.estimate.workload import Lengths, Workload, batch_sizes, survey
 from dualsft.memory.plans import GIB, HEADROOM, Activations, LinearFit
 from dualsft.model.load import shallow_model
 from dualsft.runs import pipeline
@@ -86,20 +86,21 @@ def test_counts_and_shapes_are_those_of_a_run(
 
 def pretend_gpu(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine is said to be a GPU of this size; what a batch takes is still the CPU's."""
-    own = estimation.machine
+    real = estimation.this_machine
 
-    def machine(ctx: estimation.RunContext, model_bytes: int, work: Workload) -> Room:
-        room = own(ctx, model_bytes, work)
-        return replace(room, on_cpu=False, device_bytes=int(gib * GIB))
+    def machine(ctx: estimation.RunContext, model_bytes: int, work: Workload) -> Machine:
+        found = real(ctx, model_bytes, work)
+        return replace(found, on_cpu=False, device_bytes=int(gib * GIB))
 
-    monkeypatch.setattr(estimation, "machine", machine)
+    monkeypatch.setattr(estimation, "this_machine", machine)
 
 
 @pytest.mark.parametrize("gib", [0.001, 0.2])
-def test_a_small_gpu_does_not_fit_and_the_cure_is_said(
+def test_a_small_gpu_does_not_fit_and_settings_are_named(
     gib: float, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_gpu(gib, monkeypatch)
+    config = replace(config, warmup=replace(config.warmup, moments="int8"))
     found = estimation.estimate(config, tmp_path / "run")
     assert found.device_memory == int(gib * GIB)
     assert all(stage.device_bytes > 0 for stage in found.stages[1:])
@@ -107,8 +108,12 @@ def test_a_small_gpu_does_not_fit_and_the_cure_is_said(
     for stage in found.stages:
         assert bool(stage.cure) != stage.fits
     if not found.fits:
-        warmup = found.stages[1]
-        assert not warmup.fits and "a GPU with" in warmup.cure
+        cures = {stage.name: stage.cure for stage in found.stages}
+        named = [word for word in cures["warmup"].split() if "=" in word]
+        assert named[:2] == ["warmup.offload=true", "warmup.trainable=candidates"]
+        settings.load(None, ["model.path=m", "data.path=d", *(w.strip(",") for w in named)])
+        assert "set finetune.moments=int8 or a lower data.max_length" in cures["finetune"]
+        assert all("a GPU with" in cure for cure in cures.values() if cure)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -143,12 +148,11 @@ def training(**changes: object) -> Training:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def room(gib: float, host: float = 64, dtype: torch.dtype = torch.bfloat16) -> Room:
-    device = int(gib * GIB / (1 - HEADROOM))
-    return Room(
+def gpu(gib: float, dtype: torch.dtype = torch.bfloat16) -> Machine:
+    return Machine(
         on_cpu=False,
-        device_bytes=device + 1,
-        host_bytes=int(host * GIB),
+        device_bytes=int(gib * GIB / (1 - HEADROOM)) + 1,
+        host_bytes=64 * GIB,
         base=GIB,
         model_bytes=2**30 * dtype.itemsize,
         dtype=dtype,
@@ -157,53 +161,37 @@ def room(gib: float, host: float = 64, dtype: torch.dtype = torch.bfloat16) -> R
 
 def test_bytes_an_entry_are_the_optimizers() -> None:
     """Model 2, low half 2, moments 8, fp32 gradient sums 4, and 1 GiB for the batch."""
-    device, host, note = training().peak(room(100))
+    device, host, note = training().peak(gpu(100))
     assert device / GIB == pytest.approx(2 + 2 + 8 + 4 + 1)
     assert host == 0 and note == "1,000 tokens per micro-batch"
-    assert training(moments="int8").peak(room(100))[0] / GIB == pytest.approx(11)
-    wide = training().peak(room(100, dtype=torch.float32))[0]
+    assert training(moments="int8").peak(gpu(100))[0] / GIB == pytest.approx(11)
+    wide = training().peak(gpu(100, dtype=torch.float32))[0]
     assert wide / GIB == pytest.approx(4 + 8 + 4 + 1)
-    some = training(num_entries=2**30 // 32, whole=False).peak(room(100))[0]
+    some = training(num_entries=2**30 // 32, whole=False).peak(gpu(100))[0]
     assert some / GIB == pytest.approx(2 + (2 + 2 + 8 + 4) / 32 + 1)
 
 
 def test_one_micro_batch_keeps_its_gradients_in_the_weights_type() -> None:
     plan = replace(training().plan, batch_size=10)
-    device, _, _ = training(plan=plan, num_examples=10).peak(room(100))
+    device, _, _ = training(plan=plan, num_examples=10).peak(gpu(100))
     assert device / GIB == pytest.approx(2 + 2 + 8 + max(1, 2))
 
 
 def test_offloaded_state_is_in_the_host_memory() -> None:
-    device, host, _ = training(offload=True).peak(room(100))
+    device, host, _ = training(offload=True).peak(gpu(100))
     assert host / GIB == pytest.approx(10)
     assert device / GIB == pytest.approx(2 + 3 * 10 / 32 + 4 + 1)
 
 
 def test_the_loop_saves_memory_by_itself_before_anything_must_be_set() -> None:
-    assert training().peak(room(17))[2] == "1,000 tokens per micro-batch"
-    device, _, note = training().peak(room(16.5))
+    assert training().peak(gpu(17))[2] == "1,000 tokens per micro-batch"
+    device, _, note = training().peak(gpu(16.5))
     assert note == "1,000 tokens per micro-batch, activations recomputed"
     assert device / GIB == pytest.approx(16.25)
-    tight = room(16.1)
+    tight = gpu(16.1)
     device, _, note = training().peak(tight)
     assert note == "400 tokens per micro-batch, activations recomputed" and tight.fits(device)
-    assert not room(16).fits(training().peak(room(16))[0])
-
-
-def test_cures_change_no_result_first_and_are_settings_that_load(config: Config) -> None:
-    words = [words for words, _ in warmup_cures(config)]
-    assert words[0] == "finetune.checkpointing=true"
-    assert words[1] == "finetune.checkpointing=true warmup.offload=true"
-    assert words[-1].endswith("warmup.moments=int8 warmup.trainable=candidates")
-    for given_words, changed in [*warmup_cures(config), *finetune_cures(config)]:
-        base = [f"model.path={config.model.path}", f"data.path={config.data.path}"]
-        loaded = settings.load(None, [*base, *given_words.split()])
-        assert (loaded.warmup.moments, loaded.warmup.offload, loaded.finetune.checkpointing) == (
-            changed.warmup.moments,
-            changed.warmup.offload,
-            changed.finetune.checkpointing,
-        )
-        assert loaded.finetune.moments == changed.finetune.moments
+    assert not gpu(16).fits(training().peak(gpu(16))[0])
 
 
 # --- the fit over layers and rows -----------------------------------------------------------------
@@ -229,16 +217,19 @@ def test_one_and_two_layers_foretell_five(arch: str, model_folder: Folders) -> N
     assert real.at(480) > 2 * line(1).at(480)
 
 
-def test_deeper_never_shrinks() -> None:
-    assert deeper(LinearFit(10, 2), LinearFit(9, 3), 4) == LinearFit(10, 5)
+def test_deeper_never_shrinks_and_keeps_the_form() -> None:
+    one, two, four = LinearFit(10, 2), LinearFit(9, 3), LinearFit(10, 5)
+    assert deeper(one, two, 4) == four
+    few, more = (Memory(Activations(line, line), None) for line in (one, two))
+    assert deeper(few, more, 4) == Memory(Activations(four, four), None)
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60), most=st.integers(1, 200))
 def test_batches_are_cut_as_the_walk_cuts_them(lengths: list[int], most: int) -> None:
     examples = [tokens(length, str(i)) for i, length in enumerate(lengths)]
     batches = make_batches(examples, most)
-    padded = sum(len(rows) * max(lengths[i] for i in rows) for rows in batches)
-    assert cut(np.sort(lengths)[::-1], most) == (len(batches), padded)
+    padded = [len(rows) * max(lengths[i] for i in rows) for rows in batches]
+    assert sorted(batch_sizes(np.sort(lengths)[::-1], most)) == sorted(padded)
 
 
 def test_a_sample_of_the_rows_has_the_longest_and_the_mean(
@@ -268,7 +259,7 @@ def test_a_small_corpus_is_known_role_by_role(config: Config, tmp_path: Path) ->
         known = work.of(role)
         assert known.sample.tolist() == real and known.longest == real[-1]
         assert known.spread(count).tolist() == real[::-1]
-        assert known.batches(count, 50) == cut(np.array(real[::-1]), 50)
+        assert known.batches(count, 50) == batch_sizes(np.array(real[::-1]), 50)
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -28,19 +29,26 @@ from dualsft.data.examples import Example, collate
 from dualsft.engine.losses import plain_example_loss
 from dualsft.engine.sketch import Sketch
 from dualsft.errors import ConfigError, RunError
-from dualsft.lab.methods import fishersft, spice
-from dualsft.lab.methods.data_table import DavIROptions, LessOptions
-from dualsft.lab.methods.fishersft import Information, factor, features, lazy_greedy, pooled
+from dualsft.lab.methods import greedy
+from dualsft.lab.methods.greedy import (
+    Information,
+    factor,
+    features,
+    lazy_greedy,
+    pooled,
+    spice_greedy,
+    spice_pairwise,
+    spice_windows,
+)
 from dualsft.lab.methods.less import Less, attach, target_maps
-from dualsft.lab.methods.loss_ranked import DavIR, learnability, top
+from dualsft.lab.methods.per_example import DavIR, learnability, top
+from dualsft.lab.methods.table import DavIROptions, LessOptions
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job
 from dualsft.system.progress import Reporter
 
 DATA_ONLY = ("method.params=all", "select.data_budget=10", "warmup.min_steps=4")
-PROJECTIONS: tuple[Literal["sides", "dense"], ...] = ("sides", "dense")
-OURS = ("top_loss", "davir", "less", "fishersft", "spice")
 
 
 def rows_of(count: int, seed: int = 1) -> list[Example]:
@@ -94,39 +102,25 @@ def spearman(a: Any, b: Any) -> float:
 # --- all of them ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen2"])
-@pytest.mark.parametrize("name", OURS)
-def test_a_run_trains_on_exactly_b_examples_of_d_train(
+PASSES = {"top_loss": (96, 0), "davir": (192, 2 * 96), "fishersft": (96, 0)}
+PASSES |= {"spice": (0, 96), "less": (0, 4 * (12 + 12 + 96))}
+"""(forward, backward) examples: D_train is 96 rows, of which 12 are D_warm; D_val has 12."""
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("name", PASSES)
+def test_what_each_method_counts_and_what_its_seed_changes(
     make_run: Runner, name: str, arch: str
 ) -> None:
-    run = make_run(*DATA_ONLY, f"method.data={name}", arch=arch, until="finetune")
-    chosen = selected(run)
-    assert len(chosen) == len(set(chosen)) == 10
-    table = pq.read_table(run / "1_split/split.parquet").to_pydict()
-    roles = dict(zip(table["id"], table["role"], strict=True))
-    assert {roles[i] for i in chosen} <= {"pool", "warm"}
-    assert json.loads((run / "6_finetune/summary.json").read_text())["examples"] == 10
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_the_papers_preset_and_the_seed(make_run: Runner, name: str) -> None:
-    words = (*DATA_ONLY, f"method.data={name}", "method.preset=paper", "select.data_budget=30")
-    first, again = (make_run(*words, until="selection", out=o) for o in "ab")
-    assert selected(first) == selected(again)
-    if find("data", name).name != "fishersft":  # reads neither the split's chance nor a warmup
-        other = make_run(*words, "seed=7", until="selection", out="c")
-        assert selected(first) != selected(other)
-
-
-def test_what_each_method_counts(make_run: Runner) -> None:
-    """24 of 120 rows are val and anchor; D_train is 96 rows, 12 of them D_warm."""
-    expected = {"top_loss": (96, 0), "davir": (192, 2 * 96), "fishersft": (96, 0)}
-    expected |= {"spice": (0, 96), "less": (0, 4 * (12 + 12 + 96))}
-    for name, counts in expected.items():
-        run = make_run(*DATA_ONLY, f"method.data={name}", until="selection", out=name)
-        manifest = json.loads((run / "5_selection/manifest.json").read_text())
-        found = manifest["facts"]["accounts"]["data"]
-        assert (found["forward_examples"], found["backward_examples"]) == counts, name
+    """The contract of every method (test_methods.py) on two more architectures."""
+    words = (*DATA_ONLY, f"method.data={name}", "select.data_budget=30")
+    run = make_run(*words, arch=arch, until="selection")
+    assert len(set(selected(run))) == 30
+    took = json.loads((run / "5_selection/manifest.json").read_text())["facts"]["accounts"]["data"]
+    assert (took["forward_examples"], took["backward_examples"]) == PASSES[name]
+    if name != "fishersft":  # reads neither the split's chance nor a warmup
+        other = make_run(*words, "seed=7", arch=arch, until="selection", out="other")
+        assert selected(run) != selected(other)
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -150,14 +144,11 @@ def test_top_loss_is_the_mean_response_loss(make_run: Runner, job_of: Any, at: s
     assert set(selected(run)) == set(sorted(expected, key=lambda i: -expected[i])[:10])
 
 
-def test_either_denominator_ranks_the_same() -> None:
+def test_learnability_ranks_alike_by_either_denominator_and_is_finite() -> None:
     base, reference = np.random.default_rng(0).uniform(0.1, 5, (2, 200))
     ours = learnability(base, reference, floor=1e-3)
     np.testing.assert_allclose(ours, (base - reference) / base)
     assert (ranks(ours) == ranks((base - reference) / reference)).all()
-
-
-def test_a_loss_of_nothing_has_no_infinite_score() -> None:
     found = learnability(np.array([0.0, 1e-9]), np.array([0.5, 0.0]), floor=1e-2)
     np.testing.assert_allclose(found, [-50.0, 1e-7])
 
@@ -216,9 +207,9 @@ def naive_greedy(factors: Tensor, b: int, level: float) -> list[int]:
 
 @pytest.mark.parametrize("on_top", [1, 4, 64])
 def test_lazy_greedy_is_naive_greedy(on_top: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fishersft, "ON_TOP", on_top)
-    monkeypatch.setattr(fishersft, "REBUILD", 4)
-    monkeypatch.setattr(fishersft, "CHUNK", 7)
+    monkeypatch.setattr(greedy, "ON_TOP", on_top)
+    monkeypatch.setattr(greedy, "REBUILD", 4)
+    monkeypatch.setattr(greedy, "CHUNK", 7)
     factors = random_factors()
     chosen, gains = lazy_greedy(factors, 12, level=0.3)
     assert chosen.tolist() == naive_greedy(factors, 12, 0.3)
@@ -237,7 +228,7 @@ def test_lazy_greedy_evaluates_less_than_naive(monkeypatch: pytest.MonkeyPatch) 
         return own(self, factors)
 
     monkeypatch.setattr(Information, "gains", gains)
-    monkeypatch.setattr(fishersft, "ON_TOP", 4)
+    monkeypatch.setattr(greedy, "ON_TOP", 4)
     lazy_greedy(random_factors(200), 20, level=5.0)
     assert sum(counted) < 0.5 * 20 * 200
 
@@ -341,7 +332,7 @@ def direct_spice(rows: Tensor, b: int, alpha: float, conflict: float) -> tuple[l
 @pytest.mark.parametrize(("alpha", "conflict"), [(1.0, 0.1), (0.2, 2.0), (3.0, 0.0)])
 def test_rank_one_updates_are_the_direct_rule(alpha: float, conflict: float) -> None:
     rows = random_rows()
-    chosen, gains = spice.greedy(rows, 15, alpha, conflict)
+    chosen, gains = spice_greedy(rows, 15, alpha, conflict)
     expected, total = direct_spice(rows.double(), 15, alpha, conflict)
     assert chosen.tolist() == expected
     assert gains.sum() == pytest.approx(total, rel=1e-9)
@@ -349,16 +340,16 @@ def test_rank_one_updates_are_the_direct_rule(alpha: float, conflict: float) -> 
 
 def test_without_conflict_it_is_log_det_greedy() -> None:
     rows = random_rows(40)
-    chosen, _ = spice.greedy(rows, 12, 2.0, 0.0)
+    chosen, _ = spice_greedy(rows, 12, 2.0, 0.0)
     assert chosen.tolist() == naive_greedy(2.0**0.5 * rows[:, None], 12, 1.0)
 
 
 def test_a_gradient_and_its_reverse_gain_the_same_and_score_differently() -> None:
     along = torch.tensor([[3.0, 0, 0], [0.1, 1, 0], [-0.1, -1, 0.0]], dtype=torch.float64)
-    free, _ = spice.greedy(along, 2, 1.0, 0.0)
-    held, gains = spice.greedy(along.flip(0), 2, 1.0, 0.5)
+    free, _ = spice_greedy(along, 2, 1.0, 0.0)
+    held, gains = spice_greedy(along.flip(0), 2, 1.0, 0.5)
     assert free.tolist() == [0, 1] and held.tolist() == [2, 1]  # never the one that opposes
-    assert gains[1] == pytest.approx(float(spice.greedy(along[:2], 2, 1.0, 0.0)[1][1]))
+    assert gains[1] == pytest.approx(float(spice_greedy(along[:2], 2, 1.0, 0.0)[1][1]))
 
 
 def test_pairwise_counts_every_conflicting_pair() -> None:
@@ -369,13 +360,13 @@ def test_pairwise_counts_every_conflicting_pair() -> None:
         value = utility - 0.3 * (-cosine[chosen]).clamp_min(0).sum(0)
         value[chosen] = -torch.inf
         chosen.append(int(value.argmax()))
-    assert spice.pairwise(rows, 6, 1.0, 0.3).tolist() == chosen
-    assert spice.pairwise(rows, 6, 1.0, 0.0).tolist() != chosen
+    assert spice_pairwise(rows, 6, 1.0, 0.3).tolist() == chosen
+    assert spice_pairwise(rows, 6, 1.0, 0.0).tolist() != chosen
 
 
 def test_windows_keep_their_share_of_exactly_b() -> None:
     rows, walk = random_rows(50), np.random.default_rng(0).permutation(50)
-    chosen = spice.windows(rows, walk, 13, 8, 1.0, 0.1)
+    chosen = spice_windows(rows, walk, 13, 8, 1.0, 0.1)
     assert len(set(chosen)) == 13
     place = np.argsort(walk)[chosen] // 8
     assert set(np.bincount(place, minlength=7)) <= {0, 1, 2, 3}
@@ -383,7 +374,7 @@ def test_windows_keep_their_share_of_exactly_b() -> None:
     small = 1e-3 * rows  # the released information hardly grows: what is kept is the largest
     first = walk[:8]
     expected = first[np.argsort(-small[first].square().sum(1).numpy())[:2]]
-    assert set(spice.windows(small, walk, 13, 8, 1.0, 0.0)[:2]) == set(expected)
+    assert set(spice_windows(small, walk, 13, 8, 1.0, 0.0)[:2]) == set(expected)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
@@ -435,6 +426,13 @@ def test_spice_without_a_linear_candidate_is_refused(make_run: Runner) -> None:
 FAST = LessOptions(rank=4, alpha=16.0, lr=5e-3, epochs=2, batch_size=4, dim=96)
 
 
+def less_scores(job: Job, pool: list[Example], options: LessOptions) -> np.ndarray:
+    choice = Less(find("data", "less"), options).choose(job, pool, 10)
+    assert choice is not None and choice.scores is not None
+    assert set(choice.positions) == set(np.argsort(-choice.scores)[:10])
+    return choice.scores
+
+
 def unit(rows: list[Tensor]) -> Tensor:
     stacked = torch.stack(rows)
     return stacked / torch.linalg.vector_norm(stacked, dim=1, keepdim=True)
@@ -482,39 +480,27 @@ def stored_features(
 def test_streamed_scores_are_those_of_stored_features(
     job_of: Any, arch: str, dtype: str, eps_inside: bool
 ) -> None:
-    options = LessOptions(
-        rank=4, alpha=16.0, lr=5e-3, epochs=2, batch_size=4, dim=96, eps_inside=eps_inside
-    )
+    options = replace(FAST, eps_inside=eps_inside)
     job, pool = job_of(arch, f"model.dtype={dtype}")
     expected, _ = stored_features(job, pool, options)
-    choice = Less(find("data", "less"), options).choose(job, pool, 10)
-    assert choice is not None and choice.scores is not None
-    assert spearman(choice.scores, expected) >= 0.99
-    exact = dtype == "float64"
-    np.testing.assert_allclose(choice.scores, expected, atol=1e-9 if exact else 1e-3)
-    assert set(choice.positions) == set(np.argsort(-choice.scores)[:10])
+    scores = less_scores(job, pool, options)
+    assert spearman(scores, expected) >= 0.99
+    np.testing.assert_allclose(scores, expected, atol=1e-9 if dtype == "float64" else 1e-3)
 
 
 def test_where_eps_stands_changes_the_scores(job_of: Any) -> None:
     job, pool = job_of("llama")
-    found = []
-    for inside in (True, False):
-        options = LessOptions(rank=4, lr=1e-4, epochs=1, dim=64, eps_inside=inside)
-        choice = Less(find("data", "less"), options).choose(job, pool, 10)
-        assert choice is not None and choice.scores is not None
-        found.append(choice.scores)
-    assert np.abs(found[0] - found[1]).max() > 1e-3
+    options = LessOptions(rank=4, lr=1e-4, epochs=1, dim=64)
+    outside = less_scores(job, pool, replace(options, eps_inside=False))
+    assert np.abs(less_scores(job, pool, options) - outside).max() > 1e-3
 
 
 def test_both_projections_rank_alike(job_of: Any) -> None:
     job, pool = job_of("llama")
-    found = []
-    for kind in PROJECTIONS:
-        options = LessOptions(rank=4, lr=5e-3, epochs=1, batch_size=4, dim=4096, projection=kind)
-        choice = Less(find("data", "less"), options).choose(job, pool, 10)
-        assert choice is not None and choice.scores is not None
-        found.append(choice.scores)
-    assert not np.array_equal(*found) and spearman(*found) > 0.8
+    options = LessOptions(rank=4, lr=5e-3, epochs=1, batch_size=4, dim=4096)
+    sides = less_scores(job, pool, options)
+    dense = less_scores(job, pool, replace(options, projection="dense"))
+    assert not np.array_equal(sides, dense) and spearman(sides, dense) > 0.8
 
 
 def test_checkpoints_are_the_epochs_ends_weighted_by_their_rates(job_of: Any) -> None:

@@ -33,10 +33,9 @@ from dualsft.config.methods import compose
 from dualsft.data.examples import Example, collate
 from dualsft.errors import ConfigError, RunError
 from dualsft.lab.methods.fapm import prune
-from dualsft.lab.methods.flow import flow_weights
 from dualsft.lab.methods.lora import Lora, linear_names
-from dualsft.lab.methods.stm import control_tokens
-from dualsft.lab.methods.training_table import FlowOptions
+from dualsft.lab.methods.table import FlowOptions
+from dualsft.lab.methods.token_weights import control_tokens, flow_weights
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job
@@ -239,7 +238,8 @@ def test_stm_controls_mask_as_many(make_job: Maker, mode: str) -> None:
 
     def kept(*more: str) -> dict[str, np.ndarray]:
         hooks = hooks_of(make_job("weights", rows, *options, *more), model)
-        return hooks.objective.__self__.kept  # type: ignore[attr-defined]
+        weights = hooks.objective.__self__.weights  # type: ignore[attr-defined]
+        return {e.id: weights(e).bool().numpy() for e in rows}
 
     highest, control = kept(), kept(f"method.stm.mode={mode}")
     differ = 0
@@ -640,45 +640,39 @@ def first_step(run: Path) -> dict[str, Any]:
     return next(e for e in lines if e["stage"] == "finetune" and e.get("step") == 1)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_runs_report_the_unweighted_loss_and_repeat(make_run: Runner, arch: str) -> None:
+def facts_of(run: Path, file: str = "summary") -> dict[str, Any]:
+    return json.loads((run / f"6_finetune/{file}.json").read_text())
+
+
+def test_runs_report_the_unweighted_loss(make_run: Runner) -> None:
     base = ("method.data=random", "method.params=random", "finetune.max_grad_norm=0")
-    plain = make_run(*base, arch=arch, out="plain", until="finetune")
-    sft = first_step(plain)
-    hashes = {json.dumps(json.loads((plain / "6_finetune/summary.json").read_text())["weights"])}
+    plain = make_run(*base, arch="gpt2", out="plain", until="finetune")
+    sft, hashes = first_step(plain), {json.dumps(facts_of(plain)["weights"])}
     for name in ("flow", "stm", "talr", "dft"):
-        runs = [
-            make_run(*base, f"method.weights={name}", arch=arch, out=f"{name}{i}", until="finetune")
-            for i in range(2)
-        ]
-        summaries = [json.loads((r / "6_finetune/summary.json").read_text()) for r in runs]
-        assert summaries[0]["weights"] == summaries[1]["weights"], f"{name} repeats"
-        hashes.add(json.dumps(summaries[0]["weights"]))
-        step = first_step(runs[0])
+        run = make_run(*base, f"method.weights={name}", arch="gpt2", out=name, until="finetune")
+        summary, step = facts_of(run), first_step(run)
+        hashes.add(json.dumps(summary["weights"]))
         assert step["loss"] == pytest.approx(sft["loss"], rel=1e-6), f"{name} is logged unweighted"
         assert step["grad_norm"] != pytest.approx(sft["grad_norm"], rel=1e-3)
-        manifest = json.loads((runs[0] / "6_finetune/manifest.json").read_text())
-        passes = manifest["facts"]["accounts"]["weights"]["forward_examples"]
-        trained, epochs = summaries[0]["examples"], 2
+        passes = facts_of(run, "manifest")["facts"]["accounts"]["weights"]["forward_examples"]
+        trained, epochs = summary["examples"], 2
         assert passes == {"flow": trained, "stm": trained, "talr": epochs * trained, "dft": 0}[name]
     assert len(hashes) == 5, "five different models"
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_run_with_fapm_keeps_a_tenth(make_run: Runner, arch: str) -> None:
+def test_run_with_fapm_keeps_a_tenth(make_run: Runner, model_folder: Callable) -> None:
     base = ("method.data=random", "method.params=all")
-    dense = make_run(*base, arch=arch, out="dense", until="finetune")
-    run = make_run(*base, "method.after=fapm", arch=arch, out="fapm", until="finetune")
-    summary = json.loads((run / "6_finetune/summary.json").read_text())
+    runs = [
+        make_run(*base, *more, arch="gpt2", out=f"run{len(more)}", until="finetune")
+        for more in ((), ("method.after=fapm",))
+    ]
+    summary = facts_of(runs[1])
     assert summary["changed_entries"] == summary["fapm"]["kept_entries"]
     assert 0.05 < summary["fapm"]["share"] <= 0.1
-    config = settings.load(run / "config.yaml", [])
-    old = AutoModelForCausalLM.from_pretrained(config.model.path)
-    tuned = AutoModelForCausalLM.from_pretrained(dense / "6_finetune/model")
-    pruned = dict(AutoModelForCausalLM.from_pretrained(run / "6_finetune/model").named_parameters())
-    trained = dict(tuned.named_parameters())
-    for name, p in old.named_parameters():
-        assert torch.equal(pruned[name], fapm_oracle(p.detach(), trained[name].detach(), 0.1)), name
+    places = (model_folder("gpt2"), *(run / "6_finetune/model" for run in runs))
+    old, dense, pruned = (load_file(folder / "model.safetensors") for folder in places)
+    for name, base_weight in old.items():
+        assert torch.equal(pruned[name], fapm_oracle(base_weight, dense[name], 0.1)), name
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from dualsft.engine.ghost import alone
 from dualsft.engine.sketch import Sketch, Sketcher, sides
 from dualsft.errors import RunError
 from dualsft.lab.methods import per_example as module
+from dualsft.lab.methods.greedy import linear_maps
 from dualsft.lab.methods.per_example import per_example
-from dualsft.lab.methods.spice import linear_maps
 from dualsft.model.load import find_candidates
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir

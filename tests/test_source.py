@@ -95,7 +95,6 @@ def test_the_lint_finds_it(line: str) -> None:
 OPENS_ELSEWHERE = {
     "system/paths.py": "the one way into a run folder",
     "data/chat.py": "data.template_file, and the process's own memory",
-    "lab/estimate/estimate.py": "the process's own memory",
     "model/export.py": "new files beside the target that the user names; files of the base model",
     "system/usage.py": "the machine's and the container's memory",
     "model/safety.py": "a model folder, whose links it checks first",

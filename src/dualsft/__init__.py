@@ -45,7 +45,7 @@ __version__ = "0.1.0"
 # Register parts that lower layers use but must not import. The core works without `lab`.
 add_part("methods", "dualsft.runs:ENTRIES")
 if find_spec("dualsft.lab") is not None:
-    add_part("methods", "dualsft.lab.methods:ENTRIES")
+    add_part("methods", "dualsft.lab.methods.table:ENTRIES")
     add_part("stages", "dualsft.lab.evaluation.stage:STAGE")
     add_part("report", "dualsft.lab.report.markdown:write_report")
     add_part("checks", "dualsft.lab.evaluation.tasks:task_problems")

@@ -333,6 +333,21 @@ class World:
         if self.size > 1:
             raise RuntimeError(message)
 
+    def take_part(self, turn: Sequence[T]) -> tuple[T | None, bool]:
+        """(item of a turn to compute, whether its result counts).
+
+        With a sharded model every process must take part in each pass, so a process without an
+        item of its own repeats the first one and discards the result.
+        """
+        own = self.mine(turn)
+        return (turn[0], False) if own is None and self.sharded else (own, own is not None)
+
+    def check_retry(self, message: str) -> None:
+        """Raise if a batch that ran out of memory cannot be retried: with a sharded model, the
+        other processes are already in its collectives."""
+        if self.sharded:
+            raise RunError(f"{self.name} ran out of memory: {message}")
+
 
 def gather(every: Tensor, own: Tensor) -> None:
     """All-gather equally sized tensors into one, by rank."""

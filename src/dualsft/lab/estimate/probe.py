@@ -16,7 +16,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +30,11 @@ from dualsft.engine.losses import CHUNK_BYTES, example_objective
 from dualsft.engine.trial import measure
 from dualsft.engine.walk import cwsd_objective, loss_objective
 from dualsft.errors import ConfigError, RunError
+from dualsft.lab.estimate.workload import Workload
 from dualsft.memory.placement import Scratch
 from dualsft.memory.plans import Activations, LinearFit
-from dualsft.model.load import find_candidates, text_parameters
+from dualsft.model.load import find_candidates, shallow_model, text_parameters
+from dualsft.runs.context import RunContext
 from dualsft.system.peak_memory import PeakMemory
 from dualsft.system.usage import give_back, is_out_of_memory
 from dualsft.train.optimizer import SparseAdamW
@@ -51,9 +54,6 @@ class Memory:
     kept: Activations | None
     recomputed: Activations | None
 
-    def at(self, checkpointing: bool) -> Activations | None:
-        return self.recomputed if checkpointing else self.kept
-
 
 @dataclass(frozen=True)
 class Walks:
@@ -67,7 +67,7 @@ class Walks:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """All measurements at the model's full depth. Bytes and seconds are per batch, by tokens."""
+    """All measurements of a model. Bytes and seconds are per batch, by tokens."""
 
     warmup: Memory
     """Training step on every parameter, without gradients and optimizer state."""
@@ -84,31 +84,16 @@ class Probe:
     """Seconds per entry of an optimizer update."""
 
 
-@dataclass(frozen=True)
-class Trial:
-    """Examples and settings for the batches to measure."""
-
-    longest: Example
-    typical: Example
-    batch_tokens: int
-    pad_id: int
-    padding_side: str
-    candidates: str
-    tau: float
-
-    def batches(self, example: Example, device: torch.device) -> Callable[[int], Batch]:
-        return lambda count: collate([example] * count, self.pad_id, self.padding_side, device)
-
-
-def probe(
-    build: Callable[[int], PreTrainedModel], depth: int, trial: Trial, device: torch.device
-) -> Probe:
-    """Measure models with one and two layers, made by `build`, and extrapolate to `depth`."""
-    found = []
+def probe(ctx: RunContext, work: Workload) -> Probe:
+    """Measure copies of the model with one and two layers and extrapolate to its depth."""
+    depth = int(ctx.model_config.num_hidden_layers)
+    found: list[Probe] = []
     for layers in DEPTHS:
-        model = build(layers)
+        model = shallow_model(
+            ctx.model_folder, layers, ctx.dtype, ctx.device, ctx.config.model.attention, ctx.trusted
+        )
         try:
-            found.append(_measured(model, trial, device))
+            found.append(_Measurement(ctx, work, model).probe())
         except Exception as problem:
             if not is_out_of_memory(problem):
                 raise
@@ -118,173 +103,217 @@ def probe(
             ) from None
         finally:
             del model
-            give_back(device)
+            give_back(ctx.device)
     one, two = found
-
-    def line(name: str) -> LinearFit:
-        return deeper(getattr(one, name), getattr(two, name), depth)
-
-    def memory(name: str) -> Memory:
-        return _deeper_memory(getattr(one, name), getattr(two, name), depth)
-
-    def walks(name: str) -> Walks:
-        few, more = getattr(one, name), getattr(two, name)
-        return Walks(
-            _deeper_memory(few.loss, more.loss, depth),
-            _deeper_memory(few.cwsd, more.cwsd, depth),
-            deeper(few.seconds, more.seconds, depth),
-        )
-
-    return Probe(
-        warmup=memory("warmup"),
-        finetune=memory("finetune"),
-        walks=walks("walks"),
-        wide=walks("wide"),
-        forward=line("forward"),
-        step_seconds=line("step_seconds"),
-        forward_seconds=line("forward_seconds"),
-        update_seconds=min(one.update_seconds, two.update_seconds),
-    )
+    return deeper(one, two, depth)
 
 
-def deeper(one: LinearFit, two: LinearFit, depth: int) -> LinearFit:
-    """Extrapolate a line to `depth` layers from one and two. More layers never cost less."""
-    fixed, slope = (max(0.0, b - a) for a, b in ((one.fixed, two.fixed), (one.slope, two.slope)))
-    return LinearFit(one.fixed + (depth - 1) * fixed, one.slope + (depth - 1) * slope)
+def deeper(one: Any, two: Any, depth: int) -> Any:
+    """Extrapolate measurements of one and two layers, of the same type, to `depth` layers.
 
-
-def _deeper_memory(one: Memory, two: Memory, depth: int) -> Memory:
-    def both(a: Activations | None, b: Activations | None) -> Activations | None:
-        if a is None or b is None:
-            return None
-        return Activations(
-            deeper(a.forward, b.forward, depth), deeper(a.backward, b.backward, depth)
-        )
-
-    return Memory(both(one.kept, two.kept), both(one.recomputed, two.recomputed))
-
-
-def _measured(model: PreTrainedModel, trial: Trial, device: torch.device) -> Probe:
-    """All measurements of one shallow model."""
-    engine = _engine(model, trial.candidates)
-    everything = [name for name, _ in text_parameters(model)]
-    walks = wide = _walks(engine, trial)
-    if any(p.dtype in HALF_DTYPES for p in model.parameters()):
-        with widened(model, tensor_cores=True) as (widely,):
-            wide = _walks(engine.on(widely), trial)
-    if device.type == "cuda":
-        names = engine.candidates.names
-        warmup = _both(lambda again: _step_peaks(model, everything, trial, again))
-        finetune = _both(lambda again: _step_peaks(model, names, trial, again))
-        forward = _forward_peaks(model, trial)
-    else:
-        warmup = finetune = _counted(model, trial)
-        forward = LinearFit(_logits(model, trial), 8.0 * _width(model) * 4)
-    with fused_blocks(model):
-        step_seconds = _seconds(_training(model), trial, device)
-    return Probe(
-        warmup=warmup,
-        finetune=finetune,
-        walks=walks,
-        wide=wide,
-        forward=forward,
-        step_seconds=step_seconds,
-        forward_seconds=_seconds(_looking(model), trial, device),
-        update_seconds=_update_seconds(model, trial, device),
-    )
-
-
-def _walks(engine: GhostEngine, trial: Trial) -> Walks:
-    """Bytes and seconds of the walk in the current dtype of the weights."""
-    if engine.device.type == "cuda":
-        loss = _both(lambda again: _walk_peaks(engine, trial, again))
-        cwsd = _both(lambda again: _walk_peaks(engine, trial, again, teacher=True))
-    else:
-        loss = cwsd = _counted(engine.model, trial)
-    with _walking(engine) as walk:
-        return Walks(loss, cwsd, _seconds(walk, trial, engine.device))
-
-
-def _engine(model: PreTrainedModel, candidates: str) -> GhostEngine:
-    """Engine for a shallow model.
-
-    Patterns that name a deep layer match nothing here; `block_linear` is measured instead.
+    More layers never cost less. A number (seconds per entry) does not depend on the depth.
     """
-    try:
-        found = find_candidates(model, candidates)
-    except ConfigError:
-        found = find_candidates(model, "block_linear")
-    return GhostEngine(model, found)
+    if one is None or two is None:
+        return None
+    if isinstance(one, float):
+        return min(one, two)
+    if isinstance(one, LinearFit):
+        fixed, slope = max(0.0, two.fixed - one.fixed), max(0.0, two.slope - one.slope)
+        return LinearFit(one.fixed + (depth - 1) * fixed, one.slope + (depth - 1) * slope)
+    names = [field.name for field in fields(one)]
+    return type(one)(**{n: deeper(getattr(one, n), getattr(two, n), depth) for n in names})
 
 
-def _width(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config().hidden_size)
+class _Measurement:
+    """Measurements of one shallow model."""
 
+    def __init__(self, ctx: RunContext, work: Workload, model: PreTrainedModel) -> None:
+        self.ctx, self.model, self.device = ctx, model, ctx.device
+        self.typical, self.longest = work.typical, work.longest
+        self.worst = replace(work.longest, labels=list(work.longest.input_ids))
+        """The longest example with a label on every token: the worst case for the loss."""
+        self.everything = [name for name, _ in text_parameters(model)]
+        self.on_cuda = ctx.device.type == "cuda"
 
-# --- bytes --------------------------------------------------------------------------------------
+    def probe(self) -> Probe:
+        model = self.model
+        try:
+            candidates = find_candidates(model, self.ctx.config.score.candidates)
+        except ConfigError:  # patterns that name a deep layer match nothing in a shallow model
+            candidates = find_candidates(model, "block_linear")
+        engine = GhostEngine(model, candidates)
+        walks = wide = self._walks(engine)
+        if any(p.dtype in HALF_DTYPES for p in model.parameters()):
+            with widened(model, tensor_cores=True) as (wide_model,):
+                wide = self._walks(engine.on(wide_model))
+        if self.on_cuda:
+            warmup = _both(lambda again: self._step_peaks(self.everything, again))
+            finetune = _both(lambda again: self._step_peaks(engine.candidates.names, again))
+            forward = self._forward_peaks()
+        else:
+            warmup = finetune = self._counted()
+            width = int(model.config.get_text_config().hidden_size)
+            forward = LinearFit(self._logits(), 8.0 * width * 4)
+
+        def step(batch: Batch) -> None:
+            with _gradients_of(model, self.everything):
+                example_objective(model, batch)[0].backward()
+
+        with fused_blocks(model):
+            step_seconds = self._seconds(step)
+        with torch.no_grad():
+            forward_seconds = self._seconds(lambda batch: example_objective(model, batch))
+        return Probe(
+            warmup=warmup,
+            finetune=finetune,
+            walks=walks,
+            wide=wide,
+            forward=forward,
+            step_seconds=step_seconds,
+            forward_seconds=forward_seconds,
+            update_seconds=self._update_seconds(),
+        )
+
+    def _batch(self, example: Example, count: int) -> Batch:
+        side = self.ctx.config.data.padding_side
+        return collate([example] * count, self.ctx.pad_id, side, self.device)
+
+    # --- bytes ----------------------------------------------------------------------------------
+
+    def _walks(self, engine: GhostEngine) -> Walks:
+        """Bytes and seconds of the walk in the current dtype of the weights."""
+        if self.on_cuda:
+            loss = _both(lambda again: self._walk_peaks(engine, again))
+            cwsd = _both(lambda again: self._walk_peaks(engine, again, teacher=True))
+        else:
+            loss = cwsd = self._counted()
+        # one batch of the pool pass, with a scratch vector as G and direction
+        scratch = Scratch(engine.candidates, engine.candidates.dtype, engine.device)
+        objective = loss_objective(engine.model)
+        with engine.tapped(sums=scratch, direction=scratch, bounds=True) as taps:
+
+            def walk(batch: Batch) -> None:
+                taps.begin(len(batch.input_ids))
+                objective(batch, engine.head_observer(taps))[0].backward()
+                taps.dots.cpu()
+
+            return Walks(loss, cwsd, self._seconds(walk))
+
+    def _sizes(self) -> Iterator[int]:
+        """Sizes to try for the smaller batch: half of a full batch, then half of that, etc."""
+        count = max(1, self.ctx.batch_tokens // (2 * self.longest.num_tokens))
+        while count:
+            yield count
+            count //= 2
+
+    def _walk_peaks(
+        self, engine: GhostEngine, checkpointing: bool, teacher: bool = False
+    ) -> Activations | None:
+        """Memory of a walk, measured as a walk does it (`trial.measure`), at half and full batch
+        size."""
+        model, tau = engine.model, self.ctx.config.score.tau
+        objective = cwsd_objective(model, model, tau) if teacher else loss_objective(model)
+        for size in self._sizes():
+            found = measure(
+                engine,
+                objective,
+                lambda count, _, size=size: self._batch(self.worst, count * size),
+                sums=True,
+                direction=not teacher,
+                bounds=not teacher,
+                checkpointing=checkpointing,
+            )
+            if found is not None:
+                return found
+        return None
+
+    def _step_peaks(self, names: Sequence[str], checkpointing: bool) -> Activations | None:
+        """Memory of a training step whose gradients are freed as they are computed."""
+        model = self.model
+        for size in self._sizes():
+            with (
+                suppress(torch.OutOfMemoryError),
+                _gradients_of(model, names),
+                fused_blocks(model),
+                checkpointed(model, checkpointing),
+            ):
+                # the first batch is not counted: it allocates what later ones reuse
+                batches = [self._batch(self.worst, count * size) for count in (1, 1, 2)]
+                _, few, many = [_step_peak(model, batch) for batch in batches]
+                tokens, more = (batch.input_ids.numel() for batch in batches[1:])
+                lines = zip(few, many, strict=True)
+                return Activations(*(LinearFit.through((tokens, a), (more, b)) for a, b in lines))
+            give_back(self.device)
+        return None
+
+    def _forward_peaks(self) -> LinearFit:
+        size, points = next(self._sizes()), list[tuple[int, int]]()
+        for count in (size, size, 2 * size):
+            before, batch = torch.cuda.memory_allocated(), self._batch(self.worst, count)
+            with PeakMemory() as peak, torch.no_grad():
+                example_objective(self.model, batch)
+            points.append((batch.input_ids.numel(), (peak.cuda_bytes or 0) - before))
+        return LinearFit.through(points[1], points[2])
+
+    def _counted(self) -> Memory:
+        """Memory without allocator statistics: saved tensors, a chunk of logits, the largest
+        gradient. Recomputed activations are not measured."""
+        with _gradients_of(self.model, self.everything):
+            batches = [self._batch(self.worst, count) for count in (1, 2)]
+            points = [(b.input_ids.numel(), saved_bytes(self.model, b)) for b in batches]
+        line = LinearFit.through(*points)
+        largest = max(p.numel() * p.element_size() for p in self.model.parameters())
+        kept = Activations(
+            replace(line, fixed=line.fixed + self._logits()),
+            replace(line, fixed=line.fixed + largest),
+        )
+        return Memory(kept, None)
+
+    def _logits(self) -> float:
+        """Bytes of a chunk of fp32 logits and its gradient."""
+        vocabulary = int(self.model.config.get_text_config().vocab_size)
+        return 2.0 * min(CHUNK_BYTES["cpu"], 4 * self.ctx.batch_tokens * vocabulary)
+
+    # --- seconds --------------------------------------------------------------------------------
+
+    def _seconds(self, call: Callable[[Batch], object]) -> LinearFit:
+        """Seconds per batch as a function of its tokens, with examples of median length."""
+        length, half = self.typical.num_tokens, self.ctx.batch_tokens // 2
+        few = max(1, (half if self.on_cuda else min(CPU_TOKENS, half)) // length)
+        points = []
+        for count in (few, 2 * few):
+            batch = self._batch(self.typical, count)
+            call(batch)  # warm up, untimed
+            seconds = min(self._timed(lambda b=batch: call(b)) for _ in range(ROUNDS))
+            points.append((count * length, seconds))
+        line = LinearFit.through(*points)
+        return replace(line, fixed=max(0.0, line.fixed))
+
+    def _timed(self, call: Callable[[], object]) -> float:
+        self._wait()
+        start = time.perf_counter()
+        call()
+        self._wait()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.on_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def _update_seconds(self) -> float:
+        """Seconds per entry of one update of every parameter."""
+        batch, seconds = self._batch(self.typical, 1), 0.0
+        parameters = text_parameters(self.model)
+        with SparseAdamW(parameters, None, lr=0.0, free_gradients=True) as optimizer:
+            for _ in range(ROUNDS):  # only the last counts: the first allocates the moments
+                example_objective(self.model, batch)[0].backward()
+                seconds = self._timed(optimizer.step)
+                optimizer.zero_grad()
+            return seconds / max(1, optimizer.num_selected)
 
 
 def _both(peaks: Callable[[bool], Activations | None]) -> Memory:
     return Memory(peaks(False), peaks(True))
-
-
-def _walk_peaks(
-    engine: GhostEngine, trial: Trial, checkpointing: bool, teacher: bool = False
-) -> Activations | None:
-    """Memory of a walk, measured as a walk does it (`trial.measure`), at half and full batch
-    size."""
-    model = engine.model
-    objective = cwsd_objective(model, model, trial.tau) if teacher else loss_objective(model)
-    batch = trial.batches(_labelled(trial.longest), engine.device)
-    for at_once in _sizes(trial):
-        found = measure(
-            engine,
-            objective,
-            lambda count, _, many=at_once: batch(count * many),
-            sums=True,
-            direction=not teacher,
-            bounds=not teacher,
-            checkpointing=checkpointing,
-        )
-        if found is not None:
-            return found
-    return None
-
-
-def _step_peaks(
-    model: PreTrainedModel, names: Sequence[str], trial: Trial, checkpointing: bool
-) -> Activations | None:
-    """Memory of a training step whose gradients are freed as they are computed."""
-    device = next(model.parameters()).device
-    batch = trial.batches(_labelled(trial.longest), device)
-    for at_once in _sizes(trial):
-        with (
-            suppress(torch.OutOfMemoryError),
-            _gradients_of(model, names),
-            fused_blocks(model),
-            checkpointed(model, checkpointing),
-        ):
-            points = [_peaks(model, batch(count * at_once)) for count in (1, 1, 2)][1:]
-            (tokens, ahead, back), (more, ahead_more, back_more) = points
-            return Activations(
-                LinearFit.through((tokens, ahead), (more, ahead_more)),
-                LinearFit.through((tokens, back), (more, back_more)),
-            )
-        give_back(device)
-    return None
-
-
-def _sizes(trial: Trial) -> Iterator[int]:
-    """Sizes to try for the smaller batch: half of a full batch, then half of that, and so on."""
-    count = max(1, trial.batch_tokens // (2 * trial.longest.num_tokens))
-    while count:
-        yield count
-        count //= 2
-
-
-def _labelled(example: Example) -> Example:
-    """The example with a label on every token: the worst case for the loss."""
-    return replace(example, labels=list(example.input_ids))
 
 
 @contextmanager
@@ -312,27 +341,14 @@ def _free(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _peaks(model: PreTrainedModel, batch: Batch) -> tuple[int, int, int]:
-    """(tokens, peak bytes of the forward pass, of the backward pass), above the memory in use."""
+def _step_peak(model: PreTrainedModel, batch: Batch) -> tuple[int, int]:
+    """Peak bytes of (the forward pass, the backward pass), above the memory in use."""
     before = torch.cuda.memory_allocated()
-    with PeakMemory() as ahead:
+    with PeakMemory() as forward:
         objective, _ = example_objective(model, batch)
-    with PeakMemory() as back:
+    with PeakMemory() as backward:
         objective.backward()
-    peaks = [(peak.cuda_bytes or 0) - before for peak in (ahead, back)]
-    return batch.input_ids.numel(), peaks[0], peaks[1]
-
-
-def _forward_peaks(model: PreTrainedModel, trial: Trial) -> LinearFit:
-    device = next(model.parameters()).device
-    batch = trial.batches(_labelled(trial.longest), device)
-    count, points = next(_sizes(trial)), []
-    for many in (count, count, 2 * count):
-        before, inputs = torch.cuda.memory_allocated(), batch(many)
-        with PeakMemory() as peak, torch.no_grad():
-            example_objective(model, inputs)
-        points.append((inputs.input_ids.numel(), (peak.cuda_bytes or 0) - before))
-    return LinearFit.through(points[1], points[2])
+    return (forward.cuda_bytes or 0) - before, (backward.cuda_bytes or 0) - before
 
 
 def saved_bytes(model: PreTrainedModel, batch: Batch) -> int:
@@ -350,111 +366,3 @@ def saved_bytes(model: PreTrainedModel, batch: Batch) -> int:
         objective, _ = example_objective(model, batch)
     del objective
     return sum(saved.values())
-
-
-def _counted(model: PreTrainedModel, trial: Trial) -> Memory:
-    """Memory without allocator statistics: saved tensors, a chunk of logits, the largest gradient.
-
-    Recomputed activations are not measured.
-    """
-    device, names = next(model.parameters()).device, [name for name, _ in text_parameters(model)]
-    batch = trial.batches(_labelled(trial.longest), device)
-    with _gradients_of(model, names):
-        few, many = batch(1), batch(2)
-        line = LinearFit.through(
-            (few.input_ids.numel(), saved_bytes(model, few)),
-            (many.input_ids.numel(), saved_bytes(model, many)),
-        )
-    largest = max(p.numel() * p.element_size() for p in model.parameters())
-    kept = Activations(
-        replace(line, fixed=line.fixed + _logits(model, trial)),
-        replace(line, fixed=line.fixed + largest),
-    )
-    return Memory(kept, None)
-
-
-def _logits(model: PreTrainedModel, trial: Trial) -> float:
-    """Bytes of a chunk of fp32 logits and its gradient."""
-    whole = 4 * trial.batch_tokens * int(model.config.get_text_config().vocab_size)
-    return 2.0 * min(CHUNK_BYTES["cpu"], whole)
-
-
-# --- seconds ------------------------------------------------------------------------------------
-
-
-def _training(model: PreTrainedModel) -> Callable[[Batch], None]:
-    names = [name for name, _ in text_parameters(model)]
-
-    def step(batch: Batch) -> None:
-        with _gradients_of(model, names):
-            example_objective(model, batch)[0].backward()
-
-    return step
-
-
-def _looking(model: PreTrainedModel) -> Callable[[Batch], None]:
-    def look(batch: Batch) -> None:
-        with torch.no_grad():
-            example_objective(model, batch)
-
-    return look
-
-
-@contextmanager
-def _walking(engine: GhostEngine) -> Iterator[Callable[[Batch], None]]:
-    """Function that runs one batch of the pool pass, with a scratch vector as G and direction."""
-    scratch = Scratch(engine.candidates, engine.candidates.dtype, engine.device)
-    objective = loss_objective(engine.model)
-    with engine.tapped(scratch, bounds=True) as taps:
-
-        def walk(batch: Batch) -> None:
-            taps.begin(len(batch.input_ids))
-            objective(batch, engine.head_observer(taps))[0].backward()
-            taps.outputs()["dots"].cpu()
-
-        yield walk
-
-
-def _seconds(call: Callable[[Batch], None], trial: Trial, device: torch.device) -> LinearFit:
-    """Seconds per batch as a function of its tokens, with examples of median length."""
-    length = trial.typical.num_tokens
-    tokens = trial.batch_tokens // 2 if device.type == "cuda" else CPU_TOKENS
-    few = max(1, min(tokens, trial.batch_tokens // 2) // length)
-    batch = trial.batches(trial.typical, device)
-    points = []
-    for count in (few, 2 * few):
-        inputs = batch(count)
-        call(inputs)  # warm up, untimed
-        points.append((count * length, min(_timed(call, inputs, device) for _ in range(ROUNDS))))
-    (less, quick), (more, slow) = points
-    slope = max(0.0, (slow - quick) / (more - less))
-    return LinearFit(max(0.0, quick - slope * less), slope)
-
-
-def _timed(call: Callable[[Batch], None], batch: Batch, device: torch.device) -> float:
-    _wait(device)
-    start = time.perf_counter()
-    call(batch)
-    _wait(device)
-    return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _update_seconds(model: PreTrainedModel, trial: Trial, device: torch.device) -> float:
-    """Seconds per entry of one update of every parameter."""
-    batch = trial.batches(trial.typical, device)(1)
-    with SparseAdamW(text_parameters(model), None, lr=0.0, free_gradients=True) as optimizer:
-        found = []
-        for _ in range(ROUNDS):  # only the last counts: the first allocates the moments
-            example_objective(model, batch)[0].backward()
-            _wait(device)
-            start = time.perf_counter()
-            optimizer.step()
-            _wait(device)
-            found.append(time.perf_counter() - start)
-            optimizer.zero_grad()
-        return found[-1] / max(1, optimizer.num_selected)

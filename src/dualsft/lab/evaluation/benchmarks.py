@@ -1,38 +1,40 @@
 """Benchmarks before and after fine-tuning: θ_old and θ* on tasks of lm-evaluation-harness.
 
 The harness builds the requests, filters the answers and scores them, with the models that are
-already loaded. Answers are saved while a task runs, so an interrupted evaluation resumes. Per task:
-score, 95 % Wilson interval, number of items, format errors. From the scores: plasticity (the
-benchmark of the domain), stability (mean of the other four) and overall (mean of both). If a
-benchmark is missing, these are null, never a mean over fewer. Writes samples.jsonl
-(docs/evaluation.md). Not part of Algorithm 1.
+already loaded. Answers are saved while a task runs, so an interrupted evaluation resumes, and the
+cells of a comparison share the base model's answers (`SharedAnswers`). Per task: score, 95 % Wilson
+interval, number of items, format errors. From the scores: plasticity (the benchmark of the domain),
+stability (mean of the other four) and overall (mean of both). If a benchmark is missing, these are
+null, never a mean over fewer. Writes samples.jsonl (docs/evaluation.md). Not part of Algorithm 1.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from dualsft.errors import RunError
-from dualsft.lab.evaluation.base_answers import Kept, Turn
 from dualsft.lab.evaluation.sandbox import ProgramVerdict, describe_protection, run_candidates
 from dualsft.lab.evaluation.tasks import (
     BENCHMARKS,
     DOMAINS,
     NO_NUMBER,
-    Benchmark,
     build_tasks,
+    check_positions,
     quiet,
-    refuse_no_room,
     wanted_tasks,
 )
+from dualsft.model.resolve import tokenizer_hash, weights_hash
 from dualsft.runs.context import RunContext
+from dualsft.storage.manifest import atomic_write_text
 from dualsft.system.paths import RunPath
 from dualsft.system.usage import give_back, is_out_of_memory
 
@@ -53,8 +55,10 @@ class Item:
 
     id: str
     score: float
-    format_error: bool | None
-    text: str | None
+    format_error: bool | None = None
+    """Whether an answer has the wrong form: no number (GSM8K), does not compile (HumanEval). None
+    for multiple choice."""
+    text: str | None = None
 
 
 @dataclass
@@ -73,17 +77,13 @@ def run_benchmarks(ctx: RunContext, models: Models, part: RunPath) -> dict[str, 
     settings = ctx.config.evaluation
     names = wanted_tasks(settings.tasks)
     outcomes: dict[str, dict[str, Outcome]] = {name: {} for name in names}
-    turn = Turn(ctx)
-    # If another cell is evaluating the base model, evaluate the tuned one first and reuse its
-    # answers afterwards.
-    for side in SIDES if turn.free() else reversed(SIDES):
+    for side in SIDES:
         lm: Any = None
-        with turn if side == "before" else nullcontext():
-            for name in names:
-                answers = Answers(ctx, name, side)
-                if not answers.complete and lm is None:
-                    lm = models[side]()
-                outcomes[name][side] = answers.outcome(lm)
+        for name in names:
+            answers = Answers(ctx, name, side)
+            if not answers.complete and lm is None:
+                lm = models[side]()
+            outcomes[name][side] = answers.outcome(lm)
         del lm
         give_back(ctx.device)
     with (part / "samples.jsonl").open("wb") as lines:
@@ -127,6 +127,52 @@ def vllm_model(ctx: RunContext, folder: Path) -> Any:
         )
 
 
+class SharedAnswers:
+    """The base model's answers to one list of requests, in a folder shared by several runs.
+
+    The file name contains a hash of everything that the answers depend on. Runs that evaluate at
+    the same time may each compute the same answers; the file is replaced atomically.
+    """
+
+    def __init__(self, ctx: RunContext, name: str, requests: list[Any], batch: Any) -> None:
+        what = {
+            "requests": [(request.request_type, request.args) for request in requests],
+            "weights": weights_hash(ctx.model_folder),
+            "tokenizer": tokenizer_hash(ctx.model_folder),
+            "dtype": str(ctx.dtype),
+            "device": ctx.device.type,
+            "backend": ctx.config.evaluation.backend,
+            "batch": batch,
+            "attention": ctx.config.model.attention,
+            "harness": metadata.version("lm_eval"),
+        }
+        assert ctx.answers is not None
+        self.path = ctx.answers / f"{name}-{_sha256(what)[:16]}.json"
+        self.reporter = ctx.reporter
+
+    def read(self) -> dict[str, Any] | None:
+        """{"answers": …, "truncated": …}, or None if the file is missing or damaged."""
+        try:
+            stored = self.path.read_json()
+            if stored["sha256"] == _sha256(stored["facts"]):
+                return stored["facts"]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        self.reporter.warn(f"{self.path}: damaged; the base model is evaluated again")
+        return None
+
+    def write(self, facts: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        stored = {"facts": facts, "sha256": _sha256(facts)}
+        atomic_write_text(self.path, json.dumps(stored, ensure_ascii=False))
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
 class Answers:
     """Answers of one model to one benchmark, by index of the request. Resumable."""
 
@@ -142,31 +188,35 @@ class Answers:
             with quiet():
                 task.build_all_requests(limit=settings.limit_tasks, rank=0, world_size=1)
             self.requests += task.instances
-        piece = ctx.pieces.load(self.piece_name)
         self.given: dict[int, Answer] = {}
         self.truncated = 0
-        if piece is not None:
-            self.given = {int(i): answer for i, answer in piece.facts["answers"].items()}
-            self.truncated = piece.facts["truncated"]
-        self.kept = None
+        if (piece := ctx.pieces.load(self.piece_name)) is not None:
+            self._load(piece.facts)
+        self.shared = None
         if side == "before" and ctx.answers is not None:
             batch = (settings.task_batch_size, self._factor)
-            self.kept = Kept(ctx.answers, ctx, name, self.requests, batch)
-        stored = self.kept.read() if self.kept is not None and not self.complete else None
-        if stored is not None:
-            self.given = {int(i): answer for i, answer in stored["answers"].items()}
-            self.truncated = stored["truncated"]
-            ctx.reporter.say(f"{self.label}: reusing the base model's answers from another run")
+            self.shared = SharedAnswers(ctx, name, self.requests, batch)
+            if not self.complete and (stored := self.shared.read()) is not None:
+                self._load(stored)
+                ctx.reporter.say(f"{self.label}: reusing the base model's answers from another run")
 
     @property
     def complete(self) -> bool:
         return len(self.given) == len(self.requests)
 
+    def _load(self, facts: Mapping[str, Any]) -> None:
+        self.given = {int(i): answer for i, answer in facts["answers"].items()}
+        self.truncated = facts["truncated"]
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        answers = {str(i): answer for i, answer in self.given.items()}
+        return {}, {"answers": answers, "truncated": self.truncated}
+
     def outcome(self, lm: Any) -> Outcome:
         """Run the requests that have no answer yet, then score."""
         if not self.complete:
             self._ask(lm)
-        for request, index in zip(self.requests, range(len(self.requests)), strict=True):
+        for index, request in enumerate(self.requests):
             answer = self.given[index]
             request.resps = [tuple(answer) if isinstance(answer, list) else answer]
         return self._score()
@@ -176,15 +226,14 @@ class Answers:
 
         Out of memory then shows up in the first batch. On it the batch size is halved.
         """
-        kind = self.requests[0].request_type
         if not self.given:
             self.truncated = self._count_truncated(lm)
         order = sorted(range(len(self.requests)), key=lambda i: (-len(self.requests[i].args[0]), i))
         waiting = [i for i in order if i not in self.given]
-        pieces, done = self.ctx.pieces, len(self.given)
-        total = len(self.requests)
+        pieces, total = self.ctx.pieces, len(self.requests)
+        ask = getattr(lm, self.requests[0].request_type)
         with (
-            self.ctx.reporter.track(self.label, total, "requests", done) as bar,
+            self.ctx.reporter.track(self.label, total, "requests", len(self.given)) as bar,
             self._larger(lm),
             pieces.loop(),
         ):
@@ -193,14 +242,13 @@ class Answers:
                 now = waiting[: size * (1 if self.benchmark.generates else 8)]
                 try:
                     with quiet():
-                        ask = getattr(lm, kind)
                         answers = ask([self.requests[i] for i in now], disable_tqdm=True)
                 except Exception as problem:
                     if not is_out_of_memory(problem):
                         raise
                     self._smaller(lm, problem)
                     continue
-                self.given |= dict(zip(now, (_plain(a) for a in answers), strict=True))
+                self.given |= dict(zip(now, map(_plain, answers), strict=True))
                 waiting = waiting[len(now) :]
                 bar.advance(len(now))
                 where = f"{self.label}: {len(self.given):,} of {total:,} requests"
@@ -208,12 +256,8 @@ class Answers:
         if pieces.folder is not None:
             pieces.forget()
             pieces.save(self.piece_name, *self._state())
-        if self.kept is not None:
-            self.kept.write(self._state()[1])
-
-    def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        answers = {str(i): answer for i, answer in self.given.items()}
-        return {}, {"answers": answers, "truncated": self.truncated}
+        if self.shared is not None:
+            self.shared.write(self._state()[1])
 
     @property
     def _factor(self) -> int:
@@ -249,22 +293,21 @@ class Answers:
 
     def _count_truncated(self, lm: Any) -> int:
         """Count the items whose prompt is too long. The harness truncates these from the left."""
-        room = lm.max_length
-        kwargs = self.requests[0].args[1] if self.benchmark.generates else {}
-        if self.benchmark.generates:
-            new = kwargs.get("max_gen_toks", lm.max_gen_toks)
-            refuse_no_room(self.benchmark.name, new, lm.max_length)
-            room -= new
+        generates, most = self.benchmark.generates, lm.max_length + 1
+        if generates:
+            new_tokens = self.requests[0].args[1].get("max_gen_toks", lm.max_gen_toks)
+            check_positions(self.benchmark.name, new_tokens, lm.max_length)
+            most = lm.max_length - new_tokens
         long: set[tuple[str, int]] = set()
         lengths: dict[str, int] = {}
         for request in self.requests:
-            text = request.args[0] + ("" if self.benchmark.generates else request.args[1])
+            text = request.args[0] + ("" if generates else request.args[1])
             # Every token has at least one character, except BOS, so short texts need no encoding.
-            if len(text) < room:
+            if len(text) + 1 < most:
                 continue
             if text not in lengths:
                 lengths[text] = len(lm.tok_encode(text))
-            if lengths[text] > room + (0 if self.benchmark.generates else 1):
+            if lengths[text] > most:
                 long.add((request.task_name, request.doc_id))
         if long:
             self.ctx.reporter.warn(
@@ -328,25 +371,18 @@ class Answers:
                 f"{benchmark.name}: this version of lm_eval has no metric {benchmark.metric} with "
                 f"filter {benchmark.filter}; install the version in constraints.txt"
             )
-        own = doc.get("id", doc.get("task_id"))
-        if own is None or len(self.tasks) > 1:  # ids may repeat across subjects
-            own = f"{task.task_name}/{doc_id}"
-        place = str(own)
-        text = str(group[0].resps[0]) if benchmark.generates else None
-        return Item(place, score, self._format_error(task, group), text)
-
-    def _format_error(self, task: Any, group: list[Any]) -> bool | None:
-        """Whether the answer has the wrong form: no number (GSM8K), does not compile (HumanEval).
-
-        None for multiple choice.
-        """
-        if not self.benchmark.generates:
-            return None
-        found = group[0].filtered_resps[self.benchmark.filter]
-        if self.benchmark.runs_code:
-            pair = (found[0], str(task.doc_to_target(group[0].doc)))
-            return not self.verdicts[pair].compiled
-        return found == NO_NUMBER
+        item_id = doc.get("id", doc.get("task_id"))
+        if item_id is None or len(self.tasks) > 1:  # ids may repeat across subjects
+            item_id = f"{task.task_name}/{doc_id}"
+        item = Item(str(item_id), score)
+        if benchmark.generates:
+            item.text = str(group[0].resps[0])
+            answer = group[0].filtered_resps[benchmark.filter]
+            item.format_error = answer == NO_NUMBER
+            if benchmark.runs_code:
+                verdict = self.verdicts[answer[0], str(task.doc_to_target(doc))]
+                item.format_error = not verdict.compiled
+        return item
 
 
 def _plain(answer: Any) -> Answer:
@@ -365,27 +401,25 @@ def paired_rows(
         assert old.id == new.id
         row = {"task": name, "id": old.id, "score_before": old.score, "score_after": new.score}
         if old.text is not None:
-            row |= {
-                "text_before": old.text,
-                "text_after": new.text,
-                "format_error_before": old.format_error,
-                "format_error_after": new.format_error,
-            }
+            row |= {"text_before": old.text, "text_after": new.text}
+            row["format_error_before"] = old.format_error
+            row["format_error_after"] = new.format_error
         yield row
 
 
 def task_facts(ctx: RunContext, name: str, sides: Mapping[str, Outcome]) -> dict[str, Any]:
     """The entry of a benchmark in results.json."""
     benchmark, settings = BENCHMARKS[name], ctx.config.evaluation
+    metric = benchmark.metric
+    if benchmark.filter not in ("none", "create_test"):
+        metric += f" ({benchmark.filter})"
     facts: dict[str, Any] = {
-        "metric": _metric_name(benchmark),
+        "metric": metric,
         "num_fewshot": benchmark.shots,
         "rows": "hub" if settings.data_dir is None else "evaluation.data_dir",
         "limit": settings.limit_tasks,
         "interval": "Wilson, 95 %",
-    }
-    for side in SIDES:
-        facts[side] = _side_facts(sides[side])
+    } | {side: _side_facts(sides[side]) for side in SIDES}
     if benchmark.runs_code:
         ran = [verdict for side in SIDES for verdict in sides[side].verdicts]
         facts["sandbox"] = describe_protection(ran)
@@ -396,11 +430,6 @@ def task_facts(ctx: RunContext, name: str, sides: Mapping[str, Outcome]) -> dict
                 f"({', '.join(weak)}); it was held by the interpreter alone"
             )
     return facts
-
-
-def _metric_name(benchmark: Benchmark) -> str:
-    named = benchmark.filter not in ("none", "create_test")
-    return f"{benchmark.metric} ({benchmark.filter})" if named else benchmark.metric
 
 
 def _side_facts(outcome: Outcome) -> dict[str, Any]:
@@ -429,29 +458,26 @@ def wilson(successes: float, total: int, z: float = 1.959963984540054) -> tuple[
 def summary(tasks: Mapping[str, dict[str, Any]], domain: str) -> dict[str, Any]:
     """Stability, plasticity and overall of both models; null if a benchmark is missing."""
     target, rest = DOMAINS[domain]
-    missing = {
-        "stability": [name for name in rest if name not in tasks],
-        "plasticity": [name for name in (target,) if name not in tasks],
-    }
+    needed = {"stability": rest, "plasticity": (target,)}
+    missing = {what: [n for n in names if n not in tasks] for what, names in needed.items()}
     notes = [
         f"{what} is null: {', '.join(names)} not in evaluation.tasks"
         for what, names in missing.items()
         if names
     ]
-    if any(missing.values()):
+    if notes:
         notes.append("overall is null: it needs stability and plasticity")
     limits = {facts["limit"] for facts in tasks.values()} - {None}
     if limits:
         notes.append(f"only the first {max(limits)} items of each task were used")
     found: dict[str, Any] = {"domain": domain}
     for side in SIDES:
-        scores = {name: facts[side]["score"] for name, facts in tasks.items()}
-        plasticity = None if missing["plasticity"] else scores[target]
-        stability = None
-        if not missing["stability"]:
-            stability = sum(scores[name] for name in rest) / len(rest)
-        overall = None
+        means: dict[str, float | None] = dict.fromkeys((*needed, "overall"))
+        for what, names in needed.items():
+            if not missing[what]:
+                means[what] = sum(tasks[name][side]["score"] for name in names) / len(names)
+        stability, plasticity = means["stability"], means["plasticity"]
         if stability is not None and plasticity is not None:
-            overall = (stability + plasticity) / 2
-        found[side] = {"stability": stability, "plasticity": plasticity, "overall": overall}
+            means["overall"] = (stability + plasticity) / 2
+        found[side] = means
     return found | {"notes": notes}

@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,6 @@ class SandboxLimits:
     memory: int = 2 * 2**30
     file: int = 2**20
     processes: int = 64
-
-    def for_child(self) -> dict[str, int]:
-        return {
-            "memory": self.memory,
-            "cpu": int(self.seconds) + 1,
-            "file": self.file,
-            "processes": self.processes,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +69,7 @@ def run_candidate(candidate: str, test: str, limits: SandboxLimits | None = None
     job = {
         "candidate": candidate,
         "test": test,
-        "limits": limits.for_child(),
+        "limits": asdict(limits) | {"cpu": int(limits.seconds) + 1},
         "token": secrets.token_hex(16),
         "pipe": writing,
     }
@@ -117,17 +109,14 @@ def run_candidates(
 def describe_protection(verdicts: Sequence[ProgramVerdict]) -> dict[str, str]:
     """Describe the isolation of the programs: the protections that every one of them had."""
     found = [v.protection for v in verdicts if v.protection]
-
-    def all_have(name: str) -> bool:
-        return bool(found) and all(one[name] for one in found)
-
-    network = [("network_namespace", "network namespace"), ("seccomp", "seccomp")]
-    words = [text for name, text in network if all_have(name)]
+    names = ("network_namespace", "seccomp", "landlock")
+    active = {name for name in names if found and all(one[name] for one in found)}
     inner = "audit hook of the interpreter only"
+    network = [name.replace("_", " ") for name in names[:2] if name in active]
     return {
-        "network": " and ".join(words) or inner,
-        "processes": "seccomp" if all_have("seccomp") else f"rlimit and {inner}",
-        "files": "Landlock" if all_have("landlock") else inner,
+        "network": " and ".join(network) or inner,
+        "processes": "seccomp" if "seccomp" in active else f"rlimit and {inner}",
+        "files": "Landlock" if "landlock" in active else inner,
         "limits": "rlimits and a wall clock",
     }
 

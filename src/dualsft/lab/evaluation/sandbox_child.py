@@ -59,40 +59,15 @@ _SYSCALLS: dict[str, dict[str, Any]] = {
 _CLONE3 = 435
 
 _FORBIDDEN_EVENTS = (
-    "socket.__new__",
-    "socket.connect",
-    "socket.bind",
-    "socket.getaddrinfo",
-    "subprocess.Popen",
-    "os.system",
-    "os.exec",
-    "os.fork",
-    "os.forkpty",
-    "os.posix_spawn",
-    "os.spawn",
-    "pty.spawn",
-    "os.kill",
-    "os.killpg",
-    "ctypes.dlopen",
-    "ctypes.dlsym",
-    "os.setxattr",
-    "os.removexattr",
-)
+    "socket.__new__", "socket.connect", "socket.bind", "socket.getaddrinfo", "subprocess.Popen",
+    "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "pty.spawn",
+    "os.kill", "os.killpg", "ctypes.dlopen", "ctypes.dlsym", "os.setxattr", "os.removexattr",
+)  # fmt: skip
 _FORBIDDEN_MODULES = ("_posixsubprocess", "_ctypes")
 _PATH_EVENTS = (
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.mkdir",
-    "os.chmod",
-    "os.chown",
-    "os.utime",
-    "os.truncate",
-    "os.link",
-    "os.symlink",
-    "shutil.rmtree",
-    "shutil.move",
-)
+    "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.chown", "os.utime",
+    "os.truncate", "os.link", "os.symlink", "shutil.rmtree", "shutil.move",
+)  # fmt: skip
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -126,9 +101,8 @@ def landlock(libc: Any, folder: str) -> bool:
     if version < 1:
         return False
     writing = (1 << 1) | sum(1 << bit for bit in range(4, 13))  # write, remove, make
-    writing |= (1 << 13 if version >= 2 else 0) | (
-        1 << 14 if version >= 3 else 0
-    )  # refer, truncate
+    writing |= 1 << 13 if version >= 2 else 0  # refer
+    writing |= 1 << 14 if version >= 3 else 0  # truncate
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     attributes = struct.pack("QQQ", writing, 3, 3)[:size]
     rules = libc.syscall(444, attributes, size, 0)
@@ -219,10 +193,11 @@ def shut_in(folder: str, limits: dict[str, int]) -> dict[str, bool]:
         if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0:
             taken["landlock"] = landlock(libc, folder)
             taken["seccomp"] = seccomp(libc)
-    if not (taken["landlock"] and taken["seccomp"]):
+    alone = not (taken["landlock"] and taken["seccomp"])
+    if alone:
         for name in _FORBIDDEN_MODULES:
             sys.modules.pop(name, None)
-    guard(folder, alone=not (taken["landlock"] and taken["seccomp"]))
+    guard(folder, alone)
     return taken
 
 

@@ -25,11 +25,16 @@ from dualsft.data.examples import Example, collate, digest, named
 from dualsft.data.sources import source_hash
 from dualsft.data.templates import Template
 from dualsft.distributed.world import alone, world
-from dualsft.engine.losses import Comparison, comparison
+from dualsft.engine.losses import comparison
 from dualsft.engine.walk import remaining_batches
 from dualsft.errors import RunError
 from dualsft.lab.evaluation.benchmarks import harness_model, run_benchmarks, vllm_model
-from dualsft.lab.evaluation.tasks import check_room, task_files, wanted_tasks
+from dualsft.lab.evaluation.tasks import (
+    BENCHMARKS,
+    check_positions,
+    task_files,
+    wanted_tasks,
+)
 from dualsft.model.sharded import is_sharded, release
 from dualsft.runs.context import RunContext, Settings, model_in
 from dualsft.runs.pipeline import Stage
@@ -116,12 +121,11 @@ def compare(
     Resumable. Continues with smaller batches after running out of memory.
     """
     budget = ctx.config.evaluation.batch_tokens or ctx.batch_tokens
+    each, done = torch.zeros(len(examples), 3, dtype=torch.float64), 0
     piece_name = f"evaluation-{digest(name).hex()[:12]}"
-    piece = ctx.pieces.load(piece_name)
-    each = torch.zeros(len(examples), 3, dtype=torch.float64)
-    each = piece.tensors["losses"] if piece else each
-    done = piece.facts["done"] if piece else 0
-    budget = piece.facts["batch_tokens"] if piece else budget
+    if (piece := ctx.pieces.load(piece_name)) is not None:
+        each, done = piece.tensors["losses"], piece.facts["done"]
+        budget = piece.facts["batch_tokens"]
     label = f"evaluation ({name})"
     waiting = world().turns(remaining_batches(examples, budget, done))
     with (
@@ -157,14 +161,11 @@ def _compare_batch(
 ) -> int | None:
     """Run this process's batch of a turn and store the result in `each`.
 
-    Returns None, or a smaller token budget if any process ran out of memory. With sharded models
-    every process must take part in the forward pass, so one without a batch repeats the first batch
-    and discards the result.
+    Returns None, or a smaller token budget if any process ran out of memory.
     """
-    own = world().mine(turn)
-    rows = turn[0] if own is None and world().sharded else own
-    smaller: Smaller | None = None
-    measured = None
+    rows, is_own = world().take_part(turn)
+    smaller: tuple[int, str] | None = None
+    measured: torch.Tensor | None = None
     if rows is not None:
         chosen = [examples[i] for i in rows]
         batch = collate(chosen, ctx.pad_id, ctx.config.data.padding_side, ctx.device)
@@ -173,23 +174,27 @@ def _compare_batch(
         except Exception as problem:
             if not is_out_of_memory(problem):
                 raise
-            smaller = Smaller.than(batch.input_ids.shape, problem, "evaluation.batch_tokens")
-            if world().sharded:
-                raise RunError(f"{label}: {world().name}: {problem}; {_LOWER}") from None
+            half = Smaller.than(batch.input_ids.shape, problem, "evaluation.batch_tokens")
+            world().check_retry(
+                f"{label}: {problem}; lower evaluation.batch_tokens, or start more processes"
+            )
+            smaller = (half.batch_tokens, str(half))
         else:
-            _refuse_nonfinite(label, chosen, both)
-            measured = (both.loss_before, both.loss_after, both.divergence)
+            columns = (both.loss_before, both.loss_after, both.divergence)
+            measured = torch.stack([column.double().cpu() for column in columns], dim=1)
+            finite = measured.isfinite().all(dim=1).tolist()
+            if bad := [e for e, ok in zip(chosen, finite, strict=True) if not ok]:
+                raise RunError(
+                    f"{label}: the loss of {named(bad)} is not finite; nothing was written (look "
+                    "at these rows, lower finetune.lr, or use model.dtype=float32)"
+                )
     if any(world().any(smaller is not None)):  # all processes retry the turn with smaller batches
-        told = smaller and (smaller.batch_tokens, str(smaller))
-        budget, words = min(found for found in world().answers(told) if found is not None)
+        budget, words = min(found for found in world().answers(smaller) if found is not None)
         ctx.reporter.warn(f"{label}: {words}", code="out_of_memory")
         return budget
-    if own is not None and measured is not None:
-        each[own] = torch.stack([values.double().cpu() for values in measured], dim=1)
+    if is_own and measured is not None:
+        each[rows] = measured
     return None
-
-
-_LOWER = "lower evaluation.batch_tokens, or start more processes"
 
 
 def _facts(examples: list[Example], each: torch.Tensor) -> dict[str, Any]:
@@ -209,10 +214,7 @@ def _facts(examples: list[Example], each: torch.Tensor) -> dict[str, Any]:
         "examples": len(examples),
         "response_tokens": tokens,
         "before": measures(loss_before),
-        "after": {
-            **measures(loss_after),
-            "kl_to_base": float(divergence.sum()) / len(examples),
-        },
+        "after": measures(loss_after) | {"kl_to_base": float(divergence.sum()) / len(examples)},
     }
 
 
@@ -220,16 +222,6 @@ def loss_table(name: str, examples: list[Example], each: torch.Tensor) -> pa.Tab
     """Rows of losses.parquet: both models on one example, for paired tests."""
     columns = dict(zip(("loss_before", "loss_after", "kl"), each.T.numpy(), strict=True))
     return pa.table({"set": [name] * len(examples), "id": [e.id for e in examples], **columns})
-
-
-def _refuse_nonfinite(label: str, rows: list[Example], both: Comparison) -> None:
-    finite = both.loss_before.isfinite() & both.loss_after.isfinite() & both.divergence.isfinite()
-    bad = [e for e, ok in zip(rows, finite.tolist(), strict=True) if not ok]
-    if bad:
-        raise RunError(
-            f"{label}: the loss of {named(bad)} is not finite; nothing was written (look "
-            "at these rows, lower finetune.lr, or use model.dtype=float32)"
-        )
 
 
 @torch.no_grad()
@@ -257,34 +249,28 @@ def answer(ctx: RunContext, model: PreTrainedModel, prompt: str) -> str:
 
 
 def evaluation_settings(ctx: RunContext) -> Settings:
-    chosen = ctx.pick("evaluation.*", "data.*") | ctx.template_hash()
-    del chosen["data.path"], chosen["data.val_path"]
-    del chosen["evaluation.allow_code_execution"]
-    files = ctx.config.evaluation.files
-    hashes = {
-        name: source_hash(ctx.data_path(path), ctx.config.data, f"evaluation.files: {name}")
-        for name, path in files.items()
-    }
-    return chosen | {"evaluation.files": hashes, "losses of examples": True} | _task_settings(ctx)
-
-
-def _task_settings(ctx: RunContext) -> Settings:
-    """Fingerprint of the benchmarks: the harness version, which defines the prompts, and the
-    hashes of local files."""
+    """Settings and file hashes for the fingerprint. The harness version defines the prompts."""
     evaluation = ctx.config.evaluation
-    if evaluation.tasks is None:
-        return {}
-    files = task_files(wanted_tasks(evaluation.tasks), evaluation.data_dir)
-    rows = {stem: sha256_file(path) for stem, path in files.items()}
-    return {
-        "lm_eval": importlib.metadata.version("lm_eval"),
-        "evaluation.data_dir": rows or None,
+    chosen = ctx.pick("evaluation.*", "data.*") | ctx.template_hash()
+    for key in ("data.path", "data.val_path", "evaluation.allow_code_execution"):
+        del chosen[key]
+    chosen["evaluation.files"] = {
+        name: source_hash(ctx.data_path(path), ctx.config.data, f"evaluation.files: {name}")
+        for name, path in evaluation.files.items()
     }
+    chosen["losses of examples"] = True
+    if evaluation.tasks is not None:
+        files = task_files(wanted_tasks(evaluation.tasks), evaluation.data_dir)
+        hashes = {stem: sha256_file(path) for stem, path in files.items()}
+        chosen["lm_eval"] = importlib.metadata.version("lm_eval")
+        chosen["evaluation.data_dir"] = hashes or None
+    return chosen
 
 
 def _check(ctx: RunContext) -> None:
     """Check before any stage that the benchmarks fit the model's context length."""
-    check_room(ctx.config.evaluation.tasks, ctx.max_positions)
+    for name in wanted_tasks(ctx.config.evaluation.tasks):
+        check_positions(name, BENCHMARKS[name].new_tokens, ctx.max_positions)
 
 
 STAGE = Stage("evaluation", run, evaluation_settings, ("split", "finetune"), check=_check)

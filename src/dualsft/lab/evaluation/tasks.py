@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from dualsft.errors import ConfigError, DataError, RunError
 
@@ -39,77 +39,71 @@ class Benchmark:
 
     name: str
     title: str
-    files: Mapping[str, str]
-    """Split of the hub dataset -> stem of the local file."""
     definition: str
     """Glob of the harness's YAML files, relative to its folder of tasks."""
-    shots: int
-    metric: str
+    files: Mapping[str, str]
+    """Split of the hub dataset -> stem of the local file."""
+    fields: tuple[str, ...]
+    shots: int = 0
+    metric: str = "acc"
     filter: str = "none"
-    fields: tuple[str, ...] = ()
-    generates: bool = False
     new_tokens: int = 0
-    """Maximum tokens to generate: ours for HumanEval, the harness's default for GSM8K."""
+    """Maximum tokens to generate: ours for HumanEval, the harness's default for GSM8K. 0 for
+    multiple choice."""
     runs_code: bool = False
 
+    @property
+    def generates(self) -> bool:
+        return self.new_tokens > 0
 
-BENCHMARKS: dict[str, Benchmark] = {
-    one.name: one
-    for one in (
-        Benchmark(
-            "humaneval",
-            "HumanEval",
-            {"test": "humaneval"},
-            "humaneval/humaneval.yaml",
-            shots=0,
-            metric="pass@1",
-            filter="create_test",
-            fields=("task_id", "prompt", "test", "entry_point"),
-            generates=True,
-            new_tokens=HUMANEVAL_TOKENS,
-            runs_code=True,
-        ),
-        Benchmark(
-            "piqa",
-            "PIQA",
-            {"validation": "piqa_validation"},
-            "piqa/piqa.yaml",
-            shots=0,
-            metric="acc",
-            fields=("goal", "sol1", "sol2", "label"),
-        ),
-        Benchmark(
-            "arc_challenge",
-            "ARC-C",
-            {"test": "arc_challenge_test"},
-            "arc/arc_challenge.yaml",
-            shots=0,
-            metric="acc",
-            fields=("question", "choices", "answerKey"),
-        ),
-        Benchmark(
-            "mmlu",
-            "MMLU",
-            {"test": "mmlu_test", "dev": "mmlu_dev"},
-            "mmlu/default/mmlu_*.yaml",
-            shots=5,
-            metric="acc",
-            fields=("subject", "question", "choices", "answer"),
-        ),
-        Benchmark(
-            "gsm8k",
-            "GSM8K",
-            {"test": "gsm8k_test", "train": "gsm8k_train"},
-            "gsm8k/gsm8k.yaml",
-            shots=5,
-            metric="exact_match",
-            filter="strict-match",
-            fields=("question", "answer"),
-            generates=True,
-            new_tokens=256,
-        ),
-    )
-}
+
+_BENCHMARKS = (
+    Benchmark(
+        "humaneval",
+        "HumanEval",
+        "humaneval/humaneval.yaml",
+        {"test": "humaneval"},
+        ("task_id", "prompt", "test", "entry_point"),
+        metric="pass@1",
+        filter="create_test",
+        new_tokens=HUMANEVAL_TOKENS,
+        runs_code=True,
+    ),
+    Benchmark(
+        "piqa",
+        "PIQA",
+        "piqa/piqa.yaml",
+        {"validation": "piqa_validation"},
+        ("goal", "sol1", "sol2", "label"),
+    ),
+    Benchmark(
+        "arc_challenge",
+        "ARC-C",
+        "arc/arc_challenge.yaml",
+        {"test": "arc_challenge_test"},
+        ("question", "choices", "answerKey"),
+    ),
+    Benchmark(
+        "mmlu",
+        "MMLU",
+        "mmlu/default/mmlu_*.yaml",
+        {"test": "mmlu_test", "dev": "mmlu_dev"},
+        ("subject", "question", "choices", "answer"),
+        shots=5,
+    ),
+    Benchmark(
+        "gsm8k",
+        "GSM8K",
+        "gsm8k/gsm8k.yaml",
+        {"test": "gsm8k_test", "train": "gsm8k_train"},
+        ("question", "answer"),
+        shots=5,
+        metric="exact_match",
+        filter="strict-match",
+        new_tokens=256,
+    ),
+)
+BENCHMARKS = {benchmark.name: benchmark for benchmark in _BENCHMARKS}
 
 DOMAINS: dict[str, tuple[str, tuple[str, ...]]] = {
     "code": ("humaneval", ("piqa", "arc_challenge", "mmlu", "gsm8k")),
@@ -123,23 +117,19 @@ def wanted_tasks(tasks: str | None) -> list[str]:
     return list(dict.fromkeys(tasks.split(","))) if tasks else []
 
 
-def find_file(data_dir: str | Path, stem: str) -> Path | None:
-    """Path of `stem.jsonl` or `stem.jsonl.gz` in the folder, or None."""
-    folder = Path(data_dir).expanduser()
-    for path in (folder / f"{stem}.jsonl", folder / f"{stem}.jsonl.gz"):
-        with contextlib.suppress(OSError):
-            if path.is_file():
-                return path
-    return None
-
-
 def task_files(tasks: Sequence[str], data_dir: str | None) -> dict[str, Path]:
-    """Local files of these tasks by stem. Missing files are left out."""
+    """Local files of these tasks by stem: `stem.jsonl` or `stem.jsonl.gz`. Missing ones are left
+    out."""
+    found: dict[str, Path] = {}
     if data_dir is None:
-        return {}
-    stems = [stem for name in tasks for stem in BENCHMARKS[name].files.values()]
-    found = {stem: find_file(data_dir, stem) for stem in stems}
-    return {stem: path for stem, path in found.items() if path is not None}
+        return found
+    folder = Path(data_dir).expanduser()
+    for stem in (stem for name in tasks for stem in BENCHMARKS[name].files.values()):
+        for path in (folder / f"{stem}.jsonl.gz", folder / f"{stem}.jsonl"):
+            with contextlib.suppress(OSError):
+                if path.is_file():
+                    found[stem] = path
+    return found
 
 
 def task_problems(values: Mapping[str, Any]) -> list[str]:
@@ -163,41 +153,31 @@ def task_problems(values: Mapping[str, Any]) -> list[str]:
             "pip install vllm, or use evaluation.backend=hf"
         )
     data_dir = values.get("evaluation.data_dir")
-    if data_dir is not None:
-        have = task_files(tasks, data_dir)
-        for name in tasks:
-            lacking = [s for s in BENCHMARKS[name].files.values() if s not in have]
-            problems += [
-                f"evaluation.data_dir: {str(data_dir)!r} has no {stem}.jsonl or {stem}.jsonl.gz, "
-                f"which {name} reads; add the file, leave {name} out of evaluation.tasks, or leave "
-                "evaluation.data_dir out to read from the hub"
-                for stem in lacking
-            ]
-            problems += [
-                text
-                for stem in BENCHMARKS[name].files.values()
-                if stem in have
-                for text in _unreadable(have[stem], BENCHMARKS[name])
-            ]
+    if data_dir is None:
+        return problems
+    files = task_files(tasks, data_dir)
+    for benchmark in map(BENCHMARKS.__getitem__, tasks):
+        for stem in benchmark.files.values():
+            if stem not in files:
+                problems.append(
+                    f"evaluation.data_dir: {str(data_dir)!r} has no {stem}.jsonl or "
+                    f"{stem}.jsonl.gz, which {benchmark.name} reads; add the file, leave "
+                    f"{benchmark.name} out of evaluation.tasks, or leave evaluation.data_dir out "
+                    "to read from the hub"
+                )
+                continue
+            try:
+                read_rows(files[stem], benchmark)
+            except DataError as problem:
+                problems.append(f"evaluation.data_dir: {problem}")
     return problems
 
 
-def _unreadable(path: Path, benchmark: Benchmark) -> list[str]:
-    try:
-        read_rows(path, benchmark)
-    except DataError as problem:
-        return [f"evaluation.data_dir: {problem}"]
-    return []
+def check_positions(name: str, new_tokens: int, max_positions: int | None) -> None:
+    """Refuse a task whose answers would leave no positions for the prompt.
 
-
-def check_room(tasks: str | None, max_positions: int | None) -> None:
-    """Refuse tasks whose answers would leave no positions for the prompt. Runs before any stage."""
-    for name in wanted_tasks(tasks):
-        refuse_no_room(name, BENCHMARKS[name].new_tokens, max_positions)
-
-
-def refuse_no_room(name: str, new_tokens: int, max_positions: int | None) -> None:
-    """The same for one task. Checked again with the harness's numbers before generation."""
+    Called before any stage, and with the harness's numbers before generation.
+    """
     if max_positions is not None and new_tokens >= max_positions:
         raise ConfigError(
             f"evaluation.tasks: {name} generates {new_tokens} tokens and the model has only "
@@ -237,17 +217,16 @@ def _row(line: str, benchmark: Benchmark, where: str) -> Row:
         raise DataError(f"{where}: field {missing[0]!r} is missing, which {benchmark.name} reads")
     if benchmark.name == "arc_challenge" and isinstance(row["choices"], list):
         row = {**row, "choices": {"text": row["choices"], "label": row.get("labels")}}
-    problem = _wrong(benchmark.name, row)
-    if problem is not None:
+    if problem := _wrong(benchmark, row):
         raise DataError(f"{where}: {problem}; give the benchmark's own rows")
-    kept = (*benchmark.fields, *(("id",) if "id" in row else ()))
-    return {name: row[name] for name in kept}
+    return {name: row[name] for name in (*benchmark.fields, "id") if name in row}
 
 
-def _wrong(name: str, row: Row) -> str | None:
+def _wrong(benchmark: Benchmark, row: Row) -> str | None:
     """Why a row cannot be scored, or None. Such a row would count as a wrong answer."""
+    name = benchmark.name
     others = {"label", "answer", "choices"} if name in ("piqa", "mmlu", "arc_challenge") else set()
-    for field in BENCHMARKS[name].fields:
+    for field in benchmark.fields:
         if field not in others and not isinstance(row[field], str):
             return f"field {field!r} is {row[field]!r} and must be a string"
     if name == "piqa" and not _is_number(row["label"], 2):
@@ -259,7 +238,7 @@ def _wrong(name: str, row: Row) -> str | None:
             return f"field 'answer' is {row['answer']!r} and must be 0, 1, 2 or 3"
     if name == "arc_challenge":
         both: dict[str, Any] = row["choices"] if isinstance(row["choices"], dict) else {}
-        texts, labels = both.get("text", []), both.get("label") or []
+        texts, labels = both.get("text"), both.get("label")
         if not _are_texts(texts) or not _are_texts(labels) or len(texts) != len(labels):
             return "field 'choices' must have strings and a label (field 'labels') for each"
         if row["answerKey"] not in labels:
@@ -273,23 +252,22 @@ def _is_number(value: Any, below: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < below
 
 
-def _are_texts(values: Any) -> bool:
+def _are_texts(values: Any) -> TypeGuard[list[str]]:
     return isinstance(values, list) and bool(values) and all(isinstance(v, str) for v in values)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Hide the log messages and progress bars of the harness; we log our own."""
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "evaluate")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    levels = {name: logging.getLogger(name).level for name in ("lm_eval", "datasets", "evaluate")}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 PassAt1 = Callable[..., dict[str, float]]
@@ -384,31 +362,24 @@ def local_splits(
     name: str, data_dir: str, configs: Mapping[str, dict[str, Any]]
 ) -> dict[str, dict[str, list[Row]]]:
     """Task -> split -> rows, from the files in `data_dir`. MMLU rows are grouped by subject."""
-    benchmark = BENCHMARKS[name]
-    rows: dict[str, list[Row]] = {}
-    for split, stem in benchmark.files.items():
-        path = find_file(data_dir, stem)
-        if path is None:
-            raise ConfigError(f"evaluation.data_dir: {data_dir!r} has no {stem}.jsonl(.gz)")
-        rows[split] = read_rows(path, benchmark)
+    benchmark, files = BENCHMARKS[name], task_files([name], data_dir)
+    rows = {split: read_rows(files[stem], benchmark) for split, stem in benchmark.files.items()}
     if name != "mmlu":
         return {leaf: rows for leaf in configs}
-    divided: dict[str, dict[str, list[Row]]] = {}
-    for split, many in rows.items():
+    divided: dict[str, dict[str, list[Row]]] = {leaf: {} for leaf in configs}
+    for split, stem in benchmark.files.items():
         by_subject: dict[str, list[Row]] = defaultdict(list)
-        for row in many:
+        for row in rows[split]:
             by_subject[row["subject"]].append(row)
+        for leaf, config in configs.items():
+            divided[leaf][split] = by_subject[config["dataset_name"]]
         least = benchmark.shots if split == "dev" else 1
-        short = [c["dataset_name"] for c in configs.values()]
-        short = [subject for subject in short if len(by_subject[subject]) < least]
+        short = [leaf for leaf in configs if len(divided[leaf][split]) < least]
         if short:
             raise DataError(
-                f"{find_file(data_dir, benchmark.files[split])}: {len(short)} of {len(configs)} "
-                f"subjects have fewer than {least} rows ({', '.join(short[:5])}); MMLU needs all "
-                "subjects, give the complete file"
+                f"{files[stem]}: {len(short)} of {len(configs)} subjects have fewer than {least} "
+                f"rows ({', '.join(short[:5])}); MMLU needs all subjects, give the complete file"
             )
-        for leaf, config in configs.items():
-            divided.setdefault(leaf, {})[split] = by_subject[config["dataset_name"]]
     return divided
 
 
@@ -419,6 +390,6 @@ def _dataset(splits: Mapping[str, list[Row]]) -> Callable[..., Any]:
     """
     import datasets
 
-    made: Any = {split: datasets.Dataset.from_list(list(rows)) for split, rows in splits.items()}
+    made: Any = {split: datasets.Dataset.from_list(rows) for split, rows in splits.items()}
     made.setdefault("train", datasets.Dataset.from_list([]))
     return lambda **_: datasets.DatasetDict(made)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from dualsft.algorithm.score_reading import ScoreSource
 from dualsft.algorithm.topk import topk_signed
-from dualsft.lab.methods.training_table import FapmOptions
+from dualsft.lab.methods.table import FapmOptions
 from dualsft.runs.method import AfterMethod, Job
 from dualsft.storage.vectors import accumulation_dtype, reduction_dtype
 

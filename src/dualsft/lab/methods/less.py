@@ -30,8 +30,7 @@ from dualsft.config.methods import Entry
 from dualsft.data.examples import Batch, Example
 from dualsft.engine.sketch import Sketch, Sketcher, Transform
 from dualsft.errors import ConfigError
-from dualsft.lab.methods.loss_ranked import top
-from dualsft.lab.methods.per_example import per_example
+from dualsft.lab.methods.per_example import per_example, top
 from dualsft.model.load import decoder_blocks, is_linear
 from dualsft.runs.method import DataChoice, DataMethod, Job
 from dualsft.storage.vectors import accumulation_dtype
@@ -66,8 +65,8 @@ class Less(DataMethod):
             checkpoint.load(maps)
             label = f"epoch {number} of {len(checkpoints)}"
             target = validation_direction(job, sketcher, label)
-            found = score(job, sketcher, checkpoint, target, pool, label, options.eps_inside)
-            scores += checkpoint.weight * found
+            direction = checkpoint.direction(model.device, options.eps_inside)
+            scores += checkpoint.weight * score(job, sketcher, direction, target, pool, label)
         facts = {
             "checkpoint_weights": [c.weight for c in checkpoints],
             "adapter_entries": sum(m.get_parameter("weight").numel() for m in maps.values()),
@@ -109,8 +108,9 @@ class Less(DataMethod):
         rates = [learning_rate(s, num_steps, plan.lr, plan.warmup_ratio) for s in range(num_steps)]
         parameters = {name: module.get_parameter("weight") for name, module in maps.items()}
         found: list[Checkpoint] = []
-        named = [*parameters.items()]
-        with SparseAdamW(named, None, lr=plan.lr, seed=plan.seed, free_gradients=True) as optimizer:
+        with SparseAdamW(
+            [*parameters.items()], None, lr=plan.lr, seed=plan.seed, free_gradients=True
+        ) as optimizer:
 
             def after_step(done: int) -> None:
                 if done % per_epoch == 0:
@@ -174,14 +174,14 @@ class Checkpoint:
 
 def validation_direction(job: Job, sketcher: Sketcher, label: str) -> Tensor:
     """Mean over D_val of the normalized sketches of plain gradients: [dim]."""
+    name, dim = f"less: D_val, {label}", sketcher.sketch.dim
     with sketcher.tapped() as taps:
 
         def compute(batch: Batch) -> Tensor:
             found = sketcher.of_batch(taps, batch)
             return found / _norms(found)
 
-        val, name = job.roles["val"], f"less: D_val, {label}"
-        dim = sketcher.sketch.dim
+        val = job.roles["val"]
         rows = per_example(job, sketcher.model, val, name, dim, compute, backward=True)
     return rows.double().mean(0).to(sketcher.model.device, rows.dtype)
 
@@ -189,15 +189,13 @@ def validation_direction(job: Job, sketcher: Sketcher, label: str) -> Tensor:
 def score(
     job: Job,
     sketcher: Sketcher,
-    checkpoint: Checkpoint,
+    direction: Transform,
     target: Tensor,
     pool: list[Example],
     label: str,
-    eps_inside: bool,
 ) -> np.ndarray:
     """⟨Γ̃_n / ‖Γ̃_n‖, target⟩ of each example at one checkpoint."""
-    transform = checkpoint.direction(sketcher.model.device, eps_inside)
-    with sketcher.tapped(transform) as taps:
+    with sketcher.tapped(direction) as taps:
 
         def compute(batch: Batch) -> Tensor:
             found = sketcher.of_batch(taps, batch)

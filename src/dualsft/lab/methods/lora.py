@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dualsft.config.methods import Entry
 from dualsft.errors import ConfigError
-from dualsft.lab.methods.params_table import LoraOptions
+from dualsft.lab.methods.table import LoraOptions
 from dualsft.model.load import empty_model, text_decoder
 from dualsft.runs.method import Job, ParamChoice, ParamMethod
 from dualsft.runs.stages.selection import param_budget
@@ -39,9 +39,7 @@ class Lora(ParamMethod):
     def check(self, job: Job) -> None:
         """Refuse a budget below rank 1 at the start, before examples are selected."""
         empty = empty_model(job.ctx.model_folder, job.ctx.trusted)
-        names = linear_names(empty)
-        if self.options.r is None:
-            self._rank(job, empty, names)
+        self._rank(job, empty, linear_names(empty))
 
     def choose(self, job: Job, k: int) -> ParamChoice | None:
         return None
@@ -51,7 +49,7 @@ class Lora(ParamMethod):
         total = sum(p.numel() for p in model.parameters())
         names = linear_names(model)
         transposed = {isinstance(model.get_submodule(name), Conv1D) for name in names}
-        rank = options.r or self._rank(job, model, names)
+        rank = self._rank(job, model, names)
         settings = peft.LoraConfig(
             r=rank,
             lora_alpha=options.alpha if options.alpha is not None else 2 * rank,
@@ -76,15 +74,16 @@ class Lora(ParamMethod):
         settings.base_model_name_or_path = job.ctx.config.model.path
         found = {name: p for name, p in model.named_parameters() if p.requires_grad}
         count = sum(p.numel() for p in found.values())
-        kind = "DoRA" if options.dora else "LoRA"
         job.ctx.reporter.say(
-            f"{kind}: rank {rank} on {len(names):,} linear layers, {count:,} trainable "
-            f"entries ({100 * count / total:.2f} % of the {total:,} parameters)"
+            f"{'DoRA' if options.dora else 'LoRA'}: rank {rank} on {len(names):,} linear layers, "
+            f"{count:,} trainable entries ({100 * count / total:.2f} % of the {total:,} parameters)"
         )
         return found
 
     def _rank(self, job: Job, model: PreTrainedModel, names: list[str]) -> int:
-        """The largest rank whose adapters fit the parameter budget."""
+        """`method.lora.r`, or the largest rank whose adapters fit the parameter budget."""
+        if self.options.r is not None:
+            return self.options.r
         per_rank, beside = 0, 0
         for name in names:
             module = model.get_submodule(name)

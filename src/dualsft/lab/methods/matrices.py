@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -24,30 +25,18 @@ from dualsft.runs.method import Job
 
 Axis = Literal["in", "out"]
 
-ROLES = {
-    "q_proj": "q",
-    "k_proj": "k",
-    "v_proj": "v",
-    "o_proj": "o",
-    "out_proj": "o",
-    "dense": "o",
-    "gate_proj": "gate",
-    "w1": "gate",
-    "up_proj": "up",
-    "w3": "up",
-    "c_fc": "up",
-    "fc1": "up",
-    "dense_h_to_4h": "up",
-    "down_proj": "down",
-    "w2": "down",
-    "fc2": "down",
-    "dense_4h_to_h": "down",
-    "c_attn": "qkv",
-    "qkv_proj": "qkv",
-    "query_key_value": "qkv",
-    "in_proj_qkv": "qkv",
-    "gate_up_proj": "gate_up",
+NAMES = {
+    "q": ("q_proj",),
+    "k": ("k_proj",),
+    "v": ("v_proj",),
+    "o": ("o_proj", "out_proj", "dense"),
+    "gate": ("gate_proj", "w1"),
+    "up": ("up_proj", "w3", "c_fc", "fc1", "dense_h_to_4h"),
+    "down": ("down_proj", "w2", "fc2", "dense_4h_to_h"),
+    "qkv": ("c_attn", "qkv_proj", "query_key_value", "in_proj_qkv"),
+    "gate_up": ("gate_up_proj",),
 }
+ROLES = {name: role for role, names in NAMES.items() for name in names}
 """Last component of a module's name -> role. GPT-2's c_proj is not listed: its role depends on the
 parent module (`_role`)."""
 PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
@@ -95,14 +84,14 @@ def _read(job: Job) -> list[WeightMatrix]:
     model = empty_model(job.ctx.model_folder, job.ctx.trusted)
     prefix, blocks = decoder_blocks(model)
     candidates = job.shapes()
-    found: dict[str, WeightMatrix] = {}
-    for path, module in blocks.named_modules(prefix=prefix):
-        name = f"{path}.weight"
-        if name in candidates and is_linear(module):
-            found[name] = WeightMatrix(
-                name, _role(name), candidates[name], isinstance(module, Conv1D)
-            )
-    return [found[name] for name in candidates if name in found]
+    linear = {
+        f"{path}.weight": m for path, m in blocks.named_modules(prefix=prefix) if is_linear(m)
+    }
+    return [
+        WeightMatrix(name, _role(name), shape, isinstance(linear[name], Conv1D))
+        for name, shape in candidates.items()
+        if name in linear
+    ]
 
 
 def _role(name: str) -> str:
@@ -154,6 +143,13 @@ def shares(sizes: Sequence[int], k: int) -> list[int]:
     for i in order[: k - sum(counts)]:
         counts[i] += 1
     return counts
+
+
+def per_matrix(chosen: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+    """Sorted positions within each matrix of units that are numbered consecutively over matrices
+    with these counts."""
+    ordered, edges = np.sort(chosen), np.cumsum([0, *counts])
+    return [ordered[(ordered >= a) & (ordered < b)] - a for a, b in pairwise(edges)]
 
 
 def refuse_empty(indices: Mapping[str, Tensor], method: str, unit: str, k: int, cure: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from dualsft.lab.methods.matrices import FAMILIES, WeightMatrix, of_role, refuse_empty, whole_units
+from dualsft.lab.methods.matrices import (
+    FAMILIES,
+    WeightMatrix,
+    of_role,
+    per_matrix,
+    refuse_empty,
+    whole_units,
+)
 from dualsft.model.export import save_model
 from dualsft.model.load import text_parameters
 from dualsft.runs.method import Job, ParamChoice, ParamMethod
@@ -55,30 +63,20 @@ class SMT(ParamMethod):
         model = job.ctx.theta_old()
         sums = self._warm_start(job, model, members)
         if not self.options.restart_from_base:
-            ctx = job.ctx
-            (job.part / "start").mkdir()
-            start = (job.part / "start").checked()
-            save_model(model, ctx.tokenizer, ctx.model_folder, start)
-        grids = [grid(m.shape, size) for m in members]
-        costs = np.concatenate([block_sizes(m.shape, size).ravel() for m in members])
-        scores = np.concatenate(
-            [self._score(sums[m.name], m.shape).cpu().double().numpy().ravel() for m in members]
-        )
-        family = np.concatenate(
-            [
-                np.full(rows * columns, m.role in FAMILIES["attention"])
-                for m, (rows, columns) in zip(members, grids, strict=True)
-            ]
-        )
-        order = np.argsort(-scores, kind="stable")
-        chosen = self._take(job, order, costs, family, k)
+            start = job.part / "start"
+            start.mkdir()
+            save_model(model, job.ctx.tokenizer, job.ctx.model_folder, start.checked())
+        sizes = [block_sizes(m.shape, size) for m in members]
+        counts, costs = [n.size for n in sizes], np.concatenate([n.ravel() for n in sizes])
+        found = [self._score(sums[m.name], n) for m, n in zip(members, sizes, strict=True)]
+        scores = np.concatenate([score.cpu().double().numpy().ravel() for score in found])
+        family = np.repeat([m.role in FAMILIES["attention"] for m in members], counts)
+        chosen = self._take(job, np.argsort(-scores, kind="stable"), costs, family, k)
         indices: dict[str, Tensor] = {}
-        first = 0
-        for m, (rows, columns) in zip(members, grids, strict=True):
-            picked = np.zeros(rows * columns, bool)
-            picked[chosen[(chosen >= first) & (chosen < first + len(picked))] - first] = True
-            first += len(picked)
-            indices[m.name] = block_entries(picked.reshape(rows, columns), m.shape, size)
+        for m, n, blocks in zip(members, sizes, per_matrix(chosen, counts), strict=True):
+            picked = np.zeros(n.size, bool)
+            picked[blocks] = True
+            indices[m.name] = block_entries(picked.reshape(n.shape), m.shape, size)
         refuse_empty(indices, "smt", "block", k, "raise it, or lower method.smt.block")
         facts: dict[str, Any] = {"blocks": len(chosen), "blocks_in_all": len(costs)}
         facts |= {"attention_blocks": int(family[chosen].sum()), "warm_steps": self.options.steps}
@@ -117,21 +115,19 @@ class SMT(ParamMethod):
             f"smt: {steps:,} dense steps, then {after.num_steps(len(job.examples)):,} fine-tuning "
             "steps"
         )
-        by_block = self.options.strategy == "mean_abs"
+        size, by_block = self.options.block, self.options.strategy == "mean_abs"
+        device = next(model.parameters()).device
+        wide = reduction_dtype(device) if by_block else accumulation_dtype(ctx.dtype)
         sums: dict[str, Tensor] = {}
+        for m in members:
+            shape = grid(m.shape, size) if by_block else m.shape
+            sums[m.name] = torch.zeros(shape, dtype=wide, device=device)
 
         def add(optimizer: SparseAdamW) -> None:
-            gradients = optimizer.gradients
             for m in members:
-                if m.name not in gradients:  # not used in this step, for example an idle expert
-                    continue
-                gradient = gradients[m.name].view(m.shape)
-                if by_block:
-                    wide = reduction_dtype(gradient.device)
-                    found = block_sums(gradient, self.options.block, wide)
-                else:
-                    found = gradient.to(accumulation_dtype(gradient.dtype))
-                sums[m.name] = found.clone() if m.name not in sums else sums[m.name].add_(found)
+                if m.name in optimizer.gradients:  # an idle expert has none in this step
+                    gradient = optimizer.gradients[m.name].view(m.shape)
+                    sums[m.name] += block_sums(gradient, size, wide) if by_block else gradient
 
         with SparseAdamW(
             text_parameters(model),
@@ -145,31 +141,24 @@ class SMT(ParamMethod):
         ) as optimizer:
             # no saved progress: it would not include the sums, and the warm start is short
             hooks = Hooks(before_update=add)
-            log = _logger(job)
+            log = partial(ctx.rundir.log_metrics, "smt")
             train(model, job.examples, optimizer, plan, ctx.reporter, "smt", log, Pieces(), hooks)
         count = len(job.examples)
-        per_epoch = math.ceil(count / plan.batch_size)
-        whole, rest = divmod(steps, per_epoch)
+        whole, rest = divmod(steps, math.ceil(count / plan.batch_size))
         job.accounts.backward_examples += whole * count + min(rest * plan.batch_size, count)
-        device = next(model.parameters()).device
-        for m in members:
-            if m.name not in sums:
-                shape = grid(m.shape, self.options.block) if by_block else m.shape
-                sums[m.name] = torch.zeros(shape, device=device)
         return sums
 
-    def _score(self, total: Tensor, shape: torch.Size) -> Tensor:
+    def _score(self, total: Tensor, sizes: np.ndarray) -> Tensor:
         """Score of each block, from its sum or from the summed gradient."""
         size, strategy = self.options.block, self.options.strategy
+        counts = torch.from_numpy(sizes).to(total.device)
         if strategy == "mean_abs":
-            return total.abs() / torch.from_numpy(block_sizes(shape, size)).to(total.device)
+            return total.abs() / counts
         wide = reduction_dtype(total.device)
         if strategy == "l2":
             return block_sums(total.square(), size, wide).sqrt()
         absolute = block_sums(total.abs(), size, wide)
-        if strategy == "l1":
-            return absolute
-        return absolute / torch.from_numpy(block_sizes(shape, size)).to(total.device)
+        return absolute if strategy == "l1" else absolute / counts
 
 
 def grid(shape: torch.Size, size: int) -> tuple[int, int]:
@@ -178,11 +167,9 @@ def grid(shape: torch.Size, size: int) -> tuple[int, int]:
 
 
 def block_sizes(shape: torch.Size, size: int) -> np.ndarray:
-    """Entries of each block; fewer at the edges."""
-    lengths = [
-        np.minimum(size, length - size * np.arange(math.ceil(length / size))) for length in shape
-    ]
-    return np.outer(*lengths)
+    """Entries of each block; fewer at the edges: [blocks down, blocks across]."""
+    edges = [np.minimum(np.arange(0, length + size, size), length) for length in shape]
+    return np.outer(*(np.diff(edge) for edge in edges))
 
 
 def block_sums(values: Tensor, size: int, dtype: torch.dtype) -> Tensor:
@@ -196,7 +183,3 @@ def block_entries(picked: np.ndarray, shape: torch.Size, size: int) -> Tensor:
     """Sorted flat indices of the entries of the picked blocks."""
     mask = torch.from_numpy(picked).repeat_interleave(size, 0)[: shape[0]]
     return mask.repeat_interleave(size, 1)[:, : shape[1]].reshape(-1).nonzero().view(-1)
-
-
-def _logger(job: Job) -> Any:
-    return lambda **values: job.ctx.rundir.log_metrics("smt", **values)

@@ -23,7 +23,6 @@ from dualsft.algorithm.scores import TOLERANCE, check_fused_loss
 from dualsft.distributed.world import world
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine
-from dualsft.model.export import save_model
 from dualsft.model.load import text_parameters
 from dualsft.model.sharded import weights_vector
 from dualsft.runs.context import RunContext, Settings, pass_settings

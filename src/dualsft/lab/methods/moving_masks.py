@@ -1,10 +1,17 @@
-"""LIFT: selects the largest entries of low-rank approximations (Liu et al., ICML 2025).
+"""LIFT and NanoAdam: masks from the weights alone, updated during training.
 
-Replaces the parameter selection of Algorithm 1 (line 9). The entries with the largest absolute
-value in the rank-r reconstruction U_r S_r V_rᵀ of a matrix are trained. Every matrix has its own
-quota. The mask is recomputed from the current weights every `interval` steps; entries that stay in
-the mask keep their Adam moments. Only the factors and one tile of the reconstruction are in memory
-at a time; the top k is exact (`algorithm/topk.py`).
+Both replace the parameter selection of Algorithm 1 (line 9), use no data, and recompute the mask
+from the current weights every `interval` steps; a run with fewer steps keeps its first mask.
+Weights that leave the mask keep their value, so the final model differs from θ_old on the union of
+all masks.
+
+**LIFT** (Liu et al., ICML 2025) trains the entries with the largest absolute value in the rank-r
+reconstruction U_r S_r V_rᵀ of each matrix. Every matrix has its own quota. Entries that stay in the
+mask keep their Adam moments. Only the factors and one tile of the reconstruction are in memory at a
+time; the top k is exact (`algorithm/topk.py`).
+
+**NanoAdam** (arXiv 2506.21374) trains the entries with the smallest |θ_t| in every chunk of a
+flattened parameter, with one quota per chunk.
 """
 
 from __future__ import annotations
@@ -113,3 +120,47 @@ def reconstruction(name: str, left: Tensor, right: Tensor) -> ScoreSource:
             yield name, start * columns, tile.view(-1)
 
     return read
+
+
+class NanoAdam(ParamMethod):
+    """Selects the entries with the smallest |θ| in each chunk."""
+
+    @property
+    def carry(self) -> bool:
+        return self.options.moments == "carry"
+
+    def choose(self, job: Job, k: int) -> ParamChoice | None:
+        return ParamChoice(self.refresh(job, job.ctx.theta_old(), k, 0))
+
+    def refresh_every(self, job: Job) -> int | None:
+        return self.options.interval
+
+    @torch.no_grad()
+    def refresh(self, job: Job, model: PreTrainedModel, k: int, step: int) -> Mapping[str, Tensor]:
+        parameters = dict(model.named_parameters())
+        chunks = [
+            (name, number * self.options.chunk, chunk)
+            for name in self.eligible(job)
+            for number, chunk in enumerate(
+                parameters[name].detach().view(-1).split(self.options.chunk)
+            )
+        ]
+        quotas = shares([chunk.numel() for _, _, chunk in chunks], k)
+        found: dict[str, list[Tensor]] = {name: [] for name, _, _ in chunks}
+        with job.ctx.reporter.track("smallest weights", len(chunks), "chunks") as progress:
+            for (name, start, chunk), quota in zip(chunks, quotas, strict=True):
+                found[name].append((smallest(chunk.abs(), quota) + start).cpu())
+                progress.advance(1)
+        return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def smallest(values: Tensor, count: int) -> Tensor:
+    """Sorted positions of the `count` smallest values; ties (common in bf16) by position."""
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64, device=values.device)
+    # topk does not define which of several equal values it returns; ties are resolved below
+    border = values.topk(count, largest=False, sorted=False).values.max()
+    below = values < border
+    ties = (values == border).nonzero().view(-1)[: count - int(below.sum())]
+    below[ties] = True
+    return below.nonzero().view(-1)

@@ -220,7 +220,7 @@ def test_fp32_run_chooses_as_float64(make_run: Runner) -> None:
     ("option", "words"),
     [
         ("score.mode=two_pass", "score.mode: 'two_pass' is not allowed with score.form=calibrated"),
-        ("select.rounds=1", "re-selection needs the inner product with u"),
+        ("select.rounds=1", "re-selection needs products with u"),
     ],
 )
 def test_combinations_without_a_meaning_are_refused(option: str, words: str) -> None:

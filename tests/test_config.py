@@ -483,6 +483,8 @@ def test_overrides_go_over_dotted_and_empty_sections(tmp_path: Path) -> None:
     path.write_text("model.path: m\ndata.path: d\nscore.lam: 0.1\nselect:\n")
     config = load(path, ["score.lam=0.2", "select.rounds=1"])
     assert (config.score.lam, config.select.rounds) == (0.2, 1)
+    path.write_text("method.lift.rank: 9\nmethod: {params: lift, lift: {rank: 7}}\n")
+    assert load(path, [*BASE, "method.lift.rank=4"]).method.options == {"lift.rank": 4}
 
 
 def test_recipes_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import malformed as m
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,44 +23,13 @@ from dualsft.errors import ConfigError, DataError
 from dualsft.runs.preflight import check_paths
 
 ROWS = [{"prompt": f"p{i} é", "response": f'r,"{i}"\nsecond line', "n": str(i)} for i in range(5)]
-TABLE = pa.Table.from_pylist(ROWS)
-
-
-def as_csv(delimiter: str) -> bytes:
-    def quoted(text: str) -> str:
-        return '"' + text.replace('"', '""') + '"'
-
-    lines = [delimiter.join(ROWS[0])]
-    lines += [delimiter.join(quoted(text) for text in row.values()) for row in ROWS]
-    return "\r\n".join(lines).encode()
-
-
-def as_arrow(stream: bool) -> bytes:
-    sink = io.BytesIO()
-    make = pa.ipc.new_stream if stream else pa.ipc.new_file
-    with make(sink, TABLE.schema) as writer:
-        writer.write_table(TABLE, max_chunksize=2)
-    return sink.getvalue()
-
-
-def as_parquet() -> bytes:
-    sink = io.BytesIO()
-    pq.write_table(TABLE, sink, row_group_size=2)
-    return sink.getvalue()
-
-
 JSONL = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()
+SUFFIXES = ("json", "csv", "tsv", "parquet", "arrow", "feather")
 FILES: dict[str, bytes] = {
-    "c.jsonl": JSONL,
-    "c.ndjson": JSONL,
-    "c.json": json.dumps(ROWS, indent=1).encode(),
-    "lines.json": JSONL,
-    "c.csv": as_csv(","),
-    "c.tsv": as_csv("\t"),
-    "c.parquet": as_parquet(),
-    "c.arrow": as_arrow(stream=True),
-    "c.feather": as_arrow(stream=False),
+    **dict.fromkeys(("c.jsonl", "c.ndjson", "lines.json"), JSONL),
+    **{f"c.{suffix}": m.container(suffix, ROWS) for suffix in SUFFIXES},
 }
+CSV = FILES["c.csv"]
 
 
 def write(folder: Path, name: str) -> Path:
@@ -102,7 +71,7 @@ def test_lists_and_globs_count_on(tmp_path: Path) -> None:
 def test_a_changed_second_file_is_found(tmp_path: Path) -> None:
     a, b = write(tmp_path, "c.jsonl"), write(tmp_path, "c.csv")
     rows, _ = read_rows(f"{a},{b}", DataConfig(path=f"{a},{b}"))
-    b.write_bytes(as_csv(",").replace(b"p0", b"x0"))
+    b.write_bytes(CSV.replace(b"p0", b"x0"))
     with pytest.raises(DataError, match="c.csv, line 2: not the row that was read before"):
         source_lines(f"{a},{b}", {rows[5].index: rows[5].id})
 
@@ -147,7 +116,7 @@ def test_the_hash_is_of_the_content(tmp_path: Path) -> None:
     assert hashed(a) == hashed(tmp_path / "other.jsonl")
     assert len({hashed(a), hashed(b), hashed(f"{a},{b}"), hashed(f"{b},{a}")}) == 4
     before = hashed(f"{a},{b}")
-    b.write_bytes(as_csv(",") + b"\r\n")
+    b.write_bytes(CSV + b"\r\n")
     assert hashed(f"{a},{b}") != before
 
 
@@ -176,14 +145,14 @@ def test_a_plain_folder_gives_its_train_files(tmp_path: Path) -> None:
 
 def test_a_plain_folder_without_splits_gives_all(tmp_path: Path) -> None:
     for name in ("b.csv", "a.csv", ".hidden.csv"):
-        (tmp_path / name).write_bytes(as_csv(","))
+        (tmp_path / name).write_bytes(CSV)
     assert names(tmp_path) == ["a.csv", "b.csv"]
 
 
 def saved(folder: Path, order: list[str]) -> Path:
     folder.mkdir(parents=True)
     for name in order:
-        (folder / name).write_bytes(as_arrow(stream=True))
+        (folder / name).write_bytes(FILES["c.arrow"])
     files = [{"filename": name} for name in order]
     (folder / "state.json").write_text(json.dumps({"_data_files": files}))
     (folder / "dataset_info.json").write_text("{}")
@@ -335,7 +304,8 @@ def test_a_run_on_conversations_in_parquet_and_csv(
 ) -> None:
     """The whole pipeline: several kinds, several turns, chosen rows as compact JSON."""
     first = [
-        {"messages": [m for i in range(1 + n % 2) for m in _round(n, i)], "n": n} for n in range(40)
+        {"messages": [turn for i in range(1 + n % 2) for turn in _round(n, i)], "n": n}
+        for n in range(40)
     ]
     pq.write_table(pa.Table.from_pylist(first), tmp_path / "a.parquet")
     lines = ["prompt,response"] + [f"say {n},the word {n}" for n in range(40)]

@@ -319,66 +319,54 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
     """Contradictions between fields. An invalid field is absent from `values`, so never matches."""
     get = values.get
     problems: list[str] = []
+
+    def refuse(key: str, other: str, cure: str) -> None:
+        """Record that the value of `key` is not allowed with `other`, such as warmup.epochs=0."""
+        problems.append(f"{key}: {show(get(key))} is not allowed with {other}; {cure}")
+
     if get("score.step") == "adam" and get("warmup.epochs") == 0:
-        problems.append(
-            "score.step: 'adam' is not allowed with warmup.epochs=0, which leaves no curvature to"
-            " divide by; give score.step=sgd, or warmup.epochs >= 1"
-        )
-    if get("select.rounds", 0) > 0 and get("select.variant", "dual") != "dual":
-        problems.append(
-            f"select.rounds: {get('select.rounds')} is not allowed with select.variant="
-            f"{get('select.variant')}, which selects one side; give select.rounds=0 or variant dual"
-        )
+        other = "warmup.epochs=0, which leaves no curvature to divide by"
+        refuse("score.step", other, "give score.step=sgd, or warmup.epochs >= 1")
+    variant = get("select.variant", "dual")
+    if get("select.rounds", 0) > 0 and variant != "dual":
+        other = f"select.variant={variant}, which selects one side"
+        refuse("select.rounds", other, "give select.rounds=0 or variant dual")
+    form = get("data.format", "auto")
     pair = ("data.prompt_field", "data.response_field")
     for one, other in (pair, pair[::-1]):
-        if get(one) is not None and other in values and get(other) is None:
+        if get(one) is None:
+            continue
+        if other in values and get(other) is None:
             problems.append(f"{one}: {show(get(one))} is not allowed alone; give {other} too")
-        pairs = ("auto", "prompt_response", "prompt_completion")
-        if get(one) is not None and get("data.format", "auto") not in pairs:
-            problems.append(
-                f"{one}: {show(get(one))} is not allowed with data.format={get('data.format')},"
-                " whose fields have other names; give data.format=prompt_response, or leave the"
-                " field names out"
-            )
-    messages = get("data.messages_field")
-    if messages is not None and get("data.prompt_field") is not None:
-        problems.append(
-            f"data.messages_field: {show(messages)} is not allowed with data.prompt_field; a row is"
-            " a list of turns or a prompt and its response: leave one of the two out"
-        )
-    turns = ("auto", "messages", "openai", "sharegpt")
-    if messages is not None and get("data.format", "auto") not in turns:
-        problems.append(
-            f"data.messages_field: {show(messages)} is not allowed with data.format="
-            f"{get('data.format')}; give data.format=messages or sharegpt, or leave it out"
-        )
-    if get("data.template_file") is not None and get("data.template", "chat") != "chat":
-        problems.append(
-            f"data.template_file: {show(get('data.template_file'))} is not allowed with"
-            f" data.template={get('data.template')}; give data.template=chat, or leave it out"
-        )
+        if form not in ("auto", "prompt_response", "prompt_completion"):
+            cure = "give data.format=prompt_response, or leave the field names out"
+            refuse(one, f"data.format={form}, whose fields have other names", cure)
+    if get("data.messages_field") is not None:
+        if get("data.prompt_field") is not None:
+            cure = "a row is a list of turns or a prompt and its response: leave one of the two out"
+            refuse("data.messages_field", "data.prompt_field", cure)
+        if form not in ("auto", "messages", "openai", "sharegpt"):
+            cure = "give data.format=messages or sharegpt, or leave it out"
+            refuse("data.messages_field", f"data.format={form}", cure)
+    template = get("data.template", "chat")
+    if get("data.template_file") is not None and template != "chat":
+        cure = "give data.template=chat, or leave it out"
+        refuse("data.template_file", f"data.template={template}", cure)
+    if get("data.val_path") is not None and get("split.val") is not None:
+        other = "data.val_path, whose rows are all of D_val"
+        refuse("split.val", other, "leave one of the two out")
     if "validation" in (get("evaluation.files") or {}):
         problems.append(
             "evaluation.files: the name 'validation' is taken: the run uses it for D_val; write"
             " another_name:PATH"
         )
     if get("score.form") == "calibrated":
+        other = "score.form=calibrated, whose scores come from the sketches of one pass"
         if get("score.mode") == "two_pass":
-            problems.append(
-                "score.mode: 'two_pass' is not allowed with score.form=calibrated, whose scores"
-                " come from the sketches of one pass; leave it out"
-            )
+            refuse("score.mode", other, "leave it out")
         if get("select.rounds"):
-            problems.append(
-                f"select.rounds: {show(get('select.rounds'))} is not allowed with"
-                " score.form=calibrated: re-selection needs the inner product with u; give"
-                " score.form=literal, or leave select.rounds out"
-            )
-    if get("data.val_path") is not None and get("split.val") is not None:
-        problems.append(
-            f"split.val: {show(get('split.val'))} is not allowed with data.val_path, whose rows are"
-            " all of D_val; leave one of the two out"
-        )
+            cure = "give score.form=literal, or leave it out: re-selection needs products with u"
+            refuse("select.rounds", other, cure)
     shares = {key: get(key) for key in ("split.val", "split.anchor", "split.warm")}
     fractions = {key: share for key, share in shares.items() if isinstance(share, float)}
     if sum(fractions.values()) >= 1:

@@ -190,6 +190,7 @@ def _override(flat: dict[str, Any], overrides: Iterable[str], problems: list[str
         elif key in _sections():
             problems.append(_not_a_section(key, Text(value)))
         else:
+            flat.pop(key, None)  # to the end, after a nested form of the same option
             flat[key] = Text(value)
 
 

@@ -339,7 +339,7 @@ def marked(path: Path) -> bytes | None:
 
 def taint(folder: Path) -> None:
     """Write the secret where a reader of this folder would show it."""
-    if folder.name in FOLDERS.values():
+    if (folder / "manifest.json").is_file() and folder.name in FOLDERS.values():
         reseal(folder, warnings=[SECRET])
     elif (folder / "tokenizer.json").is_file():
         swap_vocabulary(folder / "tokenizer.json", SECRET)

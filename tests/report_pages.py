@@ -18,8 +18,7 @@ from dualsft.config import settings
 from dualsft.lab.report.markdown import write_report
 from dualsft.model.load import load_tokenizer
 from dualsft.runs import pipeline
-from dualsft.runs.folder import load_summaries
-from dualsft.runs.preflight import FOLDERS
+from dualsft.runs.preflight import FOLDERS, load_summaries
 from dualsft.storage.manifest import render_manifest, sha256_file
 from dualsft.system.progress import Reporter
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import oracle
@@ -148,3 +149,21 @@ def test_the_api_chooses_what_a_run_chooses(make_run: Runner, dtype: str) -> Non
         assert torch.equal(index, mask.get(name, index[:0])), name
     if dtype == "bfloat16":  # the rounding widens every bound, as it does in the stage
         assert (scores.bound > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": [5, 10**6]}, "outside the model's vocabulary"),
+        ({"labels": [-100]}, "2 ids but 1 labels"),
+        ({"labels": [-100, -100]}, "only labels of -100"),
+    ],
+)
+def test_examples_of_the_api_are_checked(change: dict[str, Any], message: str) -> None:
+    model = tiny_model("llama", torch.float32)
+    good = Example("a", 0, [5, 6], [-100, 6])
+    bad = Example(**{"id": "b", "index": 1, "input_ids": [5, 6], "labels": [-100, 6]} | change)
+    with pytest.raises(dualsft.ConfigError, match=rf"pool\[1\] \(b\) has .*{message}"):
+        dualsft.score(model, [good, bad], [good], eta_ft=1e-3)
+    with pytest.raises(dualsft.ConfigError, match="eta_ft"):
+        dualsft.score(model, [good], [good], eta_ft=-1e-3)

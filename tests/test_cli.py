@@ -18,6 +18,7 @@ from conftest import corpus_rows, small_run, write_jsonl
 from safetensors.torch import load_file
 
 import dualsft
+from dualsft.cli import _guarded, folder_config
 from dualsft.config.methods import registry
 
 Folders = Callable[[str], Path]
@@ -193,7 +194,7 @@ def test_check_says_what_would_happen(model_folder: Folders, corpus: Path) -> No
 
 
 def test_methods_lists_every_method() -> None:
-    said = cli("methods").stdout
+    said = cli("methods", "--debug").stdout  # which may stand anywhere
     assert {"data", "params"} <= set(registry()) and all(registry().values())
     for axis, entries in registry().items():
         for entry in entries.values():
@@ -230,6 +231,8 @@ def test_evaluation_of_given_files(
         (("select", "no_such_run"), "not a run folder"),
         (("report", "no_such_run"), "no finished stage"),
         (("quickstart", "magicoder"), "its own recipe"),
+        (("quickstart", "select.variant=param"), "select.variant: cannot be changed in the quick"),
+        (("quickstart", "evaluation.prompt=null"), "evaluation.prompt: cannot be changed"),
     ],
 )
 def test_mistakes_exit_2_with_a_cure(words: tuple[str, ...], told: str, tmp_path: Path) -> None:
@@ -255,3 +258,22 @@ def test_bad_rows_are_named_with_their_lines(
     assert "2 of 120 rows are bad and left out" in skipped.stdout
     facts = json.loads((tmp_path / "run/1_split/summary.json").read_text())
     assert facts["num_examples"] == 118
+
+
+def test_an_unforeseen_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(problem: Exception) -> Callable[[], None]:
+        def action() -> None:
+            raise problem
+
+        return action
+
+    assert _guarded(fails(KeyError("x")), debug=False) == 1
+    assert _guarded(fails(torch.OutOfMemoryError("CUDA out of memory")), debug=False) == 1
+    said = capsys.readouterr().err
+    assert "unexpected KeyError" in said and "--debug" in said
+    assert "out of memory" in said and "score.batch_tokens" in said
+
+
+def test_a_stage_command_keeps_the_settings_of_its_folder(reference: Path) -> None:
+    given = dualsft.load(str(reference / "config.yaml"))
+    assert folder_config(reference, [f"model.path={given.model.path}"], "split") == given

@@ -1,99 +1,58 @@
 """Run folders from a stranger: no command writes, reads, waits or runs code outside of them.
 
 Black box: one tiny finished run (and one comparison) is copied for each case and turned into a
-trap: links, pipes, sockets and hard links in the place of its files, paths in its JSON that climb
-out, consent to run code stored in its settings, vocabularies swapped. What an attacker can do about
-the hashes is done: they have no key, so tampered stages are sealed again. Every command runs in a
-forked child (`faults.Launcher`), so that one which waits for a pipe can be ended. Beside the folder
-lies `outside`, which holds a secret. After every command (`Scene.attempt`):
-
-1. everything outside is byte for byte what it was, and nothing was added;
-2. the secret is in no file that the command left and in nothing that it said, neither as it is nor
-   in base64 nor deflated, as report.html packs its data;
-3. it ended in time;
-4. a refusal names the entry, says what to do, and is no traceback and no "unexpected" error.
+trap. The tables list (entry made hostile, kind of trap, command); the rules that every command must
+keep, and the builders, are in `hostile.py`.
 """
 
 from __future__ import annotations
 
 import base64
 import fcntl
-import hashlib
 import json
 import os
-import re
 import shutil
-import signal
-import socket
-import stat
 import subprocess
 import sys
-import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 from conftest import small_run
 from faults import Launcher
+from hostile import (
+    CONSENT,
+    LIMIT,
+    SECRET,
+    Said,
+    Scene,
+    clear,
+    forge,
+    hide_in_weights,
+    leaks,
+    marked,
+    poison,
+    reseal,
+    seen,
+    stored_consent,
+    swap_vocabulary,
+    write_gguf,
+)
 from safetensors.torch import load_file, save_file
 
 import dualsft
+from dualsft.runs.preflight import FOLDERS
 from dualsft.storage.manifest import render_manifest
 
 Folders = Callable[[str], Path]
-
-LIMIT = 60.0
-"""Seconds that a command may take; an honest one takes about one."""
-SECRET = "CANARY-of-somebody-else-4f1d09b3"
-"""32 letters: eight float32 numbers, should somebody take them for weights."""
-CURE = re.compile(
-    r"\b(remove|delete|copy|put|give|replace|move|restore|allow|add|leave|fetch|make|makes|again)\b"
-)
-STAGES = {
-    "split": "1_split",
-    "warmup": "2_warmup",
-    "gradients": "3_gradients",
-    "scores": "4_scores",
-    "selection": "5_selection",
-    "finetune": "6_finetune",
-    "evaluation": "7_evaluation",
-}
-
-
-# --- what must not come out ----------------------------------------------------------------------
-
-
-def encodings(secret: bytes) -> list[bytes]:
-    """The secret as it is and in base64, wherever in a text it begins."""
-    found = [secret]
-    for shift in range(3):
-        text = base64.b64encode(b"\0" * shift + secret)
-        found.append(text[(0, 2, 3)[shift] : len(text) - 4])
-    return found
-
-
-TRACES = encodings(SECRET.encode())
-
-
-def leaks(content: bytes) -> bool:
-    """Whether the secret can be read out of this: plainly, or from what a page has packed."""
-    if any(trace in content for trace in TRACES):
-        return True
-    for packed in re.findall(rb"[A-Za-z0-9+/]{16,}={0,2}", content):
-        try:
-            opened = zlib.decompress(base64.b64decode(packed))
-        except (ValueError, zlib.error):
-            continue
-        if any(trace in opened for trace in TRACES):
-            return True
-    return False
+STAGES = tuple(FOLDERS.values())
+LINKS = ("link", "dangling", "pipe", "socket")
 
 
 def test_the_detector_sees_what_it_is_for() -> None:
@@ -103,228 +62,6 @@ def test_the_detector_sees_what_it_is_for() -> None:
     page = base64.b64encode(zlib.compress(json.dumps({"a": SECRET}).encode()))
     assert leaks(b'<script id="x">' + page + b"</script>")
     assert leaks(f"error: {SECRET}".encode()) and not leaks(b"CANARY-of-somebody")
-
-
-def seen(folder: Path) -> dict[str, Any]:
-    """Kind, permissions, time and content of everything under a folder; follows nothing."""
-    found: dict[str, Any] = {}
-    for path in [folder, *sorted(folder.rglob("*"))]:
-        state = path.lstat()
-        regular = stat.S_ISREG(state.st_mode)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest() if regular else ""
-        changed = state.st_mtime_ns if regular else 0
-        found[str(path.relative_to(folder))] = (state.st_mode, changed, digest)
-    return found
-
-
-# --- one case ------------------------------------------------------------------------------------
-
-
-@dataclass
-class Said:
-    """How a command ended."""
-
-    code: int
-    text: str
-
-
-@dataclass
-class Scene:
-    """A copy of a run (and of a comparison), the folder outside, a canary, the command line."""
-
-    root: Path
-    launcher: Launcher
-    model: Path
-    corpus: Path
-    own: set[str] = field(default_factory=set)
-    """Names in `root` that are no result of a command: they are not searched for the secret."""
-
-    def __post_init__(self) -> None:
-        self.run = self.root / "run"
-        self.out = self.root / "comparison"
-        self.outside = self.root / "outside"
-        self.canary = self.root / "canary"
-        self.outside.mkdir()
-        self.secret = self.outside / "secret.txt"
-        self.secret.write_text(f"{SECRET}\n")
-        self.own.add(self.outside.name)
-
-    def dualsft(self, *words: str) -> Said:
-        """Run it in a child, and end it when it takes too long."""
-        pid = self.launcher.start(words)
-        late = time.monotonic() + LIMIT
-        while _runs(pid) and time.monotonic() < late:
-            time.sleep(0.005)
-        waited = _runs(pid)
-        if waited:
-            self.launcher.signal(pid, signal.SIGKILL)
-        code = self.launcher.wait()
-        text = self.launcher.said
-        assert not waited, f"{words[0]} was still waiting after {LIMIT:.0f} s\n{text}"
-        return Said(code, text)
-
-    def attempt(self, *words: str, names: Sequence[str] = ()) -> Said:
-        """Run it and hold it to the four rules; a refusal must have one of `names`, in parts."""
-        before = seen(self.outside)
-        said = self.dualsft(*words)
-        self.check(said, before, names)
-        return said
-
-    def check(self, said: Said, before: dict[str, Any], names: Sequence[str]) -> None:
-        after = seen(self.outside)
-        changed = {n for n in before | after if before.get(n) != after.get(n)}
-        assert not changed, f"outside: {sorted(changed)} changed\n{said.text}"
-        assert not self.canary.exists(), f"the stranger's code ran\n{said.text}"
-        assert not leaks(said.text.encode()), f"the secret was told\n{said.text}"
-        assert (found := self.leaking()) == [], f"the secret is in {found}\n{said.text}"
-        assert "Traceback" not in said.text, said.text
-        assert said.code in (0, 1, 2), said.text
-        if said.code:
-            self.check_refusal(said, names)
-
-    def check_refusal(self, said: Said, names: Sequence[str]) -> None:
-        text = said.text.replace(str(self.root), "")
-        assert "error: " in text, said.text
-        text = text[text.index("error: ") :]
-        assert "unexpected " not in text and "bug in dualsft" not in text, said.text
-        named = [name for name in names if all(part in text for part in name.split("/"))]
-        assert named or not names, f"none of {names} is named\n{said.text}"
-        assert CURE.search(text), f"no cure\n{said.text}"
-
-    def leaking(self) -> list[str]:
-        """Files with the secret; not those outside, by whichever name."""
-        theirs = {p.stat().st_ino for p in self.outside.rglob("*") if p.is_file()}
-        found = []
-        for place in self.root.iterdir():
-            if place.name in self.own:
-                continue
-            for path in [place] if not place.is_dir() or place.is_symlink() else place.rglob("*"):
-                state = path.lstat()
-                plain = stat.S_ISREG(state.st_mode) and state.st_ino not in theirs
-                if plain and leaks(path.read_bytes()):
-                    found.append(str(path.relative_to(self.root)))
-        return found
-
-    # --- traps -----------------------------------------------------------------------------------
-
-    def plant(self, kind: str, entry: str, lure: bytes | None = None) -> None:
-        """Put a link, pipe, … where an entry of the run is."""
-        self.plant_at(kind, self.run / entry, lure)
-
-    def plant_at(self, kind: str, place: Path, lure: bytes | None = None) -> None:
-        clear(place)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        target = self.outside / f"theirs-{place.name}"
-        if kind in ("link", "hard link"):
-            target.write_bytes(f"{SECRET}\n".encode() if lure is None else lure)
-        if kind == "link":
-            place.symlink_to(target)
-        elif kind == "hard link":
-            os.link(target, place)
-        elif kind == "dangling":
-            place.symlink_to(self.outside / "not-there")
-        elif kind == "pipe":
-            os.mkfifo(place)
-        elif kind == "socket":
-            bind(place)
-        elif kind == "folder link":
-            target.mkdir(exist_ok=True)
-            (target / "kept.txt").write_text(SECRET)
-            place.symlink_to(target)
-        else:
-            raise AssertionError(kind)
-
-    def move_out(self, entry: str) -> Path:
-        """Move a folder of the run outside and link to it."""
-        return self.move_out_at(self.run / entry)
-
-    def move_out_at(self, place: Path) -> Path:
-        target = self.outside / f"theirs-{place.name}"
-        shutil.copytree(place, target)
-        clear(place)
-        place.symlink_to(target)
-        return target
-
-    def settings(self, *lines: str, sealed: bool) -> None:
-        """Rewrite config.yaml as an attacker can: keys of its sections, and a fresh seal."""
-        path = self.run / "config.yaml"
-        head, _, text = path.read_text().partition("\n")
-        assert head.startswith("# "), head
-        content = yaml.safe_load(text)
-        for line in lines:
-            name, _, value = line.partition("=")
-            section, _, key = name.partition(".")
-            content[section][key] = yaml.safe_load(value)
-        text = yaml.safe_dump(content, sort_keys=False)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        head = re.sub(r"[0-9a-f]{64}", digest, head)
-        path.write_text(f"{head}\n{text}" if sealed else text)
-
-    def evil_code(self, folder: Path) -> None:
-        """Let a model folder bring code for its configuration, model and tokenizer."""
-        poison(folder, self.canary)
-
-
-def _runs(pid: int) -> bool:
-    """Whether a child has not ended; one that has is a zombie until it is waited for."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
-
-
-def clear(place: Path) -> None:
-    if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place)
-    else:
-        place.unlink(missing_ok=True)
-
-
-def bind(place: Path) -> None:
-    """A socket; the name is given from within its folder, since such names must be short."""
-    folder = os.open(place.parent, os.O_RDONLY)
-    try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(f"/proc/self/fd/{folder}/{place.name}")
-    finally:
-        os.close(folder)
-    assert stat.S_ISSOCK(place.lstat().st_mode)
-
-
-def reseal(stage: Path, **facts: Any) -> None:
-    """Make a stage's manifest fit its files again, as anybody can."""
-    path = stage / "manifest.json"
-    body = json.loads(path.read_text())
-    del body["seal"]
-    body["facts"] |= facts
-    files = [p for p in sorted(stage.rglob("*")) if p.is_file() and p != path]
-    body["files"] = {
-        p.relative_to(stage).as_posix(): {
-            "size": p.stat().st_size,
-            "sha256": hashlib.sha256(p.read_bytes()).hexdigest(),
-        }
-        for p in files
-    }
-    path.write_text(render_manifest(body))
-
-
-def poison(folder: Path, canary: Path) -> None:
-    (folder / "evil.py").write_text(
-        f"open({str(canary)!r}, 'w').close()\n"
-        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
-        "class EvilConfig(LlamaConfig):\n    model_type = 'evil'\n"
-        "class EvilModel(LlamaForCausalLM):\n    config_class = EvilConfig\n"
-        "class EvilTokenizer(PreTrainedTokenizerFast):\n    pass\n"
-    )
-    maps = {
-        "config.json": {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"},
-        "tokenizer_config.json": {"AutoTokenizer": [None, "evil.EvilTokenizer"]},
-    }
-    for name, code in maps.items():
-        path = folder / name
-        content = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(content | {"auto_map": code}))
 
 
 # --- the folders that cases start from -----------------------------------------------------------
@@ -370,23 +107,25 @@ def scene(
     return made
 
 
+CHANGES = {
+    "split": ["data.max_length=64"],
+    "score": ["score.lam=0.5"],
+    "select": ["select.param_budget=0.1"],
+    "finetune": ["finetune.epochs=3"],
+    "evaluate": ["evaluation.prompt=Say alpha"],
+    "diagnose": ["heatmap"],
+}
+"""What gives each command something to do in a finished run."""
+
+
 def words_for(command: str, run: Path) -> list[str]:
-    """A command on a run folder that has something to do there."""
-    more = {
-        "split": ["data.max_length=64"],
-        "score": ["score.lam=0.5"],
-        "select": ["select.param_budget=0.1"],
-        "finetune": ["finetune.epochs=3"],
-        "evaluate": ["evaluation.prompt=Say alpha"],
-        "diagnose": ["heatmap"],
-    }
-    return [command, str(run), *more.get(command, [])]
+    """A command on a run folder; `X again` changes nothing, `X saving` saves after every step."""
+    name, _, how = command.partition(" ")
+    change = [] if how == "again" else CHANGES.get(name, [])
+    return [name, str(run), *change, *(["resume.every=0"] if how == "saving" else [])]
 
 
-COMMANDS = ("report", "split", "score", "select", "finetune", "evaluate", "diagnose")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["report", *CHANGES])
 def test_an_honest_folder_is_served(command: str, scene: Scene) -> None:
     """Through a link to the run folder too: that is the user's own word, not the stranger's."""
     (scene.root / "mine").symlink_to(scene.run)
@@ -394,148 +133,7 @@ def test_an_honest_folder_is_served(command: str, scene: Scene) -> None:
     assert said.code == 0, said.text
 
 
-# --- links and special files at the top ----------------------------------------------------------
-
-
-def top_lure(scene: Scene, entry: str) -> bytes | None:
-    """Something outside that looks like the entry, and holds the secret."""
-    place = scene.run / entry
-    if entry == "config.yaml":
-        text = place.read_text().partition("\n")[2]
-        return text.replace("prompt: null", f"prompt: {SECRET}").encode()
-    if entry == "manifest.json":
-        body = json.loads(place.read_text())
-        del body["seal"]
-        return render_manifest(body | {"platform": SECRET}).encode()
-    if entry == "metrics.jsonl":
-        return place.read_bytes() + json.dumps({"stage": SECRET}).encode()
-    return None
-
-
-TOP = [
-    (entry, kind, command)
-    for entry in (".lock", "metrics.jsonl", "config.yaml", "manifest.json")
-    for kind in ("link", "dangling", "pipe", "socket", "folder link")
-    for command in ("report", "finetune", "diagnose")
-    if not (kind in ("socket", "folder link") and command == "diagnose")
-]
-TOP += [
-    (entry, kind, "report")
-    for entry in ("report.html", "report.md", "model_card.md")
-    for kind in ("link", "dangling", "pipe", "socket", "folder link")
-]
-TOP += [
-    (entry, "hard link", command)
-    for entry in (".lock", "metrics.jsonl", "config.yaml", "report.html")
-    for command in ("finetune", "diagnose", "report")
-]
-
-
-@pytest.mark.parametrize(("entry", "kind", "command"), TOP)
-def test_files_at_the_top(entry: str, kind: str, command: str, scene: Scene) -> None:
-    own = (scene.run / entry).read_bytes()
-    scene.plant(kind, entry, own if kind == "hard link" else top_lure(scene, entry))
-    scene.attempt(*words_for(command, scene.run), names=[entry])
-
-
-def test_settings_that_are_no_settings_are_not_quoted(scene: Scene) -> None:
-    """config.yaml as a link to any file: what is wrong with that file is not told."""
-    scene.plant("link", "config.yaml", f"password: {SECRET}\n- {SECRET}: [\n".encode())
-    for command in ("report", "split", "diagnose"):
-        scene.attempt(*words_for(command, scene.run), names=["config.yaml"])
-
-
-@pytest.mark.parametrize("command", ["select", "diagnose"])
-def test_who_holds_the_lock_is_not_read_from_outside(command: str, scene: Scene) -> None:
-    """A link to a file that somebody has locked: its text is not told as the owner's name."""
-    scene.plant("link", ".lock")
-    with (scene.outside / "theirs-.lock").open("r+b") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        said = scene.attempt(*words_for(command, scene.run), names=[".lock"])
-    assert said.code in (0, 1, 2)
-
-
-def test_a_run_is_not_made_through_a_link(scene: Scene) -> None:
-    """`dualsft run` on the stranger's folder: the whole flow, every report, nothing outside."""
-    for entry in ("report.md", "report.html", "model_card.md", "manifest.json"):
-        scene.plant("link", entry, top_lure(scene, entry))
-    words = [*small_run(scene.model, scene.corpus), "score.lam=0.6"]
-    scene.attempt("run", "--out", str(scene.run), *words, names=["manifest.json", "report.md"])
-
-
-def test_settings_given_as_a_pipe(scene: Scene) -> None:
-    scene.plant("pipe", "config.yaml")
-    out = str(scene.root / "new")
-    said = scene.attempt("run", str(scene.run / "config.yaml"), "--out", out)
-    assert said.code != 0
-
-
-# --- stage folders -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("command", ["report", "evaluate", "diagnose"])
-@pytest.mark.parametrize("stage", STAGES.values())
-def test_a_stage_that_is_a_link(stage: str, command: str, scene: Scene) -> None:
-    """To a finished stage outside, sealed, whose manifest has the secret as a warning."""
-    reseal(scene.run / stage, warnings=[SECRET])
-    scene.move_out(stage)
-    scene.attempt(*words_for(command, scene.run), names=[stage])
-
-
-@pytest.mark.parametrize("command", ["report", "evaluate", "diagnose"])
-@pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "socket"])
-@pytest.mark.parametrize("stage", ["1_split", "5_selection"])
-def test_a_stage_that_is_no_folder(stage: str, kind: str, command: str, scene: Scene) -> None:
-    scene.plant(kind, stage)
-    scene.attempt(*words_for(command, scene.run), names=[stage])
-
-
-@pytest.mark.parametrize("command", ["report", "finetune"])
-def test_several_stages_that_are_links(command: str, scene: Scene) -> None:
-    for stage in STAGES.values():
-        reseal(scene.run / stage, warnings=[SECRET])
-        scene.move_out(stage)
-    scene.attempt(*words_for(command, scene.run), names=list(STAGES.values()))
-
-
-def test_side_by_side_with_an_honest_run(scene: Scene, finished: Path) -> None:
-    reseal(scene.run / "5_selection", warnings=[SECRET])
-    scene.move_out("5_selection")
-    shutil.copytree(finished, scene.root / "honest")
-    out = str(scene.root / "both")
-    words = ("report", str(scene.root / "honest"), str(scene.run), "--out", out)
-    scene.attempt(*words, names=["5_selection"])
-
-
-BESIDE = [
-    (stage, suffix, kind)
-    for stage in ("5_selection", "6_finetune")
-    for suffix in (".work", ".part", ".old")
-    for kind in ("folder link", "link", "dangling", "pipe", "socket")
-]
-
-
-@pytest.mark.parametrize(("stage", "suffix", "kind"), BESIDE)
-def test_what_lies_beside_a_stage(stage: str, suffix: str, kind: str, scene: Scene) -> None:
-    """While the stage is made anew and its progress is saved after every step."""
-    scene.plant(kind, stage + suffix)
-    command = {"5_selection": "select", "6_finetune": "finetune"}[stage]
-    words = [*words_for(command, scene.run), "resume.every=0"]
-    scene.attempt(*words, names=[stage + suffix])
-
-
-@pytest.mark.parametrize("suffix", [".part", ".old"])
-@pytest.mark.parametrize("command", ["report", "finetune"])
-def test_a_stage_that_a_crash_left_outside(suffix: str, command: str, scene: Scene) -> None:
-    """No 5_selection, but a link to a finished one under the name that a swap leaves behind."""
-    reseal(scene.run / "5_selection", warnings=[SECRET])
-    target = scene.outside / "theirs"
-    shutil.move(scene.run / "5_selection", target)
-    (scene.run / f"5_selection{suffix}").symlink_to(target)
-    scene.attempt(*words_for(command, scene.run), names=[f"5_selection{suffix}", "5_selection"])
-
-
-# --- files inside stages -------------------------------------------------------------------------
+# --- links and special files in the place of entries ---------------------------------------------
 
 INSIDE = (
     "1_split/summary.json",
@@ -551,49 +149,129 @@ INSIDE = (
     "6_finetune/model/tokenizer.json",
     "7_evaluation/results.json",
 )
+FIGURES = tuple(f"diagnostics/heatmap.{end}" for end in ("json", "svg", "png"))
+READERS = ("report", "evaluate", "diagnose")
 
-
-def marked(path: Path) -> bytes:
-    """The file with the secret in it, of the same form."""
-    copy = path.with_name(f"marked-{path.name}")
-    if path.name == "manifest.json":
-        body = json.loads(path.read_text())
-        del body["seal"]
-        body["facts"]["warnings"] = [SECRET]
-        return render_manifest(body).encode()
-    if path.suffix == ".json":
-        content = json.loads(path.read_text())
-        content = [*content, SECRET] if isinstance(content, list) else content | {"note": SECRET}
-        return json.dumps(content).encode()
-    if path.suffix == ".parquet":
-        table = pq.read_table(path)
-        pq.write_table(table.replace_schema_metadata({"note": SECRET}), copy)
-    else:
-        save_file(load_file(path), copy, metadata={"note": SECRET})
-    content = copy.read_bytes()
-    copy.unlink()
-    return content
-
-
-CASES = [(entry, kind, "report") for entry in INSIDE for kind in ("link", "dangling", "pipe")]
-CASES += [(entry, kind, "evaluate") for entry in INSIDE for kind in ("link", "pipe")]
-CASES += [(entry, "link", "diagnose") for entry in INSIDE if entry[0] in "25"]
+TRAPS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
+    # files at the top
+    (
+        (".lock", "metrics.jsonl", "config.yaml", "manifest.json"),
+        (*LINKS, "folder link"),
+        ("report", "finetune"),
+    ),
+    (
+        (".lock", "metrics.jsonl", "config.yaml", "manifest.json"),
+        ("link", "dangling", "pipe"),
+        ("diagnose",),
+    ),
+    (("report.html", "report.md", "model_card.md"), (*LINKS, "folder link"), ("report",)),
+    (
+        (".lock", "metrics.jsonl", "config.yaml", "report.html"),
+        ("hard link",),
+        ("finetune", "diagnose", "report"),
+    ),
+    # stage folders: a link to a finished stage outside, sealed, with the secret as a warning
+    (STAGES, ("moved out",), READERS),
+    (("1_split", "5_selection"), LINKS, READERS),
+    # beside a stage that is made anew and saves its progress after every step
+    (
+        ("5_selection.work", "5_selection.part", "5_selection.old"),
+        (*LINKS, "folder link"),
+        ("select saving",),
+    ),
+    (
+        ("6_finetune.work", "6_finetune.part", "6_finetune.old"),
+        (*LINKS, "folder link"),
+        ("finetune saving",),
+    ),
+    # files inside stages
+    (INSIDE, ("link", "dangling", "pipe"), ("report",)),
+    (INSIDE, ("link", "pipe"), ("evaluate again",)),
+    (tuple(entry for entry in INSIDE if entry[0] in "25"), ("link",), ("diagnose",)),
+    # a tokenizer outside would write the secret into every text shown
+    (("6_finetune/model", "2_warmup/theta_bar"), ("moved out",), ("report", "evaluate", "score")),
+    # diagnostics
+    (FIGURES, LINKS, ("report", "diagnose")),
+    (FIGURES, ("hard link",), ("diagnose",)),
+    (("diagnostics",), (*LINKS, "moved out", "folder link"), ("report", "diagnose")),
+]
+CASES = [
+    (entry, kind, command)
+    for entries, kinds, commands in TRAPS
+    for entry in entries
+    for kind in kinds
+    for command in commands
+]
 
 
 @pytest.mark.parametrize(("entry", "kind", "command"), CASES)
-def test_files_inside_stages(entry: str, kind: str, command: str, scene: Scene) -> None:
-    scene.plant(kind, entry, marked(scene.run / entry))
-    words = words_for(command, scene.run)[: 2 if command == "evaluate" else None]
-    scene.attempt(*words, names=[entry])
-
-
-@pytest.mark.parametrize("entry", ["6_finetune/model", "2_warmup/theta_bar"])
-@pytest.mark.parametrize("command", ["report", "evaluate", "score"])
-def test_a_model_folder_that_is_a_link(entry: str, command: str, scene: Scene) -> None:
-    """To a tokenizer outside that would write the secret into every text shown."""
-    swap_vocabulary(scene.run / entry / "tokenizer.json", SECRET)
-    scene.move_out(entry)
+def test_an_entry_that_leads_elsewhere(entry: str, kind: str, command: str, scene: Scene) -> None:
+    hard_figure = kind == "hard link" and entry in FIGURES
+    scene.plant(kind, entry, marked(scene.run / entry) if hard_figure else None)
     scene.attempt(*words_for(command, scene.run), names=[entry])
+
+
+@pytest.mark.parametrize("kind", ["folder link", "link", "dangling", "pipe"])
+def test_saved_progress_of_a_diagnostic(kind: str, scene: Scene) -> None:
+    """One that saves after every step, because config.yaml says so."""
+    scene.settings("resume.every=0", sealed=True)
+    entry = "diagnostics/coordination_gap.work"
+    scene.plant(kind, entry)
+    scene.attempt("diagnose", str(scene.run), "coordination_gap", names=[entry])
+
+
+def test_settings_that_are_no_settings_are_not_quoted(scene: Scene) -> None:
+    """config.yaml as a link to any file: what is wrong with that file is not told."""
+    scene.plant("link", "config.yaml", f"password: {SECRET}\n- {SECRET}: [\n".encode())
+    for command in ("report", "split", "diagnose"):
+        scene.attempt(*words_for(command, scene.run), names=["config.yaml"])
+
+
+@pytest.mark.parametrize("command", ["select", "diagnose"])
+def test_who_holds_the_lock_is_not_read_from_outside(command: str, scene: Scene) -> None:
+    """A link to a file that somebody has locked: its text is not told as the owner's name."""
+    scene.plant("link", ".lock")
+    with (scene.outside / "theirs-.lock").open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        scene.attempt(*words_for(command, scene.run), names=[".lock"])
+
+
+def test_a_run_is_not_made_through_a_link(scene: Scene) -> None:
+    """`dualsft run` on the stranger's folder: the whole flow, every report, nothing outside."""
+    for entry in ("report.md", "report.html", "model_card.md", "manifest.json"):
+        scene.plant("link", entry)
+    words = [*small_run(scene.model, scene.corpus), "score.lam=0.6"]
+    scene.attempt("run", "--out", str(scene.run), *words, names=["manifest.json", "report.md"])
+
+
+def test_settings_given_as_a_pipe(scene: Scene) -> None:
+    scene.plant("pipe", "config.yaml")
+    out = str(scene.root / "new")
+    assert scene.attempt("run", str(scene.run / "config.yaml"), "--out", out).code != 0
+
+
+@pytest.mark.parametrize("command", ["report", "finetune"])
+def test_several_stages_that_are_links(command: str, scene: Scene) -> None:
+    for stage in STAGES:
+        scene.plant("moved out", stage)
+    scene.attempt(*words_for(command, scene.run), names=STAGES)
+
+
+def test_side_by_side_with_an_honest_run(scene: Scene, finished: Path) -> None:
+    scene.plant("moved out", "5_selection")
+    shutil.copytree(finished, scene.root / "honest")
+    out = str(scene.root / "both")
+    words = ("report", str(scene.root / "honest"), str(scene.run), "--out", out)
+    scene.attempt(*words, names=["5_selection"])
+
+
+@pytest.mark.parametrize("suffix", [".part", ".old"])
+@pytest.mark.parametrize("command", ["report", "finetune"])
+def test_a_stage_that_a_crash_left_outside(suffix: str, command: str, scene: Scene) -> None:
+    """No 5_selection, but a link to a finished one under the name that a swap leaves behind."""
+    scene.plant("moved out", "5_selection")
+    (scene.run / "5_selection").rename(scene.run / f"5_selection{suffix}")
+    scene.attempt(*words_for(command, scene.run), names=[f"5_selection{suffix}", "5_selection"])
 
 
 @pytest.mark.parametrize("final", ["../../outside", "{outside}", "../5_selection/../../outside"])
@@ -601,44 +279,118 @@ def test_a_model_folder_that_is_a_link(entry: str, command: str, scene: Scene) -
 def test_a_selection_that_says_it_is_elsewhere(command: str, final: str, scene: Scene) -> None:
     """5_selection/summary.json names a folder outside, whose mask has the secret for a name."""
     stage = scene.run / "5_selection"
-    summary = json.loads((stage / "summary.json").read_text())
     shutil.copy(stage / "ids.json", scene.outside / "ids.json")
     mask = load_file(stage / "mask.safetensors")
     mask = {f"model.layers.0.{SECRET}.weight": next(iter(mask.values())).clone()} | mask
     save_file(mask, scene.outside / "mask.safetensors")
-    summary["final"] = final.format(outside=scene.outside)
-    (stage / "summary.json").write_text(json.dumps(summary))
+    change("summary.json", final=final.format(outside=scene.outside))(stage)
     reseal(stage)
     clear(scene.run / "diagnostics")
     words = words_for(command, scene.run)
     if command == "diagnose":
         words = ["diagnose", str(scene.run), "param_statistics"]
-    said = scene.attempt(
-        *words,
-        names=["summary.json", "5_selection", "outside"],
-    )
+    said = scene.attempt(*words, names=["summary.json", "5_selection", "outside"])
     assert said.code != 0, "a selection outside of the folder was taken"
 
 
+# --- content that no run writes, sealed again ----------------------------------------------------
+
+
+def in_manifest(act: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Change the manifest of a stage and seal it."""
+
+    def change(stage: Path) -> None:
+        body = json.loads((stage / "manifest.json").read_text())
+        del body["seal"]
+        act(body)
+        (stage / "manifest.json").write_text(render_manifest(body))
+
+    return change
+
+
+def in_mask(act: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    """Change the first indices of the mask."""
+
+    def change(stage: Path) -> None:
+        mask = load_file(stage / "mask.safetensors")
+        name = next(iter(mask))
+        save_file(mask | {name: act(mask[name]).contiguous()}, stage / "mask.safetensors")
+        reseal(stage)
+
+    return change
+
+
+def in_table(file: str, column: str, value: Any) -> Callable[[Path], None]:
+    """Give all rows of a column one value, or drop the column."""
+
+    def change(stage: Path) -> None:
+        table = pq.read_table(stage / file)
+        at = table.column_names.index(column)
+        if value is None:
+            table = table.remove_column(at)
+        else:
+            table = table.set_column(at, column, pa.array([value] * len(table)))
+        pq.write_table(table, stage / file)
+        reseal(stage)
+
+    return change
+
+
+def in_json(file: str, value: Any) -> Callable[[Path], None]:
+    def change(stage: Path) -> None:
+        stored = json.loads((stage / file).read_text())
+        both = isinstance(stored, dict) and isinstance(value, dict) and value
+        (stage / file).write_text(json.dumps(stored | value if both else value))
+        reseal(stage)
+
+    return change
+
+
+MALFORMED: list[tuple[str, str, Callable[[Path], None], str]] = [
+    (
+        "5_selection",
+        "report",
+        in_manifest(lambda body: body["fingerprint"].pop("hash")),
+        "manifest",
+    ),
+    ("5_selection", "report", in_manifest(lambda body: body.pop("facts")), "manifest"),
+    ("5_selection", "report", in_manifest(lambda body: body.update(facts=[1])), "manifest"),
+    ("5_selection", "report", in_manifest(lambda body: body["facts"].update(warnings=3)), "run"),
+    ("5_selection", "report", in_manifest(lambda body: body.update(seconds="x")), "run"),
+    ("5_selection", "finetune", in_json("summary.json", {"final": 3}), "summary.json"),
+    ("5_selection", "finetune", in_json("summary.json", [1]), "summary.json"),
+    ("5_selection", "report", in_json("summary.json", {"b": "x", "final": 3}), "run"),
+    ("5_selection", "finetune", in_json("ids.json", [[1]]), "ids.json"),
+    ("5_selection", "finetune", in_json("ids.json", ["of no row"]), "ids.json"),
+    ("5_selection", "finetune", in_json("ids.json", []), "ids.json"),
+    ("5_selection", "finetune", in_mask(lambda index: index.float()), "mask.safetensors"),
+    ("5_selection", "finetune", in_mask(lambda index: index[None]), "mask.safetensors"),
+    ("5_selection", "finetune", in_mask(lambda index: index.flip(0)), "mask.safetensors"),
+    ("5_selection", "finetune", in_mask(lambda index: index - 10**6), "mask.safetensors"),
+    ("5_selection", "finetune", in_mask(lambda index: index + 2**40), "mask.safetensors"),
+    ("1_split", "finetune", in_table("split.parquet", "index", None), "1_split"),
+    ("1_split", "finetune", in_table("split.parquet", "role", "evil"), "1_split"),
+    ("1_split", "finetune", in_table("tokens.parquet", "input_ids", ["text"]), "1_split"),
+    ("1_split", "finetune", in_table("tokens.parquet", "input_ids", [2**30]), "1_split"),
+    ("1_split", "score", in_table("tokens.parquet", "labels", [-7]), "1_split"),
+    ("4_scores", "select", in_table("examples.parquet", "bound", None), "examples.parquet"),
+    ("4_scores", "select", in_table("examples.parquet", "score", "x"), "examples.parquet"),
+    ("4_scores", "select", in_json("summary.json", {}), "4_scores/summary.json"),
+    ("7_evaluation", "report", in_json("results.json", [1]), "run"),
+]
+
+
+@pytest.mark.parametrize(("stage", "command", "act", "named"), MALFORMED)
+def test_content_that_no_run_writes(
+    stage: str, command: str, act: Callable[[Path], None], named: str, scene: Scene
+) -> None:
+    """Whoever made the folder can seal anything; it is refused by name, as no bug of dualsft."""
+    act(scene.run / stage)
+    said = scene.attempt(*words_for(command, scene.run), names=[named])
+    assert said.code == 1, said.text
+
+
 # --- what is shown is what was written -----------------------------------------------------------
-
-
-def swap_vocabulary(path: Path, text: str) -> None:
-    """Give the longest tokens another text: whatever is decoded shows it."""
-    content = json.loads(path.read_text())
-    vocabulary = content["model"]["vocab"]
-    longest = sorted(vocabulary, key=len)[-40:]
-    for number, token in enumerate(longest):
-        vocabulary[f"{text}{number}"] = vocabulary.pop(token)
-    merges = content["model"]["merges"]
-    gone = {*longest}
-    content["model"]["merges"] = [
-        m
-        for m in merges
-        if "".join(m if isinstance(m, list) else m.split()) not in gone
-        and not gone & {*(m if isinstance(m, list) else m.split())}
-    ]
-    path.write_text(json.dumps(content))
 
 
 def change(name: str, **values: Any) -> Callable[[Path], None]:
@@ -702,77 +454,16 @@ def test_a_tokenizer_is_checked_before_it_is_shown(name: str, place: str, scene:
     assert (scene.run / "report.html").read_bytes() == before
 
 
-# --- diagnostics ---------------------------------------------------------------------------------
-
-
-def diagnostic_lure(scene: Scene, entry: str) -> bytes | None:
-    path = scene.run / entry
-    if entry.endswith(".json"):
-        return json.dumps(json.loads(path.read_text()) | {"paper": SECRET}).encode()
-    if entry.endswith(".svg"):
-        return path.read_bytes().replace(b"</svg>", f"<!--{SECRET}--></svg>".encode())
-    return None
-
-
-NUMBERS = [
-    (name, kind, command)
-    for name in ("heatmap.json", "heatmap.svg", "heatmap.png")
-    for kind in ("link", "dangling", "pipe", "socket")
-    for command in ("report", "diagnose")
-]
-NUMBERS += [(f"heatmap.{end}", "hard link", "diagnose") for end in ("json", "svg", "png")]
-
-
-@pytest.mark.parametrize(("name", "kind", "command"), NUMBERS)
-def test_files_of_diagnostics(name: str, kind: str, command: str, scene: Scene) -> None:
-    entry = f"diagnostics/{name}"
-    scene.plant(kind, entry, diagnostic_lure(scene, entry))
-    scene.attempt(*words_for(command, scene.run), names=[entry])
-
-
-@pytest.mark.parametrize("command", ["report", "diagnose"])
-@pytest.mark.parametrize("kind", ["moved out", "folder link", "link", "dangling", "pipe", "socket"])
-def test_the_folder_of_diagnostics(kind: str, command: str, scene: Scene) -> None:
-    if kind == "moved out":
-        entry = "diagnostics/heatmap.json"
-        (scene.run / entry).write_bytes(diagnostic_lure(scene, entry) or b"")
-        scene.move_out("diagnostics")
-    else:
-        scene.plant(kind, "diagnostics")
-    scene.attempt(*words_for(command, scene.run), names=["diagnostics"])
-
-
-@pytest.mark.parametrize("kind", ["folder link", "link", "dangling", "pipe"])
-def test_saved_progress_of_a_diagnostic(kind: str, scene: Scene) -> None:
-    """One that saves after every step, because config.yaml says so."""
-    scene.settings("resume.every=0", sealed=True)
-    entry = "diagnostics/coordination_gap.work"
-    scene.plant(kind, entry)
-    scene.attempt("diagnose", str(scene.run), "coordination_gap", names=[entry])
-
-
 # --- consent to run code -------------------------------------------------------------------------
 
-CONSENT = "model.trust_remote_code=true"
 CONSENT_WORDS = ["trust_remote_code", "auto_map", "evil.py", "config.yaml"]
 
 
-def forge(run: Path) -> None:
-    """Let every stage say that it was made with consent: the code of its model has a hash."""
-    changed: dict[str, str] = {}
-    for folder in STAGES.values():
-        path = run / folder / "manifest.json"
-        body = json.loads(path.read_text())
-        del body["seal"]
-        made = body["fingerprint"]
-        if folder == "1_split":
-            made["settings"]["code of model.path"] = hashlib.sha256(b"").hexdigest()
-        made["reads"] = {name: changed[value] for name, value in made["reads"].items()}
-        parts = {name: made[name] for name in ("reads", "settings")}
-        text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
-        before, made["hash"] = made["hash"], hashlib.sha256(text.encode()).hexdigest()
-        changed[before] = made["hash"]
-        path.write_text(render_manifest(body))
+def gap_or(command: str, run: Path) -> list[str]:
+    """`words_for`, with a diagnostic that loads the models."""
+    if command == "diagnose":
+        return ["diagnose", str(run), "coordination_gap"]
+    return words_for(command, run)
 
 
 @pytest.mark.parametrize("how", ["sealed", "unsealed", "forged"])
@@ -780,43 +471,28 @@ def forge(run: Path) -> None:
 def test_consent_in_the_settings_of_the_folder(command: str, how: str, scene: Scene) -> None:
     """The models inside the folder bring code, and its config.yaml trusts it."""
     for place in ("6_finetune/model", "2_warmup/theta_bar"):
-        scene.evil_code(scene.run / place)
+        poison(scene.run / place, scene.canary)
         reseal((scene.run / place).parent)
     scene.settings(CONSENT, sealed=how != "unsealed")
     if how == "forged":
         forge(scene.run)
-    words = words_for(command, scene.run)
-    if command == "diagnose":
-        words = ["diagnose", str(scene.run), "coordination_gap"]
-    scene.attempt(*words, names=CONSENT_WORDS)
+    scene.attempt(*gap_or(command, scene.run), names=CONSENT_WORDS)
 
 
 @pytest.mark.parametrize(
-    "command", ["report", "split", "score", "finetune", "evaluate", "diagnose"]
+    "command",
+    ["report", "split", "score", "finetune", "evaluate", "diagnose", "run", "check", "estimate"],
 )
 def test_consent_for_a_model_elsewhere(command: str, scene: Scene) -> None:
-    """config.yaml names a hostile model and trusts it."""
-    evil = scene.root / "model"
-    shutil.copytree(scene.model, evil)
-    scene.evil_code(evil)
-    scene.settings(f"model.path={evil}", CONSENT, sealed=True)
-    words = words_for(command, scene.run)
-    if command == "diagnose":
-        words = ["diagnose", str(scene.run), "coordination_gap"]
+    """config.yaml names a hostile model and trusts it; also as the recipe of a new run."""
+    recipe = command in ("run", "check", "estimate")
+    scene.settings(f"model.path={scene.evil_model()}", CONSENT, sealed=not recipe)
+    words = gap_or(command, scene.run)
+    if recipe:
+        out = [] if command == "check" else ["--out", str(scene.root / "new")]
+        words = [command, str(scene.run / "config.yaml"), *out]
     said = scene.attempt(*words, names=CONSENT_WORDS)
     assert said.code != 0 or command == "report", said.text
-
-
-@pytest.mark.parametrize("command", ["run", "check", "estimate"])
-def test_consent_in_a_recipe(command: str, scene: Scene) -> None:
-    """The settings of a folder, given as the recipe of a new run."""
-    evil = scene.root / "model"
-    shutil.copytree(scene.model, evil)
-    scene.evil_code(evil)
-    scene.settings(f"model.path={evil}", CONSENT, sealed=False)
-    out = [] if command == "check" else ["--out", str(scene.root / "new")]
-    said = scene.attempt(command, str(scene.run / "config.yaml"), *out, names=CONSENT_WORDS)
-    assert said.code != 0, said.text
 
 
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "unsealed"])
@@ -867,30 +543,15 @@ def test_a_run_of_ones_own_with_consent(
     assert stored_consent(scene.run) == []
 
 
-def stored_consent(folder: Path) -> list[str]:
-    """Files that say yes to code in any of the ways that settings are written.
-
-    That the setting exists, "… =true only when you trust its authors", is no consent.
-    """
-    keys = rb"(trust_remote_code|allow_code_execution)"
-    yes = re.compile(keys + rb"\W{1,9}true(?! only when)", re.IGNORECASE)
-    return [
-        str(path.relative_to(folder))
-        for path in folder.rglob("*")
-        if path.is_file() and yes.search(path.read_bytes())
-    ]
-
-
 # --- comparisons ---------------------------------------------------------------------------------
+
+CELL = "cells/default/default/default/random/seed-42"
 
 
 def matrix_file(folder: Path, **content: Any) -> Path:
     path = folder / "matrix.yaml"
     path.write_text(yaml.safe_dump({"name": "test", "seeds": [42], **content}))
     return path
-
-
-CELL = "cells/default/default/default/random/seed-42"
 
 
 @pytest.fixture(scope="module")
@@ -930,24 +591,26 @@ def test_an_honest_comparison_is_served(comparing: Scene) -> None:
         assert said.code == 0, said.text
 
 
-PLACES = ("cells", "cells/default", CELL)
-
-
-FOUND = [
+CELLS = [
     (place, kind, more)
-    for place in PLACES
+    for place in ("cells", "cells/default", CELL)
     for kind in ("moved out", "folder link", "dangling", "pipe")
     for more in ("--tables", "finetune.epochs=3")
 ]
+CELLS += [
+    (f"{CELL}/{entry}", kind, "finetune.epochs=3")
+    for entry in ("6_finetune", "1_split", ".lock", "metrics.jsonl")
+    for kind in ("folder link", "link", "dangling", "pipe")
+]
 
 
-@pytest.mark.parametrize(("place", "kind", "more"), FOUND)
-def test_folders_of_a_comparison(place: str, kind: str, more: str, comparing: Scene) -> None:
-    if kind == "moved out":
-        comparing.move_out_at(comparing.out / place)
-    else:
-        comparing.plant_at(kind, comparing.out / place)
-    comparing.attempt(*compare(comparing, more), names=[place])
+@pytest.mark.parametrize(("place", "kind", "more"), CELLS)
+def test_folders_and_cells_of_a_comparison(
+    place: str, kind: str, more: str, comparing: Scene
+) -> None:
+    comparing.plant(kind, comparing.out / place)
+    named = place if place in ("cells", "cells/default", CELL) else place.removeprefix(f"{CELL}/")
+    comparing.attempt(*compare(comparing, more), names=[named])
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "hard link"])
@@ -958,7 +621,7 @@ def test_files_of_a_comparison(name: str, kind: str, comparing: Scene) -> None:
     if name == "figure":  # one that several methods are drawn in
         assert comparing.dualsft(*compare(comparing, methods=methods)).code == 0
         place = min(comparing.out.glob("*.svg"))
-    comparing.plant_at(kind, place)
+    comparing.plant(kind, place, f"{SECRET}\n".encode())
     comparing.attempt(*compare(comparing, methods=methods), names=[place.name])
 
 
@@ -969,16 +632,9 @@ def test_pruning_removes_nothing_outside(stage: str, comparing: Scene) -> None:
     if not place.is_dir():
         place.mkdir()
         save_file({"a": torch.zeros(1)}, place / "a.safetensors")
-    comparing.move_out_at(place)
+    comparing.plant("moved out", place)
     assert list(comparing.outside.rglob("*.safetensors"))
     comparing.attempt(*compare(comparing, keep="results"), names=[stage])
-
-
-@pytest.mark.parametrize("entry", ["6_finetune", "1_split", ".lock", "metrics.jsonl"])
-@pytest.mark.parametrize("kind", ["folder link", "link", "dangling", "pipe"])
-def test_files_of_a_cell(entry: str, kind: str, comparing: Scene) -> None:
-    comparing.plant_at(kind, comparing.out / CELL / entry)
-    comparing.attempt(*compare(comparing, "finetune.epochs=3"), names=[entry])
 
 
 @pytest.mark.slow
@@ -992,16 +648,14 @@ def test_logs_of_workers(name: str, kind: str, comparing: Scene) -> None:
         assert comparing.dualsft(*compare(comparing, "--workers", "2", "seeds=7")).code == 0
         place = next(place.rglob("*.log"), place / "none.log")
         words = compare(comparing, "--workers", "2", "seeds=7", "finetune.epochs=3")
-    comparing.plant_at(kind, place)
+    comparing.plant(kind, place)
     comparing.attempt(*words, names=[place.name])
 
 
 @pytest.mark.parametrize("where", ["settings", "models", "methods", "base", "base_and_model"])
 def test_consent_in_a_matrix(where: str, comparing: Scene) -> None:
     """A comparison's file trusts the code of the model that it names."""
-    evil = comparing.root / "model"
-    shutil.copytree(comparing.model, evil)
-    comparing.evil_code(evil)
+    evil = comparing.evil_model()
     words = [w for w in small_run(evil, comparing.corpus) if not w.startswith("model.path")]
     content: dict[str, Any] = {"methods": ["random"], "models": {"evil": str(evil)}}
     trust = {"model.trust_remote_code": True}
@@ -1054,128 +708,42 @@ def test_a_comparison_of_ones_own_with_consent(workers: str, comparing: Scene) -
 # --- export --------------------------------------------------------------------------------------
 
 
-def theirs_delta(path: Path) -> bytes:
-    """A sound delta of another model, whose name is the secret."""
-    header = {"format": "dualsft-delta-1", "base_model": SECRET, "base_hash": "0" * 64}
-    tensors = load_file(path)
-    copy = path.with_name("copy.safetensors")
-    save_file(tensors, copy, metadata=header)
-    content = copy.read_bytes()
-    copy.unlink()
-    return content
-
-
-@pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "socket"])
+@pytest.mark.parametrize("kind", LINKS)
 def test_merging_the_delta_of_a_folder(kind: str, scene: Scene) -> None:
-    entry = "6_finetune/delta.safetensors"
-    scene.plant(kind, entry, theirs_delta(scene.run / entry))
-    words = ("export", "merge", str(scene.model), str(scene.run / entry))
+    """A link leads to a sound delta of another model, whose name is the secret."""
+    delta = scene.run / "6_finetune/delta.safetensors"
+    header = {"format": "dualsft-delta-1", "base_model": SECRET, "base_hash": "0" * 64}
+    theirs = scene.outside / "their.safetensors"
+    save_file(load_file(delta), theirs, metadata=header)
+    scene.plant(kind, delta, theirs.read_bytes())
+    words = ("export", "merge", str(scene.model), str(delta))
     said = scene.attempt(*words, str(scene.root / "merged"), names=["delta.safetensors"])
     assert said.code != 0 and not (scene.root / "merged").exists()
 
 
-def hide_in_weights(folder: Path) -> None:
-    """Write the secret into the weights of a model, as numbers."""
-    weights = load_file(folder / "model.safetensors")
-    matrix = weights["model.layers.0.self_attn.q_proj.weight"].clone()
-    matrix.view(-1)[:8] = torch.from_numpy(np.frombuffer(SECRET.encode(), np.float32).copy())
-    weights["model.layers.0.self_attn.q_proj.weight"] = matrix
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+EXTRACTED = [
+    ("6_finetune/model", "moved out"),
+    ("6_finetune/model/model.safetensors", "link"),
+    ("6_finetune/model/config.json", "pipe"),
+    ("6_finetune/model/model.safetensors", "pipe"),
+    ("6_finetune/model/tokenizer.json", "pipe"),
+]
 
 
-EXTRACTED = {
-    "model is a link": "6_finetune/model",
-    "weights are a link": "6_finetune/model/model.safetensors",
-}
-
-
-@pytest.mark.parametrize("name", EXTRACTED)
-def test_extracting_from_the_model_of_a_folder(name: str, scene: Scene) -> None:
-    """Someone else's weights do not become a delta."""
-    model, entry = scene.run / "6_finetune/model", EXTRACTED[name]
-    hide_in_weights(model)
-    reseal(model.parent)
-    if entry.endswith("model"):
-        scene.move_out(entry)
-    else:
-        scene.plant("link", entry, (scene.run / entry).read_bytes())
+@pytest.mark.parametrize(("entry", "kind"), EXTRACTED)
+def test_extracting_from_the_model_of_a_folder(entry: str, kind: str, scene: Scene) -> None:
+    """Someone else's weights do not become a delta, and no pipe is waited for."""
+    model = scene.run / "6_finetune/model"
+    if kind != "pipe":
+        hide_in_weights(model)
+        reseal(model.parent)
+    scene.plant(kind, entry, (scene.run / entry).read_bytes() if kind == "link" else None)
     words = ("export", "extract", str(scene.model), str(model), str(scene.root / "delta"))
     said = scene.attempt(*words, names=[entry, Path(entry).name])
     assert said.code != 0, said.text
 
 
-@pytest.mark.parametrize("entry", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_extracting_does_not_wait_for_a_pipe(entry: str, scene: Scene) -> None:
-    model = scene.run / "6_finetune/model"
-    scene.plant("pipe", f"6_finetune/model/{entry}")
-    words = ("export", "extract", str(scene.model), str(model), str(scene.root / "delta"))
-    said = scene.attempt(*words, names=[entry])
-    assert said.code != 0, said.text
-
-
 # --- .gguf files ---------------------------------------------------------------------------------
-
-
-def write_gguf(folder: Path, out: Path) -> None:
-    """The tiny llama of a Hugging Face folder as a GGUF file."""
-    gguf = pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    config = json.loads((folder / "config.json").read_text())
-    words = json.loads((folder / "tokenizer.json").read_text())["model"]
-    writer = gguf.GGUFWriter(str(out), "llama")
-    writer.add_context_length(256)
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config["vocab_size"])
-    vocabulary = sorted(words["vocab"], key=words["vocab"].get)
-    vocabulary += [f"<unused{i}>" for i in range(config["vocab_size"] - len(vocabulary))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(vocabulary)
-    writer.add_token_types([1] * len(vocabulary))
-    writer.add_token_merges([" ".join(m) if isinstance(m, list) else m for m in words["merges"]])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(1)
-    writer.add_pad_token_id(0)
-    names = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        name = name.removesuffix(".weight")
-        block = ""
-        if name.startswith("model.layers."):
-            layer, _, name = name.removeprefix("model.layers.").partition(".")
-            block = f"blk.{layer}."
-        writer.add_tensor(f"{block}{names[name]}.weight", tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def code_beside(scene: Scene, folder: Path) -> None:
-    scene.evil_code(folder)
-
-
-def code_of_the_tokenizer_beside(scene: Scene, folder: Path) -> None:
-    scene.evil_code(folder)
-    (folder / "config.json").unlink()
 
 
 def adapter_beside(scene: Scene, folder: Path) -> None:
@@ -1189,14 +757,7 @@ def adapter_beside(scene: Scene, folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(told))
 
 
-BESIDE_GGUF = {
-    "code": code_beside,
-    "code of the tokenizer": code_of_the_tokenizer_beside,
-    "adapter": adapter_beside,
-}
-
-
-@pytest.mark.parametrize("name", BESIDE_GGUF)
+@pytest.mark.parametrize("name", ["code", "code of the tokenizer", "adapter"])
 def test_what_lies_beside_a_gguf_file(
     name: str, launcher: Launcher, model_folder: Folders, corpus: Path, tmp_path: Path
 ) -> None:
@@ -1206,7 +767,12 @@ def test_what_lies_beside_a_gguf_file(
     folder.mkdir()
     file = folder / "tiny.gguf"
     write_gguf(scene.model, file)
-    BESIDE_GGUF[name](scene, folder)
+    if name == "adapter":
+        adapter_beside(scene, folder)
+    else:
+        poison(folder, scene.canary)
+    if name == "code of the tokenizer":
+        (folder / "config.json").unlink()
     before = seen(scene.outside)
     source = str(Path(dualsft.__file__).parents[1])
     env = os.environ | {

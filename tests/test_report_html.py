@@ -33,7 +33,7 @@ from dualsft.lab.report.parts import LOSS_NOTE, colour, numbers_of, table
 from dualsft.lab.report.side_by_side import write_reports
 from dualsft.lab.report.warnings import concerns
 from dualsft.model.load import load_tokenizer
-from dualsft.runs.folder import load_summaries
+from dualsft.runs.preflight import load_summaries
 
 
 @pytest.fixture(scope="module")

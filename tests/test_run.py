@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import oracle
 import oracle_run
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import Runner
-from models import ARCHITECTURES
+from conftest import Runner, small_run
+from faults import content
+from models import ARCHITECTURES, tiny_examples, tiny_model
 from places import place
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dualsft.errors import ConfigError
+import dualsft
+from dualsft.data.examples import Batch, Example, training_order
+from dualsft.errors import ConfigError, RunError
 from dualsft.lab.report import markdown as report
+from dualsft.model.export import written_whole
+from dualsft.model.load import empty_model
+from dualsft.model.resolve import resolve_model
+from dualsft.runs import folder as rundir
 from dualsft.runs import pipeline
+from dualsft.runs.stages import finetune, scores
+from dualsft.storage.resume import Pieces
+from dualsft.system import signals as interrupt
+from dualsft.system.progress import Reporter
+from dualsft.system.usage import Smaller
+from dualsft.train import loop as training
+from dualsft.train.loop import TrainingPlan, train
+from dualsft.train.optimizer import SparseAdamW
 
+Folders = Callable[[str], Path]
 F64 = ("model.dtype=float64", "score.keep=all")
 VECTORS = ("grad_sum", "val_grad", "prior_grad", "projection", "param_scores", "example_scores")
 
@@ -110,8 +131,6 @@ def test_large_curvature_changes_the_selection(make_run: Runner) -> None:
 
 def test_warmup_equals_a_hand_written_adamw(make_run: Runner, model_folder, corpus: Path) -> None:
     """θ̄ and ĉ against the oracle's loop over the same order (GPT-2: float64 throughout)."""
-    from dualsft.data.examples import Example, training_order
-
     run = make_run(*F64, "warmup.batch_size=5", arch="gpt2", until="warmup")
     rows = [e for e in oracle_run.load_run(run).examples if e.role == "warm"]
     examples = [Example(e.id, e.index, e.input_ids, e.labels) for e in rows]
@@ -132,8 +151,6 @@ def test_warmup_equals_a_hand_written_adamw(make_run: Runner, model_folder, corp
 def test_finetune_equals_restricted_adamw_and_freezes_the_rest(
     make_run: Runner, model_folder, corpus: Path
 ) -> None:
-    from dualsft.data.examples import Example, training_order
-
     run = make_run(*F64, "finetune.batch_size=5", "finetune.weight_decay=0.1", arch="gpt2")
     base = AutoModelForCausalLM.from_pretrained(model_folder("gpt2"), dtype=torch.float64)
     before = {n: p.detach().clone() for n, p in base.named_parameters()}
@@ -314,9 +331,6 @@ def test_failed_self_check_writes_nothing(
     make_run: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dropped example makes Σ s_D differ from ⟨u, G⟩: refused before anything is written."""
-    from dualsft.errors import RunError
-    from dualsft.runs.stages import scores
-
     real = scores.read_pool
 
     def lossy(path: Path) -> dict:
@@ -348,3 +362,210 @@ def test_a_selection_that_names_no_method_is_reported() -> None:
     text = report._selection({"selection": chosen})
     assert "mlp.up_proj" in text and "Methods" not in text
     assert "data: less" in report._selection({"selection": chosen | {"methods": {"data": "less"}}})
+
+
+# --- interruptions -------------------------------------------------------------------------------
+
+
+def test_signal_while_a_finished_stage_is_kept(
+    make_run: Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It waits: the stage is whole, and the next start reuses it."""
+    real = rundir.seal
+
+    def seal(part: Path, body: Any) -> None:
+        if part.name == "2_warmup.part":
+            signal.raise_signal(signal.SIGTERM)
+        real(place(part), body)
+
+    monkeypatch.setattr(rundir, "seal", seal)
+    with interrupt.handled(), pytest.raises(interrupt.Interrupted) as stopped:
+        make_run()
+    assert stopped.value.saved == "the stage warmup" and stopped.value.exit_code == 143
+    names = sorted(p.name for p in (tmp_path / "run").glob("[0-9]*"))
+    assert names == ["1_split", "2_warmup"]
+    monkeypatch.undo()
+    said: list[str] = []
+    make_run(said=said)
+    assert any("[warmup] reused" in line for line in said)
+
+
+def test_signal_between_a_training_and_its_end_saves_the_training(
+    make_run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the model is written nothing loops, but what the loop had is not lost."""
+    clean = make_run(out="clean")
+
+    def save(*args: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(finetune, "save_model", save)
+    with interrupt.handled(), pytest.raises(interrupt.Interrupted) as stopped:
+        make_run("resume.every=null")
+    assert stopped.value.saved == "warmup: step 3 of 3"
+    monkeypatch.undo()
+    said: list[str] = []
+    run = make_run(said=said)
+    assert any("warmup: resuming after 3 of 3 steps" in line for line in said)
+    assert content(run) == content(clean)
+
+
+class Killed(BaseException):
+    """Stands for a kill."""
+
+
+def test_training_after_lack_of_memory_resumes_to_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The smaller cut is part of the saved state: fp32 sums depend on it in the last bit."""
+    rows = [
+        Example(e.id, e.index, list(e.input_ids), list(e.labels)) for e in tiny_examples(16, 97, 3)
+    ]
+    real = training.example_objective
+
+    def objective(model: Any, batch: Batch, **options: Any) -> Any:
+        if batch.input_ids.numel() > limit[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(model, batch, **options)
+
+    monkeypatch.setattr(training, "example_objective", objective)
+    limit = [30]
+
+    def trained(pieces: Pieces, kill_at: int = 10**9) -> dict[str, torch.Tensor]:
+        model = tiny_model("llama", torch.float32)
+        plan = TrainingPlan(
+            lr=1e-2,
+            epochs=2,
+            batch_size=8,
+            warmup_ratio=0.1,
+            max_grad_norm=1.0,
+            micro_batch_size=8,
+            batch_tokens=1000,
+            seed=5,
+            pad_id=0,
+            padding_side="right",
+        )
+
+        def log(step: int = 0, **_: Any) -> None:
+            if step > kill_at:
+                raise Killed
+
+        with SparseAdamW(model.named_parameters(), None, lr=1e-2, free_gradients=True) as optimizer:
+            train(model, rows, optimizer, plan, Reporter(lambda _: None), "warmup", log, pieces)
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    expected = trained(Pieces())
+    with pytest.raises(Killed):
+        trained(Pieces(tmp_path / "s.work", "abc", every=0), kill_at=2)
+    limit[0] = 10**9  # the machine has more memory now
+    got = trained(Pieces(tmp_path / "s.work", "abc", every=0))
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "cure"),
+    [
+        ("score.batch_tokens", "score.batch_tokens=40"),
+        ("evaluation.batch_tokens", "evaluation.batch_tokens=40"),
+        ("finetune.micro_batch_size", "finetune.micro_batch_size=2"),
+    ],
+)
+def test_lack_of_memory_names_the_setting_that_governs_it(key: str, cure: str) -> None:
+    assert f"set {cure} to start so" in str(Smaller.than((4, 20), MemoryError(), key))
+
+
+def test_leftovers_of_killed_processes_go_away(make_run: Runner) -> None:
+    run = make_run()
+    for name in ("6_finetune.part", "3_gradients.work"):
+        (run / name).mkdir()
+    (run / ".manifest.json.123.tmp").write_text("half")
+    make_run()
+    assert not [n for n in os.listdir(run) if n.endswith((".part", ".work", ".tmp"))]
+
+
+# --- models and files that a user brings ---------------------------------------------------------
+
+
+def changed_copy(folder: Path, target: Path, name: str, **values: Any) -> Path:
+    shutil.copytree(folder, target)
+    file = target / name
+    stored = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps(stored | values))
+    return target
+
+
+def test_generation_settings_that_transformers_would_not_write(
+    make_run: Runner, model_folder: Folders, tmp_path: Path
+) -> None:
+    """A temperature without sampling, as many published models have it: kept byte for byte."""
+    name = "generation_config.json"
+    values = {"temperature": 0.9, "top_p": 0.6}
+    model = changed_copy(model_folder("llama"), tmp_path / "model", name, **values)
+    run = make_run(f"model.path={model}")
+    plain = make_run(out="plain")
+    for folder in ("2_warmup/theta_bar", "6_finetune/model"):
+        assert (run / folder / name).read_bytes() == (model / name).read_bytes()
+        weights = [(r / folder / "model.safetensors").read_bytes() for r in (run, plain)]
+        assert weights[0] == weights[1]
+
+
+def test_a_damaged_model_of_a_run_is_not_taken(make_run: Runner) -> None:
+    run = make_run()
+    model = run / "6_finetune/model"
+    assert resolve_model(str(model)) == model
+    data = bytearray((model / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (model / "model.safetensors").write_bytes(data)
+    with pytest.raises(ConfigError, match="not what its run wrote.*model.safetensors"):
+        resolve_model(str(model))
+
+
+def test_a_shard_that_is_cut_short_is_named(model_folder: Folders, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(model_folder("llama"), model)
+    data = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(data[:-1])
+    with pytest.raises(ConfigError, match="model.safetensors: .*truncated; download"):
+        resolve_model(str(model))
+
+
+@pytest.mark.parametrize("values", [{"hidden_act": "zork"}, {"pad_token_id": 99999}])
+def test_a_configuration_that_makes_no_model(
+    model_folder: Folders, tmp_path: Path, values: dict[str, Any]
+) -> None:
+    model = changed_copy(model_folder("llama"), tmp_path / "model", "config.json", **values)
+    with pytest.raises(ConfigError, match="no model can be built from the config.json of"):
+        empty_model(model)
+
+
+@pytest.mark.parametrize("key", ["data.path", "evaluation.prompt", "model.path"])
+def test_names_that_are_not_utf8(key: str) -> None:
+    given = ["model.path=m", "data.path=d.jsonl"]
+    with pytest.raises(ConfigError, match=f"{key}.*not UTF-8"):
+        dualsft.load(None, [*given, f"{key}=bad\udcff"])
+
+
+def test_a_device_that_is_not_there_is_said_first(
+    model_folder: Folders, corpus: Path, tmp_path: Path
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    words = [*small_run(model_folder("llama"), corpus), "model.device=cuda"]
+    with pytest.raises(ConfigError, match="no cuda device"):
+        pipeline.run(dualsft.load(None, words), tmp_path / "run", None, Reporter(lambda _: None))
+    assert not (tmp_path / "run/1_split").exists()
+
+
+def test_export_leaves_other_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part/thesis.txt").write_text("mine")
+    with written_whole(tmp_path / "out") as part:
+        part.write_text("new")
+    assert (tmp_path / "out.part/thesis.txt").read_text() == "mine"
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o666 & ~mask
+    with pytest.raises(ValueError, match="stop"), written_whole(tmp_path / "other") as part:
+        part.write_text("half")
+        raise ValueError("stop")
+    assert sorted(os.listdir(tmp_path)) == ["out", "out.part"]

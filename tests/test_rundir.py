@@ -127,21 +127,19 @@ def test_the_run_manifest_summarises_the_stages(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_a_failed_write_leaves_the_old_stage(run: RunDir, error: type[BaseException]) -> None:
-    write(run, OLD, "one")
-    before = tree(run.path.location)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_failed_write_leaves_what_was_there(
+    run: RunDir, error: type[BaseException], first: bool
+) -> None:
+    if not first:
+        write(run, OLD, "one")
+    before = {name: data for name, data in tree(run.path.location).items() if name != ".lock"}
     with pytest.raises(error, match="half way"), run.write_stage(STAGE, NEW) as part:
         (part / "summary.json").write_text("half")
         raise error("half way")
-    assert tree(run.path.location) == before and names(run) == [STAGE]
-    assert status(run) == "ready"
-
-
-def test_a_failed_first_write_leaves_nothing(run: RunDir) -> None:
-    with pytest.raises(ValueError, match="half way"), run.write_stage(STAGE, OLD) as part:
-        (part / "summary.json").write_text("half")
-        raise ValueError("half way")
-    assert names(run) == [] and status(run) == "missing"
+    assert {n: d for n, d in tree(run.path.location).items() if n != ".lock"} == before
+    assert names(run) == [] if first else names(run) == [STAGE]
+    assert status(run) == ("missing" if first else "ready")
 
 
 @pytest.mark.parametrize("step", ["fsync", "sha256_file", "atomic_write_text"])
@@ -206,33 +204,40 @@ def test_killed_in_the_first_write(run: RunDir) -> None:
     assert "leftover" not in tree(run.stage_path(STAGE).location) and names(run) == [STAGE]
 
 
-def test_killed_after_the_seal_of_the_first_write(run: RunDir) -> None:
-    _, after = crash_states(run)
-    put(run, after, ".part")
-    assert status(run, NEW) == "ready" and names(run) == [STAGE]
+def spoil(part: Path) -> None:
+    (part / "summary.json").write_text("TWO")
 
 
-def test_killed_before_the_first_rename(run: RunDir) -> None:
+def cut(final: Path) -> None:
+    (final / "empty").unlink()
+
+
+@pytest.mark.parametrize(
+    ("before_at", "after_at", "harm", "kept"),
+    [
+        (None, ".part", None, "after"),  # after the seal of the first write
+        ("", ".part", None, "before"),  # before the first rename
+        (".old", ".part", None, "after"),  # between the renames
+        (".old", ".part", spoil, "before"),  # and the new one is damaged
+        (".old", "", None, "after"),  # before the old one was removed
+        (".old", "", cut, "before"),  # and the new one is damaged
+    ],
+)
+def test_killed_at_a_step_of_the_swap(
+    run: RunDir, before_at: str | None, after_at: str, harm: Damage | None, kept: str
+) -> None:
+    """The folders that lie there under these suffixes; the newest whole one is taken."""
     before, after = crash_states(run)
-    put(run, before, "")
-    put(run, after, ".part")
-    assert status(run) == "ready"
-
-
-def test_killed_between_the_renames(run: RunDir) -> None:
-    before, after = crash_states(run)
-    put(run, before, ".old")
-    put(run, after, ".part")
-    assert status(run, NEW) == "ready" and names(run) == [STAGE]
-    assert tree(run.stage_path(STAGE).location) == tree(after)
-
-
-def test_killed_between_the_renames_and_the_new_one_is_damaged(run: RunDir) -> None:
-    before, after = crash_states(run)
-    put(run, before, ".old")
-    (put(run, after, ".part") / "summary.json").write_text("TWO")
-    assert status(run) == "ready"
-    assert tree(run.stage_path(STAGE).location) == tree(before)
+    if before_at is not None:
+        put(run, before, before_at)
+    newer = put(run, after, after_at)
+    if harm is not None:
+        harm(newer)
+    assert status(run, NEW if kept == "after" else OLD) == "ready"
+    if (after_at, kept) != (".part", "before"):  # else the .part waits for the next write
+        assert names(run) == [STAGE]
+    expected = after if kept == "after" else before
+    assert tree(run.stage_path(STAGE).location) == tree(expected)
 
 
 def test_killed_between_the_renames_then_written_again(run: RunDir) -> None:
@@ -242,21 +247,6 @@ def test_killed_between_the_renames_then_written_again(run: RunDir) -> None:
         assert tree(run.stage_path(STAGE).location) == tree(before)
         raise ValueError("again")
     assert status(run) == "ready" and names(run) == [STAGE]
-
-
-def test_killed_before_the_old_one_was_removed(run: RunDir) -> None:
-    before, after = crash_states(run)
-    put(run, before, ".old")
-    put(run, after, "")
-    assert status(run, NEW) == "ready" and names(run) == [STAGE]
-
-
-def test_the_old_one_is_taken_when_the_new_one_is_damaged(run: RunDir) -> None:
-    before, after = crash_states(run)
-    put(run, before, ".old")
-    (put(run, after, "") / "empty").unlink()
-    assert status(run) == "ready" and names(run) == [STAGE]
-    assert tree(run.stage_path(STAGE).location) == tree(before)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -626,3 +616,33 @@ def test_peak_memory_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     with PeakMemory() as memory:
         peaks[1] = 888
     assert memory.cuda_bytes is None
+
+
+@pytest.mark.parametrize("foreign", [{"name": "my app"}, [], {"stages": 1}])
+def test_somebody_else_s_folder_is_left_alone(tmp_path: Path, foreign: Any) -> None:
+    """A manifest.json is a common name."""
+    (tmp_path / "src.js").write_text("x")
+    (tmp_path / "manifest.json").write_text(json.dumps(foreign))
+    with pytest.raises(ConfigError, match="neither empty nor a run folder"):
+        RunDir(tmp_path).create()
+    assert json.loads((tmp_path / "manifest.json").read_text()) == foreign
+
+
+def test_a_refused_process_writes_nothing(run: RunDir) -> None:
+    before = (run.path / "manifest.json").location.stat()
+    with run.lock(), pytest.raises(RunError, match="in use by process"):
+        RunDir(run.path).create()
+    assert (run.path / "manifest.json").location.stat().st_ino == before.st_ino
+
+
+def test_a_stage_folder_is_no_run_folder(run: RunDir) -> None:
+    write(run, OLD, "one")
+    before = tree(run.path.location)
+    with pytest.raises(ConfigError, match="neither empty nor a run folder"):
+        RunDir(run.stage_path(STAGE)).create()
+    assert tree(run.path.location) == before
+
+
+def test_a_name_that_is_not_utf8() -> None:
+    with pytest.raises(ConfigError, match="--out.*not valid UTF-8"):
+        RunDir("bad\udcff").create()

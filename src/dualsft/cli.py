@@ -33,7 +33,13 @@ from dualsft.config.methods import registry
 from dualsft.config.settings import Config
 from dualsft.distributed import launch
 from dualsft.errors import ConfigError, DualsftError
-from dualsft.runs.preflight import STAGE_NAMES, check_run_folder, check_stage, load_checked
+from dualsft.runs.preflight import (
+    STAGE_NAMES,
+    check_run_folder,
+    check_stage,
+    load_checked,
+    reading,
+)
 from dualsft.system import signals as interrupt
 from dualsft.system.paths import RunPath
 from dualsft.system.progress import Reporter
@@ -209,7 +215,9 @@ def report(
     ] = None,
 ) -> None:
     """Write report.html, report.md and a model card; several runs are shown side by side."""
-    show(*later("dualsft.lab.report.side_by_side").write_reports(folders, out))
+    side_by_side = later("dualsft.lab.report.side_by_side")
+    with reading(", ".join(map(str, folders))):
+        show(*side_by_side.write_reports(folders, out))
 
 
 @app.command(context_settings=WORDS)

@@ -28,7 +28,8 @@ from dualsft.errors import ConfigError
 from dualsft.lab.report.markdown import peak_gib
 from dualsft.runs import pipeline
 from dualsft.runs.context import RunContext, pass_settings
-from dualsft.runs.folder import RunDir, load_summaries
+from dualsft.runs.folder import RunDir
+from dualsft.runs.preflight import load_summaries
 from dualsft.system.paths import RunPath
 from dualsft.system.progress import Reporter
 

@@ -92,7 +92,8 @@ class RunContext:
 
     def roles(self) -> dict[str, list[Example]]:
         """Examples of each role (val, anchor, warm, pool), in source order."""
-        return read_split(self.folder("split"))
+        vocabulary = getattr(self.model_config, "vocab_size", None)
+        return read_split(self.folder("split"), vocabulary)
 
     # --- model ----------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ One numbered folder per step of Algorithm 1 (docs/run_folder.md). A stage is wri
 is removed only after the new one is complete; after a crash during the swap, the next reader
 completes it or rolls it back. Progress of an unfinished stage is in `<folder>.work`
 (`storage/resume.py`). Only one process writes at a time. Reads and writes `config.yaml`,
-`manifest.json`, `metrics.jsonl` and the stage folders; `load_summaries` reads what a report shows.
+`manifest.json`, `metrics.jsonl` and the stage folders.
 """
 
 from __future__ import annotations
@@ -26,11 +26,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-import yaml
-
 from dualsft.config.settings import sealed_text
 from dualsft.errors import ConfigError, RunError
-from dualsft.runs.preflight import FOLDERS
 from dualsft.storage.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -444,91 +441,3 @@ def has_all(stage: RunPath) -> bool:
         return False
     places = [(stage / name, entry["size"]) for name, entry in manifest["files"].items()]
     return all(file.is_file() and file.size == size for file, size in places)
-
-
-# --- reading a run -------------------------------------------------------------------------------
-
-SUMMARIES = {
-    **dict[str, str].fromkeys(("split", "scores", "selection", "finetune"), "summary.json"),
-    "evaluation": "results.json",
-}
-
-
-def read_manifests(run: RunPath) -> tuple[dict[str, Any], list[str]]:
-    """(manifests of all intact stages, in pipeline order; descriptions of damaged stages)."""
-    found: dict[str, Any] = {}
-    problems: list[str] = []
-    for stage, folder in FOLDERS.items():
-        try:
-            if not (run / folder).is_dir():
-                continue
-        except RunError as problem:
-            problems.append(str(problem))
-            continue
-        manifest, wrong = read_stage_manifest(run / folder)
-        reported = {SUMMARIES[stage]} if stage in SUMMARIES else set[str]()
-        reasons = [wrong] if wrong else damage(run / folder, manifest, only=reported)[0]
-        problems += [f"{run / folder}: {reason}" for reason in reasons]
-        if not reasons:
-            found[stage] = manifest
-    return found, problems
-
-
-def outdated(manifests: dict[str, Any]) -> list[str]:
-    """Stages whose inputs have been recomputed since: they describe another selection."""
-    old: list[str] = []
-    for stage, manifest in manifests.items():
-        for name, read in manifest["fingerprint"]["reads"].items():
-            now = manifests.get(name)
-            if now is None or name in old or now["fingerprint"]["hash"] != read:
-                old.append(stage)
-                break
-    return old
-
-
-def read_settings(run: RunPath) -> tuple[str, Mapping[str, Any]]:
-    """config.yaml of a run, as text and parsed; both empty if the file does not exist."""
-    path = run / "config.yaml"
-    try:
-        text = path.read_text() if path.is_file() else ""
-        config = yaml.safe_load(text) or {}
-        if not isinstance(config, Mapping):
-            raise ValueError("not a mapping")
-        for part in ("model", "data", "finetune"):
-            if not isinstance(config.get(part, {}), Mapping):
-                raise ValueError(f"{part} is not a mapping")
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
-        reason = " ".join(str(problem).split())
-        raise RunError(
-            f"{path}: not the settings of a run ({reason}); restore the file that `dualsft run` "
-            "wrote, or move it away: the report works without it"
-        ) from problem
-    return text, config
-
-
-def load_summaries(run: RunPath) -> dict[str, Any]:
-    """The settings, the summaries of the finished stages, and their manifests and warnings."""
-    manifests, problems = read_manifests(run)
-    if problems:
-        cure = f"run `dualsft run {run}/config.yaml --out {run}` again: it replaces what is damaged"
-        raise RunError("\n".join([*problems, cure]))
-    old = outdated(manifests)
-    current = {stage: m for stage, m in manifests.items() if stage not in old}
-    if "selection" in current:  # ignore stages that an earlier run with another method left
-        read = current["selection"]["fingerprint"]["reads"]
-        for stage in ("warmup", "gradients", "scores"):
-            if stage not in read:
-                current.pop(stage, None)
-    text, config = read_settings(run)
-    found: dict[str, Any] = {
-        "config_text": text,
-        "config": config,
-        "manifests": current,
-        "warnings": {stage: m["facts"]["warnings"] for stage, m in current.items()},
-        "warning_codes": {s: m["facts"].get("warning_codes", []) for s, m in current.items()},
-        "outdated": old,
-    }
-    for stage, file in SUMMARIES.items():
-        if stage in current:
-            found[stage] = (run / FOLDERS[stage] / file).read_json()
-    return found

@@ -36,6 +36,7 @@ from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import token_losses
 from dualsft.runs.context import RunContext, pass_settings
+from dualsft.runs.preflight import reading
 from dualsft.runs.stages.gradients import read_pool
 from dualsft.runs.stages.scores import load_scored
 from dualsft.storage.vectors import Vector
@@ -283,7 +284,8 @@ class Scoring:
         if ctx.dtype not in HALF_DTYPES:
             return np.zeros(count)
         inner_sums = read_pool(ctx.folder("gradients") / "pool.parquet").get("inner_sums")
-        return self.summary["rounding_ratio"] * rounding_scales(inner_sums, count)
+        with reading(ctx.folder("scores") / "summary.json"):
+            return float(self.summary["rounding_ratio"]) * rounding_scales(inner_sums, count)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -298,8 +300,10 @@ class Scoring:
     def choose_examples(self, b: int, reverse: bool = False) -> Chosen:
         """The exact top b of the pool; `reverse` takes the bottom b."""
         ctx, pool = self.ctx, self.pool
-        table = (ctx.folder("scores") / "examples.parquet").read_table()
-        scores, bound = table["score"].to_numpy(), table["bound"].to_numpy() + self.rounding
+        with reading(path := ctx.folder("scores") / "examples.parquet"):
+            table = path.read_table()
+            scores = table["score"].to_numpy().astype(np.float64, casting="safe")
+            bound = table["bound"].to_numpy().astype(np.float64, casting="safe") + self.rounding
         ties = np.array([e.index for e in pool])
         passes = pass_settings(ctx)
 
@@ -326,7 +330,8 @@ class Scoring:
     def describe(self, part: RunPath, data: Chosen, b: int) -> dict[str, Any]:
         """Write rescored.parquet; returns the data side of the summary."""
         ctx, pool = self.ctx, self.pool
-        slack = self.summary["rounding_slack"]
+        with reading(ctx.folder("scores") / "summary.json"):
+            slack = float(self.summary["rounding_slack"])
         columns = {
             "id": pa.array([pool[i].id for i in data.rescored], pa.string()),
             "score": pa.array(data.scores[data.rescored], pa.float64()),

@@ -30,8 +30,16 @@ from dualsft.errors import ConfigError
 from dualsft.memory.scaling import ModelShape, scoring_memory, warmup_memory
 from dualsft.model.load import choose_device, empty_model
 from dualsft.runs.context import RunContext, Settings, repeatable
-from dualsft.runs.folder import FollowedRunDir, RunDir, has_all, outdated, read_manifests
-from dualsft.runs.preflight import FOLDERS, STAGE_NAMES, check_consent, check_paths, check_stage
+from dualsft.runs.folder import FollowedRunDir, RunDir, has_all
+from dualsft.runs.preflight import (
+    FOLDERS,
+    STAGE_NAMES,
+    check_consent,
+    check_paths,
+    check_stage,
+    outdated,
+    read_manifests,
+)
 from dualsft.runs.stages import finetune, gradients, scores, selection, split, warmup
 from dualsft.storage.manifest import (
     Fingerprint,

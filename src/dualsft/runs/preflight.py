@@ -1,15 +1,19 @@
-"""Checks before torch is imported: stage names, and the files and folders named in the settings.
+"""What needs no torch: stage names, checks of the settings, manifests and summaries of a run.
 
 A wrong path, a wrong stage name or a folder that is not a run folder is reported within a fraction
-of a second, all problems in one message, before anything is written. Not part of Algorithm 1.
+of a second, all problems in one message, before anything is written. The summaries are the JSON
+files that the stages wrote, checked against the manifests. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from dualsft.config import settings
 from dualsft.config.fields import missing_consent
@@ -17,8 +21,9 @@ from dualsft.config.methods import parts
 from dualsft.config.settings import Config, DataConfig
 from dualsft.data.corpus import BUILTIN, builtin_names
 from dualsft.data.sources import find_files, split_paths
-from dualsft.errors import ConfigError
+from dualsft.errors import ConfigError, DualsftError, RunError
 from dualsft.model.resolve import check_model
+from dualsft.storage.manifest import damage, read_stage_manifest
 from dualsft.system.paths import Place, RunPath
 
 FOLDERS = {
@@ -117,3 +122,115 @@ def check_run_folder(folder: RunPath) -> None:
             f"{folder}: not a run folder (it has no config.yaml); make one with `dualsft run "
             f"RECIPE --out {folder} key=value …`"
         )
+
+
+@contextmanager
+def reading(place: object) -> Iterator[None]:
+    """Refuse content of a run folder that does not have the form that a run writes.
+
+    Hashes do not help against it: whoever made the folder can seal anything.
+    """
+    try:
+        yield
+    except DualsftError:
+        raise
+    except _MALFORMED as problem:
+        why = " ".join(f"{type(problem).__name__}: {problem}".split())[:300]
+        raise RunError(
+            f"{place}: its content is not what a run writes ({why}); remove the stage folder that "
+            "it belongs to and run the same `dualsft run` again"
+        ) from problem
+
+
+_MALFORMED = (
+    *(LookupError, TypeError, ValueError, AttributeError, ArithmeticError),
+    *(NotImplementedError, RecursionError),
+)
+
+
+# --- reading a run -------------------------------------------------------------------------------
+
+SUMMARIES = {
+    **dict[str, str].fromkeys(("split", "scores", "selection", "finetune"), "summary.json"),
+    "evaluation": "results.json",
+}
+
+
+def read_manifests(run: RunPath) -> tuple[dict[str, Any], list[str]]:
+    """(manifests of all intact stages, in pipeline order; descriptions of damaged stages)."""
+    found: dict[str, Any] = {}
+    problems: list[str] = []
+    for stage, folder in FOLDERS.items():
+        try:
+            if not (run / folder).is_dir():
+                continue
+        except RunError as problem:
+            problems.append(str(problem))
+            continue
+        manifest, wrong = read_stage_manifest(run / folder)
+        reported = {SUMMARIES[stage]} if stage in SUMMARIES else set[str]()
+        reasons = [wrong] if wrong else damage(run / folder, manifest, only=reported)[0]
+        problems += [f"{run / folder}: {reason}" for reason in reasons]
+        if not reasons:
+            found[stage] = manifest
+    return found, problems
+
+
+def outdated(manifests: dict[str, Any]) -> list[str]:
+    """Stages whose inputs have been recomputed since: they describe another selection."""
+    old: list[str] = []
+    for stage, manifest in manifests.items():
+        for name, read in manifest["fingerprint"]["reads"].items():
+            now = manifests.get(name)
+            if now is None or name in old or now["fingerprint"]["hash"] != read:
+                old.append(stage)
+                break
+    return old
+
+
+def read_settings(run: RunPath) -> tuple[str, Mapping[str, Any]]:
+    """config.yaml of a run, as text and parsed; both empty if the file does not exist."""
+    path = run / "config.yaml"
+    try:
+        text = path.read_text() if path.is_file() else ""
+        config = yaml.safe_load(text) or {}
+        if not isinstance(config, Mapping):
+            raise ValueError("not a mapping")
+        for part in ("model", "data", "finetune"):
+            if not isinstance(config.get(part, {}), Mapping):
+                raise ValueError(f"{part} is not a mapping")
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
+        reason = " ".join(str(problem).split())
+        raise RunError(
+            f"{path}: not the settings of a run ({reason}); restore the file that `dualsft run` "
+            "wrote, or move it away: the report works without it"
+        ) from problem
+    return text, config
+
+
+def load_summaries(run: RunPath) -> dict[str, Any]:
+    """The settings, the summaries of the finished stages, and their manifests and warnings."""
+    manifests, problems = read_manifests(run)
+    if problems:
+        cure = f"run `dualsft run {run}/config.yaml --out {run}` again: it replaces what is damaged"
+        raise RunError("\n".join([*problems, cure]))
+    old = outdated(manifests)
+    current = {stage: m for stage, m in manifests.items() if stage not in old}
+    if "selection" in current:  # ignore stages that an earlier run with another method left
+        read = current["selection"]["fingerprint"]["reads"]
+        for stage in ("warmup", "gradients", "scores"):
+            if stage not in read:
+                current.pop(stage, None)
+    text, config = read_settings(run)
+    found: dict[str, Any] = {
+        "config_text": text,
+        "config": config,
+        "manifests": current,
+        "warnings": {stage: m["facts"]["warnings"] for stage, m in current.items()},
+        "warning_codes": {s: m["facts"].get("warning_codes", []) for s, m in current.items()},
+        "outdated": old,
+    }
+    for stage, file in SUMMARIES.items():
+        if stage in current:
+            found[stage] = (run / FOLDERS[stage] / file).read_json()
+    return found

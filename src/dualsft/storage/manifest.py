@@ -162,6 +162,7 @@ def read_stage_manifest(folder: Place) -> tuple[dict[str, Any], str]:
     fingerprint, files = manifest.get("fingerprint"), manifest.get("files")
     described = (
         isinstance(fingerprint, dict)
+        and isinstance(fingerprint.get("hash"), str)
         and isinstance(fingerprint.get("settings"), dict)
         and isinstance(fingerprint.get("reads"), dict)
         and isinstance(files, dict)
@@ -169,6 +170,7 @@ def read_stage_manifest(folder: Place) -> tuple[dict[str, Any], str]:
             isinstance(entry, dict) and {"size", "sha256"} <= set(entry) for entry in files.values()
         )
         and {"stage", "seconds", "peak_memory", "finished"} <= set(manifest)
+        and isinstance(manifest.get("facts"), dict)
     )
     if not wrong and not described:
         return {}, f"{MANIFEST} does not describe a stage"

@@ -19,8 +19,8 @@ import numpy as np
 
 from dualsft.lab.compare.matrix import Cell, Matrix, Table
 from dualsft.lab.report.markdown import peak_gib
-from dualsft.runs.folder import read_manifests
 from dualsft.runs.pipeline import finished
+from dualsft.runs.preflight import read_manifests
 from dualsft.system.paths import RunPath
 
 CHOOSING = ("warmup", "gradients", "scores", "selection")

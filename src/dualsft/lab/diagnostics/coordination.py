@@ -35,7 +35,7 @@ from dualsft.lab.diagnostics.ranking import (
     vector_spearman,
 )
 from dualsft.lab.diagnostics.surrogate import Surrogate, budgets, checkpoints, warm_surrogate
-from dualsft.runs.folder import read_manifests
+from dualsft.runs.preflight import read_manifests
 from dualsft.storage.vectors import Products
 
 PAIRS = 1000

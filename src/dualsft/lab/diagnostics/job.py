@@ -29,8 +29,10 @@ from dualsft.errors import RunError
 from dualsft.lab.diagnostics import Diagnostic, Wanted
 from dualsft.memory.placement import at_hand
 from dualsft.runs.context import RunContext
-from dualsft.runs.folder import RunDir, atomic_write_text, outdated, read_manifests
+from dualsft.runs.folder import RunDir, atomic_write_text
 from dualsft.runs.method import Job, Scoring
+from dualsft.runs.preflight import outdated, read_manifests
+from dualsft.runs.stages.selection import final_folder
 from dualsft.storage.resume import Pieces
 from dualsft.system.paths import Place, RunPath, run_path
 from dualsft.system.peak_memory import PeakMemory
@@ -69,8 +71,7 @@ class DiagnosticJob:
     @property
     def final(self) -> RunPath:
         """Folder of the selection that fine-tuning uses (the last round, or 5_selection itself)."""
-        selection = self.ctx.folder("selection")
-        return selection / (selection / "summary.json").read_json()["final"]
+        return final_folder(self.ctx.folder("selection"))
 
     def engine(self, model: PreTrainedModel) -> GhostEngine:
         return GhostEngine(model, self.ctx.candidates(model))

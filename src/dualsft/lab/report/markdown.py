@@ -12,7 +12,8 @@ from typing import Any
 from dualsft.lab.report.html import benchmark_rows, write_html
 from dualsft.lab.report.model_card import write_card
 from dualsft.lab.report.parts import LOSS_NOTE, methods_of, peak_gib
-from dualsft.runs.folder import atomic_write_text, load_summaries
+from dualsft.runs.folder import atomic_write_text
+from dualsft.runs.preflight import load_summaries
 from dualsft.system.paths import RunPath
 
 

@@ -23,8 +23,7 @@ from dualsft.lab.report.markdown import table, write_report
 from dualsft.lab.report.parts import duration, esc, methods_of, number, peak_gib, percent, section
 from dualsft.lab.report.parts import table as html_table
 from dualsft.lab.report.warnings import concerns
-from dualsft.runs.folder import load_summaries
-from dualsft.runs.preflight import FOLDERS
+from dualsft.runs.preflight import FOLDERS, load_summaries
 from dualsft.runs.stages.selection import read_mask
 from dualsft.storage.manifest import atomic_write_text
 from dualsft.system.paths import RunPath

@@ -26,7 +26,8 @@ from dualsft.model.load import text_parameters
 from dualsft.model.resolve import weights_hash
 from dualsft.runs.context import RunContext, Settings
 from dualsft.runs.method import AfterMethod, Job, ParamMethod, WeightMethod
-from dualsft.runs.stages.selection import read_mask
+from dualsft.runs.preflight import reading
+from dualsft.runs.stages.selection import final_folder, read_mask
 from dualsft.storage.manifest import sha256_file
 from dualsft.system.paths import RunPath
 from dualsft.train.loop import FEW_STEPS, Hooks, TrainingPlan, train
@@ -59,7 +60,7 @@ def together(ctx: RunContext) -> bool:
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     """Fine-tune; write the delta and the merged model to `part`."""
     selection = ctx.folder("selection")
-    final = selection / (selection / "summary.json").read_json()["final"]
+    final = final_folder(selection)
     masked = (final / "mask.safetensors").is_file()
     indices = read_mask(final, ctx.parameter_shapes) if masked else None
     examples = training_examples(ctx, final)
@@ -196,8 +197,12 @@ def training_examples(ctx: RunContext, final: RunPath) -> list[Example]:
     everything = sorted(roles["pool"] + roles["warm"], key=lambda e: e.index)
     if not (final / "ids.json").is_file():
         return everything
-    wanted = set((final / "ids.json").read_json())
-    return [e for e in everything if e.id in wanted]
+    with reading(final / "ids.json"):
+        wanted = set((final / "ids.json").read_json())
+        chosen = [e for e in everything if e.id in wanted]
+        if not wanted or len(chosen) != len(wanted):
+            raise ValueError(f"{len(wanted)} ids, of which the split has {len(chosen)}")
+        return chosen
 
 
 def learning_rate(ctx: RunContext) -> float:

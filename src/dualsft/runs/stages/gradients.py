@@ -31,6 +31,7 @@ from dualsft.engine.walk import PassSettings
 from dualsft.engine.walk_state import PassResult
 from dualsft.errors import ConfigError
 from dualsft.runs.context import RunContext, Settings, pass_settings
+from dualsft.runs.preflight import reading
 from dualsft.storage.tensor_files import TensorFile
 from dualsft.storage.vectors import LazyVector, Vector, save_tensors
 from dualsft.system.paths import RunPath
@@ -196,13 +197,14 @@ def _write_pool(
 
 def read_pool(path: RunPath) -> dict[str, np.ndarray]:
     """The columns of pool.parquet as arrays; `inner_sums` is [N, L]."""
-    table = path.read_table()
-    columns = {
-        name: np.asarray(table[name].to_pylist() if name == "id" else table[name].to_numpy())
-        for name in table.column_names
-        if name != "inner_sums"
-    }
-    if "inner_sums" in table.column_names:
-        sums = table["inner_sums"].combine_chunks()
-        columns["inner_sums"] = sums.flatten().to_numpy().reshape(len(table), -1)
-    return columns
+    with reading(path):
+        table = path.read_table()
+        columns = {
+            name: np.asarray(table[name].to_pylist() if name == "id" else table[name].to_numpy())
+            for name in table.column_names
+            if name != "inner_sums"
+        }
+        if "inner_sums" in table.column_names:
+            sums = table["inner_sums"].combine_chunks()
+            columns["inner_sums"] = sums.flatten().to_numpy().reshape(len(table), -1)
+        return columns

@@ -34,6 +34,7 @@ from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
 from dualsft.model.load import Candidates
 from dualsft.runs.context import RunContext, Settings, pass_settings
+from dualsft.runs.preflight import reading
 from dualsft.runs.stages.gradients import (
     DIRECTION,
     SKETCHES,
@@ -76,10 +77,14 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     """Write the scores, their bounds, and the summary with the self-checks to `part`."""
     pool_examples = ctx.roles()["pool"]
     pool = read_pool(ctx.folder("gradients") / "pool.parquet")
+    one_pass = one_pass_wanted(ctx)
+    with reading(ctx.folder("gradients") / "pool.parquet"):
+        for column in ("loss", "response_tokens", *(("f", "inner_sums") if one_pass else ())):
+            if len(pool[column]) != len(pool_examples):
+                raise ValueError(f"{column} has {len(pool[column])} of {len(pool_examples)} rows")
     model = ctx.theta_bar()
     engine = GhostEngine(model, ctx.candidates(model))
     scored = load_scored(ctx, engine.candidates, len(pool_examples))
-    one_pass = one_pass_wanted(ctx)
     direction = scored.terms.estimate() if one_pass else scored.projection
     passes, eta_sc = pass_settings(ctx), scored.terms.eta_sc
     products = products_of(scored, direction)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ from dualsft.runs.method import (
     Scoring,
     describe_entries,
 )
-from dualsft.runs.preflight import FOLDERS
+from dualsft.runs.preflight import FOLDERS, reading
 from dualsft.storage.manifest import Fingerprint, read_stage_manifest
 from dualsft.storage.tensor_files import TensorFile
 from dualsft.storage.vectors import of_all
@@ -343,9 +344,22 @@ def read_mask(
 
     Given the parameters' shapes, each process of a sharded world keeps the indices in its rows.
     """
-    stored = TensorFile(folder / "mask.safetensors").tensors().items()
-    found = {name: index for name, index in stored if index.numel()}
+    with reading(folder / "mask.safetensors"):
+        stored = TensorFile(folder / "mask.safetensors").tensors().items()
+        found = {name: index for name, index in stored if index.numel()}
+        for name, index in found.items():
+            flat = index.dtype == torch.int64 and index.dim() == 1
+            if not flat or int(index[0]) < 0 or bool((index[1:] <= index[:-1]).any()):
+                raise ValueError(f"the indices of {name} are not sorted int64 positions")
+            if shapes is not None and int(index[-1]) >= math.prod(shapes[name]):
+                raise ValueError(f"index {int(index[-1])} is outside {name}")
     return found if shapes is None else _own_part(found, shapes)
+
+
+def final_folder(selection: RunPath) -> RunPath:
+    """Folder of the selection that fine-tuning uses: the last round, or 5_selection itself."""
+    with reading(selection / "summary.json"):
+        return selection / (selection / "summary.json").read_json()["final"]
 
 
 def _own_part(

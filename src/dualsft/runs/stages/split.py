@@ -7,6 +7,7 @@ reads them back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from dualsft.algorithm.split import ROLES, Split, divide
-from dualsft.data.examples import Example, tokenize
+from dualsft.data.examples import IGNORE, Example, tokenize
 from dualsft.data.rows import DataReport, read_rows
 from dualsft.data.sources import source_hash
-from dualsft.errors import ConfigError, RunError
+from dualsft.errors import ConfigError
 from dualsft.model.resolve import code_hash, tokenizer_hash
+from dualsft.runs.preflight import reading
 from dualsft.system.paths import RunPath
 
 if TYPE_CHECKING:  # `context.py` imports `read_split`
@@ -137,30 +139,38 @@ def write_split(
     (folder / "summary.json").write_json(summary, ensure_ascii=False)
 
 
-def read_split(folder: RunPath) -> dict[str, list[Example]]:
-    """The examples of every role, in source order."""
-    index = (folder / "split.parquet").read_table(["id", "role", "index"])
-    tokens = (folder / "tokens.parquet").read_table()
-    if not index.select(["id", "role"]).equals(tokens.select(["id", "role"])):
-        raise RunError(f"{folder}: split.parquet and tokens.parquet are not of one split; redo it")
-    by_role: dict[str, list[Example]] = {role: [] for role in ROLES}
-    for row_id, role, row_index, input_ids, labels in zip(
-        index["id"].to_pylist(),
-        index["role"].to_pylist(),
-        index["index"].to_pylist(),
-        _lists(tokens["input_ids"]),
-        _lists(tokens["labels"]),
-        strict=True,
-    ):
-        by_role[role].append(Example(row_id, row_index, input_ids, labels))
-    return by_role
+def read_split(folder: RunPath, vocabulary: int | None = None) -> dict[str, list[Example]]:
+    """The examples of every role, in source order; refuses token ids beyond the vocabulary."""
+    with reading(folder):
+        index = (folder / "split.parquet").read_table(["id", "role", "index"])
+        tokens = (folder / "tokens.parquet").read_table()
+        if not index.select(["id", "role"]).equals(tokens.select(["id", "role"])):
+            raise ValueError("split.parquet and tokens.parquet are not of one split")
+        by_role: dict[str, list[Example]] = {role: [] for role in ROLES}
+        for row_id, role, row_index, input_ids, labels in zip(
+            index["id"].to_pylist(),
+            index["role"].to_pylist(),
+            index["index"].to_pylist(),
+            _lists(tokens["input_ids"], vocabulary),
+            _lists(tokens["labels"], vocabulary, IGNORE),
+            strict=True,
+        ):
+            if len(input_ids) != len(labels):
+                raise ValueError(f"{row_id} has {len(input_ids)} ids but {len(labels)} labels")
+            by_role[role].append(Example(row_id, row_index, input_ids, labels))
+        return by_role
 
 
-def _lists(column: pa.ChunkedArray) -> list[list[int]]:
+def _lists(
+    column: pa.ChunkedArray, vocabulary: int | None, ignored: int | None = None
+) -> list[list[int]]:
     """Python lists of a list column, via numpy: to_pylist is an order of magnitude slower."""
     result: list[list[int]] = []
     for chunk in column.chunks:
         offsets, values = chunk.offsets.to_numpy(), chunk.values.to_numpy()
+        used = values if ignored is None else values[values != ignored]
+        if len(used) and not 0 <= used.min() <= used.max() < (vocabulary or math.inf):
+            raise ValueError(f"a token outside the model's vocabulary of {vocabulary}")
         bounds = zip(offsets[:-1], offsets[1:], strict=True)
         result += [values[start:end].tolist() for start, end in bounds]
     return result

@@ -650,7 +650,7 @@ def test_second_call_reuses_and_a_stop_loses_no_finished_walk(lab: Lab, tmp_path
 @pytest.mark.parametrize("name", ["data", "param", "cold", "adam"])
 def test_other_runs(name: str, make_run: Callable[..., Path]) -> None:
     """Each variant has what there is: no mask, no subset, no warmup, Adam's step, fp32."""
-    names = [n for n, d in registry().items() if d.target.split(":")[0].split(".")[-1] in MODULES]
+    names = [name for name, one in registry().items() if one.module in MODULES]
     assert len(names) == 12
     words = ["diagnose.boundary.rows=2", "diagnose.boundary.iterations=2"]
     overrides = {

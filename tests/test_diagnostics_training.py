@@ -30,13 +30,14 @@ from dualsft.lab.diagnostics import Wanted, registry
 from dualsft.lab.diagnostics import fidelity as fidelity_module
 from dualsft.lab.diagnostics import hessian as hessian_module
 from dualsft.lab.diagnostics import trials as trials_module
-from dualsft.lab.diagnostics.agreement import Bootstrap, pair_agreement, top_overlap
 from dualsft.lab.diagnostics.canvas import panels, short_names, signed_axis
 from dualsft.lab.diagnostics.job import DiagnosticJob, diagnose, draw
-from dualsft.lab.diagnostics.ranking import spearman
+from dualsft.lab.diagnostics.ranking import Bootstrap, pair_agreement, spearman, top_overlap
+from dualsft.lab.diagnostics.retraining import Sides, choose_probes
 from dualsft.runs import pipeline
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
+from dualsft.storage.vectors import ParamVector
 from dualsft.system.progress import Reporter
 from dualsft.system.signals import Interrupted
 
@@ -155,7 +156,8 @@ def test_bootstrap_ranks_each_resample_as_if_written_out() -> None:
 
 def test_what_cannot_be_ranked_is_none() -> None:
     flat = np.ones(5)
-    assert np.isnan(Bootstrap.once(5).spearman(flat, np.arange(5.0))).all()
+    assert np.isnan(Bootstrap(np.ones((1, 5))).spearman(flat, np.arange(5.0))).all()
+    assert pair_agreement(np.ones(1), np.ones(1)) is None
     assert top_overlap(np.arange(40.0), np.arange(40.0)[::-1].copy(), 0.05) == 0.0
     assert top_overlap(np.arange(40.0), np.arange(40.0), 0.05) == 100.0
 
@@ -169,13 +171,15 @@ def test_stratified_mask_has_k_entries_in_their_blocks(varied: bool, k: int) -> 
     sizes = {"a": 60, "b": 1, "c": 50}
     mask = trials_module.stratified_mask(np.random.default_rng(k), sizes, k, varied)
     assert sum(len(index) for index in mask.values()) == k
-    for name, index in mask.items():
+    for name, size in sizes.items():
+        index = mask.get(name, torch.empty(0))
         assert len(index.unique()) == len(index)
-        assert not len(index) or (index.min() >= 0 and index.max() < sizes[name])
+        assert not len(index) or (index.min() >= 0 and index.max() < size)
         if not varied:
-            assert abs(len(index) - k * sizes[name] / 111) < 1
+            assert abs(len(index) - k * size / 111) < 1
     again = trials_module.stratified_mask(np.random.default_rng(k), sizes, k, varied)
-    assert all(torch.equal(mask[name], again[name]) for name in sizes)
+    assert mask.keys() == again.keys()
+    assert all(torch.equal(mask[name], again[name]) for name in mask)
 
 
 def test_slice_takes_a_third_of_each_third() -> None:
@@ -413,10 +417,10 @@ def test_hessian_products_are_those_of_the_whole_matrix(run: Path, truth: Truth,
     assert {s.module for s in slices} == {"self_attn.o_proj", "mlp.down_proj"} and len(slices) == 4
     base = truth.run.config["model"]["path"]
     model = load(base if name == "init" else run / "2_warmup/theta_bar", "eager")
-    at = hessian_module._Checkpoint(job, name, copy.deepcopy(model), slices)
-    each = at._examples()
+    at = hessian_module._Checkpoint(job, name, slices)
+    each = at.gradients(at.model, at.pool, "gradients")
     total = oracle.grad_sum(model, at.pool, truth.names)
-    gradient, in_slice, in_model = at._second(each, trials_vector(total))
+    sums = at.second_order(each, ParamVector(total))
     value = objective(truth, model, job)
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     for one in slices[:2]:
@@ -434,8 +438,9 @@ def test_hessian_products_are_those_of_the_whole_matrix(run: Path, truth: Truth,
         first = torch.autograd.functional.jacobian(at_slice, here)
         own = total[key].reshape(-1)[index]
         size = float((matrix @ own).abs().max())
-        assert gradient[key] == pytest.approx(first.numpy(), rel=1e-4, abs=1e-6)
-        assert in_slice[key] == pytest.approx((matrix @ own).numpy(), rel=1e-3, abs=1e-4 * size)
+        gradient, in_slice, _ = sums[key]
+        assert gradient == pytest.approx(first.numpy(), rel=1e-4, abs=1e-6)
+        assert in_slice == pytest.approx((matrix @ own).numpy(), rel=1e-3, abs=1e-4 * size)
     # H G by a difference of gradients along G
     step = 1e-4 / oracle.norm(total)
     ends = []
@@ -451,45 +456,38 @@ def test_hessian_products_are_those_of_the_whole_matrix(run: Path, truth: Truth,
         key = one.parameter
         true = ((ends[0][key] - ends[1][key]) / (2 * step)).reshape(-1)[one.coordinates].numpy()
         size = float(np.abs(true).max())
-        assert in_model[key] == pytest.approx(true, rel=1e-2, abs=1e-2 * size)
+        assert sums[key][2] == pytest.approx(true, rel=1e-2, abs=1e-2 * size)
 
 
 def test_hessian_products_in_smaller_batches(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lack of memory, however late in a batch, changes nothing but the batches."""
     job = job_of(run, "hessian")
     slices = hessian_module.choose_slices(job)
-    model = load(run / "2_warmup/theta_bar", "eager")
-    at = hessian_module._Checkpoint(job, "warmup", model, slices)
-    each = at._examples()
-    total = trials_vector({n: torch.ones_like(p) for n, p in at.engine.candidates.items()})
-    plain = at._second(each, total)
+    at = hessian_module._Checkpoint(job, "warmup", slices)
+    each = at.gradients(at.model, at.pool, "gradients")
+    total = ParamVector({n: torch.ones_like(p) for n, p in at.engine.candidates.items()})
+    plain = at.second_order(each, total)
     sizes: list[int] = []
-    collate, of = hessian_module._collate, hessian_module._Totals.of
+    batch_of, products = hessian_module.batch_of, at.products
 
-    def counted(ctx: Any, rows: list[Example], *more: Any) -> Any:
+    def counted(ctx: Any, rows: list[Example]) -> Any:
         sizes.append(len(rows))
-        return collate(ctx, rows, *more)
+        return batch_of(ctx, rows)
 
-    def short(self: Any, loss: Tensor) -> Any:
-        found = of(self, loss)
+    def short(*given: Any) -> Any:
+        found = products(*given)
         if sizes[-1] > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return found
 
-    monkeypatch.setattr(hessian_module, "_collate", counted)
-    monkeypatch.setattr(hessian_module._Totals, "of", short)
-    again = at._second(each, total)
+    monkeypatch.setattr(hessian_module, "batch_of", counted)
+    monkeypatch.setattr(at, "products", short)
+    again = at.second_order(each, total)
     assert max(sizes) > 2 and 0 < sizes[-1] <= 2
-    for one, other in zip(plain, again, strict=True):
-        for name, values in one.items():
+    for name, parts in plain.items():
+        for values, other in zip(parts, again[name], strict=True):
             size = float(np.abs(values).max())  # the run is in fp32
-            assert other[name] == pytest.approx(values, rel=1e-4, abs=1e-5 * size)
-
-
-def trials_vector(values: oracle.Vector) -> Any:
-    from dualsft.storage.vectors import ParamVector
-
-    return ParamVector(values)
+            assert other == pytest.approx(values, rel=1e-4, abs=1e-5 * size)
 
 
 def test_hessian_scores_are_the_papers(run: Path) -> None:
@@ -533,12 +531,11 @@ def test_hessian_of_quadratic_preservation(make_run: Runner, kind: str) -> None:
     run = make_run("model.dtype=float64", f"score.preservation={kind}", until="selection")
     truth, job = Truth(run), job_of(run, "hessian", "val_rows=1000")
     slices, bar = hessian_module.choose_slices(job), truth.models["warmup"]
-    eager = load(run / "2_warmup/theta_bar", "eager")
-    at = hessian_module._Checkpoint(job, "warmup", eager, slices)
-    each, total = at._examples(), truth.at["warmup"]["grad_sum"]
-    got = at._second(each, trials_vector(total))
+    at = hessian_module._Checkpoint(job, "warmup", slices)
+    each, total = at.gradients(at.model, at.pool, "gradients"), truth.at["warmup"]["grad_sum"]
+    got = at.second_order(each, ParamVector(total))
     at.preservation = "none"
-    plain = at._second(each, trials_vector(total))
+    plain = at.second_order(each, ParamVector(total))
     prior = truth.at["warmup"]["prior_grad"]
     moved = oracle.l2_gradient(truth.models["init"], bar, truth.names)
     for one in slices:
@@ -547,9 +544,9 @@ def test_hessian_of_quadratic_preservation(make_run: Runner, kind: str) -> None:
         curved = true[0] / true[1]  # ones, or the Fisher diagonal
         lam = truth.score["lam"]
         wanted = [true[0], curved * each[key].sum(0), curved * true[2]]
-        for ours, without, more in zip(got, plain, wanted, strict=True):
-            size = np.abs(ours[key]).max()
-            assert ours[key] - without[key] == pytest.approx(lam * more, rel=1e-3, abs=1e-9 * size)
+        for ours, without, more in zip(got[key], plain[key], wanted, strict=True):
+            size = np.abs(ours).max()
+            assert ours - without == pytest.approx(lam * more, rel=1e-3, abs=1e-9 * size)
 
 
 @pytest.mark.parametrize(
@@ -613,7 +610,8 @@ def test_drift_follows_the_runs_own_fine_tuning_and_stays_under_its_bound(
 
     assert points[0]["distance"] == pytest.approx(distance(truth.models["init"]), rel=1e-9)
     assert points[-1]["distance"] == pytest.approx(distance(star), rel=1e-9)
-    probes = sorted(_probes(job), key=lambda e: e.index)
+    probes = choose_probes(job)
+    assert sum(e.id in job.selected_ids for e in probes) == 3 and len(probes) == 6
     lam = job.scoring.scored.terms.lam_effective
     eta, scores = truth.lr / len(job.roles["pool"]), {}
     for name, model in (("bar", bar), ("star", star)):
@@ -639,14 +637,6 @@ def test_drift_follows_the_runs_own_fine_tuning_and_stays_under_its_bound(
             assert 0 < point[side]["max_drift"] <= point[side]["bound"]
 
 
-def _probes(job: DiagnosticJob) -> list[Any]:
-    from dualsft.lab.diagnostics.drift import _probes as chosen
-
-    probes = chosen(job, job.options.probes)
-    assert sum(e.id in job.selected_ids for e in probes) == 3 and len(probes) == 6
-    return probes
-
-
 def test_drift_from_the_warmup_starts_at_zero(run: Path) -> None:
     first = results(run, "drift", "start=warmup", "points=1")["points"][0]
     assert first["distance"] == 0 and first["data"]["max_drift"] == 0
@@ -659,26 +649,24 @@ def test_drift_from_the_warmup_starts_at_zero(run: Path) -> None:
 
 
 def test_reverse_takes_the_bottom_and_dual_is_the_run_itself(run: Path, truth: Truth) -> None:
-    from dualsft.lab.diagnostics.reverse import _Sides
-
     job = job_of(run, "reverse")
-    sides, at = _Sides(job), truth.at["warmup"]
+    sides, at = Sides(job), truth.at["warmup"]
     pool = job.roles["pool"]
     scores = oracle.example_scores(truth.models["warmup"], pool, at["projection"])
     worst = {pool[int(i)].id for i in scores.argsort()[: sides.b]}
-    assert {e.id for e in sides.examples("reverse", 0)} == worst
+    assert {e.id for e in sides.examples("reverse", "0")} == worst
     flat = torch.cat([at["param_scores"][n].reshape(-1) for n in truth.names])
     assert sides.k is not None
     low = flat.sort().values[sides.k - 1]
     offset, chosen = 0, []
-    entries = sides.entries("reverse", 0)
+    entries = sides.entries("reverse", "0")
     assert entries is not None and sum(len(i) for i in entries.values()) == sides.k
     for n in truth.names:
         if n in entries:
             chosen.append(flat[offset + entries[n]])
         offset += at["param_scores"][n].numel()
     assert float(torch.cat(chosen).max()) <= float(low) + CLOSE * float(flat.abs().max())
-    draws = [{e.id for e in sides.examples("random", n)} for n in (0, 1)]
+    draws = [{e.id for e in sides.examples("random", n)} for n in "01"]
     assert all(len(one) == sides.b for one in draws) and draws[0] != draws[1]
 
     result = results(run, "reverse")

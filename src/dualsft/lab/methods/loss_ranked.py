@@ -22,11 +22,9 @@ from transformers import PreTrainedModel
 
 from dualsft.data.examples import Example, named
 from dualsft.errors import RunError
-from dualsft.model.load import text_parameters
+from dualsft.lab.diagnostics.trials import masked_finetune
 from dualsft.runs.method import DataChoice, DataMethod, Job
 from dualsft.runs.stages.finetune import finetune_plan
-from dualsft.train.loop import train
-from dualsft.train.optimizer import SparseAdamW
 
 
 def top(scores: np.ndarray, pool: Sequence[Example], b: int) -> np.ndarray:
@@ -94,15 +92,6 @@ def _reference(job: Job, examples: list[Example], label: str) -> PreTrainedModel
     model = ctx.theta_old()
     # the reference is plain fine-tuning, so the learning-rate ratio of method.params does not apply
     plan = replace(finetune_plan(ctx), lr=ctx.config.finetune.lr)
-    with SparseAdamW(
-        text_parameters(model),
-        None,
-        lr=plan.lr,
-        weight_decay=ctx.config.finetune.weight_decay,
-        moments=ctx.config.finetune.moments,
-        seed=ctx.config.seed,
-        free_gradients=True,
-    ) as optimizer:
-        train(model, examples, optimizer, plan, ctx.reporter, label, pieces=ctx.pieces)
+    masked_finetune(ctx, model, examples, None, plan, label, ctx.pieces)
     job.accounts.backward_examples += plan.epochs * len(examples)
     return model

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from dualsft.algorithm.projection import effective_lambda
+from dualsft.algorithm.split import resolve_budget
 from dualsft.algorithm.topk import TopK
 from dualsft.data.examples import Example
 from dualsft.engine.fused import fused_blocks
@@ -31,7 +31,7 @@ from dualsft.engine.walk import cwsd_objective, walk
 from dualsft.lab.compare.plots import COLOURS
 from dualsft.lab.diagnostics import canvas, ranking
 from dualsft.lab.diagnostics.canvas import SIDES, Figures, Result
-from dualsft.lab.diagnostics.job import DiagnosticJob, best, init_surrogate, warm_surrogate
+from dualsft.lab.diagnostics.job import DiagnosticJob, init_surrogate, warm_surrogate
 from dualsft.lab.diagnostics.ranking import jaccard, mask_jaccard, numbers, spearman
 from dualsft.memory.placement import blank
 from dualsft.runs.context import pass_settings
@@ -74,7 +74,7 @@ class _Setting:
         return self.at.dots(direction, label, self.examples)
 
     def best(self, scores: np.ndarray) -> np.ndarray:
-        return best(scores, self.examples, self.b)
+        return self.at.best(scores, self.b, self.examples)
 
     def variant(
         self,
@@ -319,8 +319,8 @@ def _data_budgets(own: _Setting, shares: list[float]) -> list[dict[str, Any]]:
     useful = float(values[values > 0].sum())
     rows = []
     for share in shares:
-        b = min(len(pool), _part(share, job.scoring.num_full))
-        chosen = best(values, pool, b)
+        b = min(len(pool), resolve_budget(share, job.scoring.num_full))
+        chosen = own.at.best(values, b)
         rows.append(
             {
                 "share": share,
@@ -340,7 +340,7 @@ def _param_budgets(own: _Setting, shares: list[float]) -> list[dict[str, Any]]:
     useful = sum(float(part.clamp_min(0.0).double().sum()) for _, part in ranking.chunks(scores))
     rows = []
     for share in shares:
-        mask = own.at.mask(_part(share, scores.num_entries))
+        mask = own.at.mask(resolve_budget(share, scores.num_entries))
         gained = ranking.sum_at(scores, mask.indices)
         rows.append(
             {
@@ -365,14 +365,6 @@ def _temperatures(own: _Setting, taus: list[float]) -> list[dict[str, Any]]:
         facts = {"norm": prior.norm(), "cosine_prior": prior.cosine(own.prior_grad)}
         rows.append({"tau": tau, **facts, **own.against(u, scores)})
     return rows
-
-
-def _part(share: float, total: int) -> int:
-    """A share of the total, rounded down but at least 1, as in the selection.
-
-    Via `Fraction`: in floating point 0.29 * 100 would round down to 28.
-    """
-    return max(1, int(Fraction(str(share)) * total))
 
 
 def draw_sensitivity(result: Result) -> Figures:

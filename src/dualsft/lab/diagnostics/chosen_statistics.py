@@ -35,7 +35,6 @@ from dualsft.lab.diagnostics.job import DiagnosticJob, warm_surrogate
 from dualsft.lab.diagnostics.ranking import chunks, sampled
 from dualsft.model.load import locate
 from dualsft.runs.context import pass_settings
-from dualsft.runs.stages.chosen import read_mask
 from dualsft.runs.stages.gradients import read_pool
 from dualsft.storage.vectors import reduction_dtype
 
@@ -52,11 +51,11 @@ SCALE_SAMPLE = 1 << 20
 
 def data_statistics(job: DiagnosticJob) -> dict[str, Any]:
     """Alignment, loss, diversity and length of selected, random, top-loss and all examples."""
-    if not (job.final / "ids.json").is_file():
+    pool, ids = job.scoring.pool, job.selected_ids
+    if ids is None:
         return {"note": "the run selects no examples (select.variant=param)"}
-    pool = job.scoring.pool
     losses = read_pool(job.ctx.folder("gradients") / "pool.parquet")["loss"]
-    selected = np.array([i for i, e in enumerate(pool) if e.id in job.selected_ids])
+    selected = np.array([i for i, e in enumerate(pool) if e.id in ids])
     count, rng = len(selected), job.rng("groups")
     groups = {
         "selected": selected,
@@ -72,6 +71,11 @@ def data_statistics(job: DiagnosticJob) -> dict[str, Any]:
     cosines = _alignments(job, np.unique(np.concatenate(list(looked_at.values()))))
     sums = _embedding_sums(job, groups)
     lengths = np.array([e.num_response_tokens for e in pool])
+
+    def diversity(total: Tensor, n: int) -> float | None:
+        """1 − mean cosine over all pairs, computed from the sum of the unit vectors."""
+        return 1.0 - (float(total @ total) - n) / (n * (n - 1)) if n > 1 else None
+
     return {
         "groups": {
             name: {
@@ -79,7 +83,7 @@ def data_statistics(job: DiagnosticJob) -> dict[str, Any]:
                 "alignment": float(np.mean([cosines[i] for i in looked_at[name]])),
                 "alignment_examples": len(looked_at[name]),
                 "loss": float(losses[rows].mean()),
-                "diversity": _diversity(sums[name], len(rows)),
+                "diversity": diversity(sums[name], len(rows)),
                 "response_tokens": float(lengths[rows].mean()),
             }
             for name, rows in groups.items()
@@ -160,53 +164,50 @@ def _embedding_sums(job: DiagnosticJob, groups: Mapping[str, np.ndarray]) -> dic
     return sums
 
 
-def _diversity(total: Tensor, count: int) -> float | None:
-    """1 − mean cosine over all pairs, computed from the sum of the unit vectors."""
-    if count < 2:
-        return None
-    return 1.0 - (float(total @ total) - count) / (count * (count - 1))
-
-
 def param_statistics(job: DiagnosticJob) -> dict[str, Any]:
     """Shares and enrichment of the layers, the modules and the paper's groups."""
-    if not (job.final / "mask.safetensors").is_file():
+    mask = job.mask
+    if mask is None:
         return {"note": "the run selects no entries (select.variant=data)"}
-    mask = read_mask(job.final)
-    places = {name: locate(name) for name in job.ctx.candidate_shapes}
     sizes = {name: shape.numel() for name, shape in job.ctx.candidate_shapes.items()}
     taken = {name: mask[name].numel() if name in mask else 0 for name in sizes}
-    layers: dict[str, list[str]] = defaultdict(list)
-    modules: dict[str, list[str]] = defaultdict(list)
-    families: dict[str, list[str]] = defaultdict(list)
-    for name, (layer, module) in places.items():
+
+    def share(names: list[str], within: list[str] | None = None) -> dict[str, float | None]:
+        """Share of the group in the selection and in the candidates, and their ratio."""
+        if not names:
+            return {"selected": None, "pool": None, "enrichment": None}
+        chosen, total = (sum(count[n] for n in within or sizes) for count in (taken, sizes))
+        pool = sum(sizes[n] for n in names) / total
+        selected = sum(taken[n] for n in names) / chosen if chosen else None
+        ratio = None if selected is None else selected / pool
+        return {"selected": selected, "pool": pool, "enrichment": ratio}
+
+    layers, modules, families = (defaultdict[str, list[str]](list) for _ in range(3))
+    for name in sizes:
+        layer, module = locate(name)
         layers["other" if layer is None else str(layer)].append(name)
         modules[module].append(name)
         families[family(module)].append(name)
-    by_share = sorted(
-        (layer for layer in layers if layer != "other"),
-        key=lambda layer: -sum(taken[n] for n in layers[layer]),
-    )
-    depth = len(by_share)
-    early = range(max(1, round(depth * EARLY)))
-    top = by_share[: min(TOP_LAYERS, depth)]
-    ffn = families.get("ffn", [])
-    down = [name for name in ffn if places[name][1].rsplit(".", 1)[-1] in DOWN]
-    groups = {
-        f"top {len(top)} layers": _share([n for x in top for n in layers[x]], taken, sizes),
-        f"early layers (L0–L{early[-1]})": _share(
-            [n for x in early for n in layers.get(str(x), [])], taken, sizes
-        ),
-        "attention": _share(families.get("attention", []), taken, sizes),
-        "FFN": _share(ffn, taken, sizes),
-        "down_proj within FFN": _share(down, taken, sizes, within=ffn),
-    }
+    numbered = [layer for layer in layers if layer != "other"]
+    top = sorted(numbered, key=lambda layer: -sum(taken[n] for n in layers[layer]))[:TOP_LAYERS]
+    early = range(max(1, round(len(numbered) * EARLY)))
+    ffn = families["ffn"]
+    down = [name for name in ffn if locate(name)[1].rsplit(".", 1)[-1] in DOWN]
     return {
         "selected": sum(taken.values()),
         "candidates": sum(sizes.values()),
         "top_layers": [int(layer) for layer in top],
-        "groups": groups,
-        "layers": {layer: _share(names, taken, sizes) for layer, names in layers.items()},
-        "modules": {module: _share(names, taken, sizes) for module, names in modules.items()},
+        "groups": {
+            f"top {len(top)} layers": share([n for x in top for n in layers[x]]),
+            f"early layers (L0–L{early[-1]})": share(
+                [n for x in early for n in layers.get(str(x), [])]
+            ),
+            "attention": share(families["attention"]),
+            "FFN": share(ffn),
+            "down_proj within FFN": share(down, within=ffn),
+        },
+        "layers": {layer: share(names) for layer, names in layers.items()},
+        "modules": {module: share(names) for module, names in modules.items()},
     }
 
 
@@ -238,32 +239,9 @@ def family(module: str) -> str:
     return "ffn" if any(word in module for word in words) else "other"
 
 
-def _share(
-    names: list[str],
-    taken: Mapping[str, int],
-    sizes: Mapping[str, int],
-    within: list[str] | None = None,
-) -> dict[str, float | None]:
-    """Share of the group in the selection and in the candidates, and their ratio."""
-    frame = list(sizes) if within is None else within
-    chosen, total = sum(taken[n] for n in frame), sum(sizes[n] for n in frame)
-    if not names or not total:
-        return {"selected": None, "pool": None, "enrichment": None}
-    pool = sum(sizes[n] for n in names) / total
-    selected = sum(taken[n] for n in names) / chosen if chosen else None
-    return {
-        "selected": selected,
-        "pool": pool,
-        "enrichment": None if selected is None else selected / pool,
-    }
-
-
 def heatmap(job: DiagnosticJob) -> dict[str, Any]:
     """H_{l,m} and, if the run has a mask, the selected share of each block."""
-    at = warm_surrogate(job)
-    scores = at.scores()
-    masked = (job.final / "mask.safetensors").is_file()
-    mask = read_mask(job.final) if masked else {}
+    scores, mask = warm_surrogate(job).scores(), job.mask
     totals: dict[tuple[int, str], list[float]] = {}
     with job.reporter.track("heat map", scores.num_entries, "entries") as progress:
         for name, part in chunks(scores):
@@ -273,9 +251,9 @@ def heatmap(job: DiagnosticJob) -> dict[str, Any]:
                 block[0] += float(part.abs().double().sum())
                 block[1] += part.numel()
             progress.advance(part.numel())
-    for name, index in mask.items():
+    for name, index in (mask or {}).items():
         layer, module = locate(name)
-        if layer is not None:
+        if layer is not None and (layer, module) in totals:
             totals[layer, module][2] += index.numel()
     layers = sorted({layer for layer, _ in totals})
     modules = list(dict.fromkeys(module for _, module in totals))
@@ -288,7 +266,7 @@ def heatmap(job: DiagnosticJob) -> dict[str, Any]:
         "layers": layers,
         "modules": modules,
         "mean_abs_score": table(0),
-        "selected_share": table(2) if masked else None,
+        "selected_share": None if mask is None else table(2),
     }
 
 

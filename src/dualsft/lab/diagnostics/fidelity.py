@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from dualsft.algorithm.projection import ProjectionTerms, at_hand, effective_lambda
+from dualsft.config.settings import ScoreConfig
 from dualsft.data.examples import collate, make_batches
 from dualsft.engine.losses import distillation_objective
 from dualsft.errors import ConfigError
@@ -50,7 +51,6 @@ from dualsft.lab.diagnostics.ranking import (
     spearman,
 )
 from dualsft.lab.diagnostics.trials import Trials, quiet, sample, steps_plan, stratified_mask
-from dualsft.runs.context import RunContext
 from dualsft.runs.method import Job
 from dualsft.runs.stages.selection import param_budget
 from dualsft.storage.vectors import Products, Vector
@@ -66,7 +66,6 @@ PAPER_ROWS = {
     ("warmup", "diagonal"): "Warmup + Diag-Second-Order",
 }
 SETS = {"data": "subsets of examples", "param": "masks of entries"}
-STEPS = "AdamW steps K from the checkpoint"
 
 
 @dataclass(frozen=True)
@@ -150,20 +149,13 @@ class _Checkpoint:
         rows = protocol.val_rows
         self.val = sample(job.rng("fidelity validation"), job.roles["val"], rows)
         self.anchors = sample(job.rng("fidelity anchors"), job.roles["anchor"], rows)
-        self.grad_sum = at_hand(at.grad_sum)
-        curvature = job.ctx.curvature(self.engine.candidates)
-        self.curvature = None if curvature is None else at_hand(curvature)
+        curvature, score = job.ctx.curvature(self.engine.candidates), job.ctx.config.score
+        self.grad_sum, self.curvature = at.grad_sum, curvature and at_hand(curvature)
+        prior = at.scored.prior_grad if self.name == "warmup" else None
+        lam = job.scoring.scored.terms.lam_effective
         self.forms, self.lams = forms_of_u(
-            at_hand(at.scored.terms.val_grad),
-            at_hand(at.scored.prior_grad) if self.name == "warmup" else None,
-            self.curvature,
-            self.grad_sum,
-            job.ctx,
-            len(self.pool),
-            protocol.shares,
-            job.scoring.scored.terms.lam_effective,
+            at.scored.terms, prior, self.curvature, self.grad_sum, score, protocol.shares, lam
         )
-        score = job.ctx.config.score
         cwsd = score.preservation == "cwsd" and job.ctx.warmed_up
         self.teacher = job.ctx.theta_old() if cwsd else None
         self.own_lam = "relative" if score.lam_relative and "relative" in self.lams else "absolute"
@@ -172,18 +164,30 @@ class _Checkpoint:
 
     def run(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
         """(rows of the table, rows of the LDS, numbers of the sets)."""
-        sizes = {"data": self.protocol.subsets, "param": self.protocol.masks}
-        keys = [f"{self.name}/{side}/{i}" for side, count in sizes.items() for i in range(count)]
-        records = self.job.each(f"score fidelity ({self.name})", "sets", keys, self._trial)
-        parts = {"data": records[: sizes["data"]], "param": records[sizes["data"] :]}
+        subsets, masks = self.protocol.subsets, self.protocol.masks
+        names = [f"{self.name}/data/{i}" for i in range(subsets)]
+        names += [f"{self.name}/param/{i}" for i in range(masks)]
+        records = self.job.each(f"score fidelity ({self.name})", "sets", names, self._trial)
+        parts = {"data": records[:subsets], "param": records[subsets:]}
         rows: list[dict[str, Any]] = []
-        losses = {"new": float(self.new.mean()), "prior": float(self.prior.mean())}
         sets: dict[str, Any] = {}
+        keys = [f.key for f in self.forms if f.step == "sgd" and f.lam == self.own_lam]
         for side, mine in parts.items():
             new, prior = (np.array([r[key] for r in mine]) for key in ("new", "prior"))
-            sets[f"{self.name}/{side}"] = self._raw(mine, new, prior)
-            self._warn_of_large_steps(side, float(new[:, 0].mean()))
+            sets[f"{self.name}/{side}"] = {
+                "predicted": {key: [r["predicted"][key] for r in mine] for key in keys},
+                "gain_new": new.T.tolist(),
+                "gain_prior": prior.T.tolist(),
+            }
             rows += self._rows(side, mine, new, prior)
+            loss = -float(new[:, 0].mean())
+            if loss > 0:  # scores predict the effect of small steps
+                self.job.reporter.warn(
+                    f"fidelity ({self.name}, {SETS[side]}): {self.protocol.horizons[0]} steps "
+                    f"raise the validation loss by {loss:.3g} on average, so they are not the "
+                    "small steps that scores are about; ask again with diagnose.fidelity.lr lower"
+                )
+        losses = {"new": float(self.new.mean()), "prior": float(self.prior.mean())}
         return rows, self._lds(parts["data"]), sets | {f"{self.name}/start": losses}
 
     def _trial(self, key: str) -> dict[str, Any]:
@@ -252,24 +256,6 @@ class _Checkpoint:
         return {
             step: loss_walk(ctx, engine, self.val, "set", "directions", direction=v).dots.tolist()
             for step, v in steps.items()
-        }
-
-    def _warn_of_large_steps(self, side: str, gain: float) -> None:
-        """Warn if the first horizon raises the loss: scores predict the effect of small steps."""
-        if gain < 0:
-            sets, first = {"data": "subsets", "param": "masks"}[side], self.protocol.horizons[0]
-            self.job.reporter.warn(
-                f"fidelity ({self.name}, {sets}): {first} steps raise the validation loss by "
-                f"{-gain:.3g} on average, so they are not the small steps that scores are about; "
-                "ask again with diagnose.fidelity.lr lower"
-            )
-
-    def _raw(self, records: list[Any], new: np.ndarray, prior: np.ndarray) -> dict[str, Any]:
-        keys = [f.key for f in self.forms if f.step == "sgd" and f.lam == self.own_lam]
-        return {
-            "predicted": {key: [r["predicted"][key] for r in records] for key in keys},
-            "gain_new": new.T.tolist(),
-            "gain_prior": prior.T.tolist(),
         }
 
     def _rows(
@@ -345,12 +331,11 @@ def _agreement(
 
 
 def forms_of_u(
-    val_grad: Vector,
+    terms: ProjectionTerms,
     prior_grad: Vector | None,
     curvature: Vector | None,
     grad_sum: Vector,
-    ctx: RunContext,
-    n_sc: int,
+    score: ScoreConfig,
     shares: Sequence[float],
     own_lam: float,
 ) -> tuple[dict[ScoreForm, Vector], dict[str, float]]:
@@ -359,7 +344,7 @@ def forms_of_u(
     At θ_old v_prior is zero and the effective value of a relative λ is undefined. The run's value
     (`own_lam`) is used, so that both checkpoints have the same objective.
     """
-    score = ctx.config.score
+    val_grad = terms.val_grad
     lams = {"none": 0.0, "absolute": score.lam}
     if prior_grad is not None:
         lams["relative"] = effective_lambda(score.lam, True, val_grad, prior_grad)
@@ -368,34 +353,24 @@ def forms_of_u(
     forms: dict[ScoreForm, Vector] = {}
     for lam, factor in lams.items():
         v_val = val_grad if prior_grad is None else val_grad.plus(prior_grad, factor)
-        plain = ProjectionTerms(
-            val_grad=val_grad,
-            v_val=v_val,
-            curvature=curvature,
-            preconditioner=None,
-            curvature_scale=1.0,
-            eta_ft=ctx.config.finetune.lr,
-            n_sc=n_sc,
-            lam_effective=factor,
-        )
         scales = {"first": 0.0}
         if curvature is not None:
             scales["diagonal"] = 1.0
             if score.curvature_scale != 1.0:
                 scales[f"diagonal times {score.curvature_scale:g}"] = score.curvature_scale
-            second = plain.second_order(grad_sum).norm()
-            first = v_val.norm()
+            plain = replace(terms, v_val=v_val, curvature=curvature, curvature_scale=1.0)
+            first, second = v_val.norm(), plain.second_order(grad_sum).norm()
             # scale of ĉ at which the second-order term has norm s · ‖v_val‖
             scales |= {f"diagonal {s:g}": s * first / second for s in shares if second > 0}
         for order, scale in scales.items():
             for step in ("sgd", "adam") if curvature is not None else ("sgd",):
-                terms = replace(
-                    plain,
+                forms[ScoreForm(order, lam, step)] = replace(
+                    terms,
+                    v_val=v_val,
                     curvature=curvature if scale else None,
                     curvature_scale=scale,
                     preconditioner=curvature if step == "adam" else None,
-                )
-                forms[ScoreForm(order, lam, step)] = terms.projection(grad_sum)
+                ).projection(grad_sum)
     return forms, lams
 
 
@@ -416,21 +391,23 @@ def draw_fidelity(result: Result) -> Figures:
         mine = [r for r in rows if r["side"] == side and r["paper_row"] and r["K"] != "mean"]
         for down, (key, name, chance) in enumerate(measures):
             axes = places[2 * down + across]
-            _horizons(axes, mine, key)
-            canvas.guide(axes, y=chance)
-            axes.set_ylabel(name)
+            _curves(axes, [r | {"curve": r["paper_row"]} for r in mine], key, name, chance)
         places[across].set_title(title)
-        places[2 + across].set_xlabel(STEPS)
     figure.legend(*places[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     what = "L_val = L_new + λ L_prior" if own else "L_new"
     figure.suptitle(f"Score fidelity: predicted against realised gain in {what}", fontsize=10)
-    means = [r for r in rows if r["K"] == "mean" and r["rho"] is not None]
-    scores = [r for r in result["lds"] if r["lds"] is not None]
     figures = {"": figure}
-    if means:
+    if means := [r for r in rows if r["K"] == "mean" and r["rho"] is not None]:
         figures["_forms"] = _forms(means)
-    if scores:
-        figures["_lds"] = _draw_lds(scores)
+    if any(r["lds"] is not None for r in result["lds"]):
+        figures["_lds"], (axes,) = canvas.panels(1, 1, 5.6, 3.8)
+        scores = [
+            {"K": r["K"], "curve": f"{r['checkpoint']}, {r['step']} step", "lds": r["lds"]}
+            | {"lds_interval": (r["low"], r["high"])}
+            for r in result["lds"]
+        ]
+        _curves(axes, scores, "lds", "linear datamodeling score (mean ρ)", 0.0)
+        canvas.legend_above(axes, 4)
     return figures
 
 
@@ -441,11 +418,11 @@ def _ends(rows: Sequence[Result], key: str) -> tuple[list[float], list[float]]:
     return low, [v if b is None else b for v, _, b in values]
 
 
-def _horizons(axes: Any, rows: Sequence[Result], key: str) -> None:
-    """One curve per row of the paper's table."""
-    names = list(dict.fromkeys(r["paper_row"] for r in rows))
+def _curves(axes: Any, rows: Sequence[Result], key: str, label: str, chance: float) -> None:
+    """Curves over K with intervals; the rows of one curve have the same "curve"."""
+    names = list(dict.fromkeys(r["curve"] for r in rows))
     for number, name in enumerate(names):
-        mine = [r for r in rows if r["paper_row"] == name and r[key] is not None]
+        mine = [r for r in rows if r["curve"] == name and r[key] is not None]
         shift = 1.0 + 0.04 * (number - (len(names) - 1) / 2)  # keeps error bars from overlapping
         values, (low, high) = np.array([r[key] for r in mine]), _ends(mine, key)
         axes.errorbar(
@@ -460,7 +437,10 @@ def _horizons(axes: Any, rows: Sequence[Result], key: str) -> None:
             elinewidth=0.8,
             label=name,
         )
+    canvas.guide(axes, y=chance)
     canvas.log_axis(axes, sorted({r["K"] for r in rows}))
+    axes.set_xlabel("AdamW steps K from the checkpoint")
+    axes.set_ylabel(label)
 
 
 def _forms(means: Sequence[Result]) -> Any:
@@ -481,23 +461,4 @@ def _forms(means: Sequence[Result]) -> Any:
     canvas.rows_axis([axes], labels)
     axes.set_xlabel("Spearman ρ, mean over K (95 % interval)")
     canvas.legend_above(axes)
-    return figure
-
-
-def _draw_lds(rows: Sequence[Result]) -> Any:
-    """The linear datamodeling score over K."""
-    figure, (axes,) = canvas.panels(1, 1, 5.6, 3.8)
-    rows = [{**r, "lds_interval": (r["low"], r["high"])} for r in rows]
-    curves = list(dict.fromkeys((r["checkpoint"], r["step"]) for r in rows))
-    for number, curve in enumerate(curves):
-        mine = [r for r in rows if (r["checkpoint"], r["step"]) == curve]
-        x, colour = [r["K"] for r in mine], COLOURS[number]
-        axes.fill_between(x, *_ends(mine, "lds"), color=colour, alpha=0.15)
-        label, y = f"{curve[0]}, {curve[1]} step", [r["lds"] for r in mine]
-        axes.plot(x, y, color=colour, marker=MARKERS[number], markersize=5, label=label)
-    canvas.guide(axes, y=0.0)
-    canvas.log_axis(axes, sorted({r["K"] for r in rows}))
-    axes.set_xlabel(STEPS)
-    axes.set_ylabel("linear datamodeling score (mean ρ)")
-    canvas.legend_above(axes, 4)
     return figure

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dualsft.algorithm.projection import param_scores
 from dualsft.data.examples import Batch, Example, collate, make_batches
 from dualsft.engine.ghost import GhostEngine, alone
 from dualsft.engine.losses import Positions, model_inputs, plain_example_loss
@@ -38,7 +37,7 @@ from dualsft.lab.compare.plots import COLOURS
 from dualsft.lab.diagnostics import canvas
 from dualsft.lab.diagnostics.canvas import Figures, Result
 from dualsft.lab.diagnostics.chosen_statistics import family
-from dualsft.lab.diagnostics.job import DiagnosticJob, gradient_sum
+from dualsft.lab.diagnostics.job import DiagnosticJob, gradient_sum, warm_surrogate
 from dualsft.lab.diagnostics.ranking import (
     cosine,
     counts,
@@ -113,16 +112,14 @@ def eager_model(ctx: RunContext, name: str) -> PreTrainedModel:
 
 def choose_slices(job: DiagnosticJob) -> list[Slice]:
     """Draw the slices by the scores of the run."""
-    options, scored = job.options, job.scoring.scored
-    names = job.scoring.engine.candidates.names
-    placed = {name: locate(name) for name in names}
+    options, scores = job.options, warm_surrogate(job).scores()
+    placed = {name: locate(name) for name in scores}
     depth = 1 + max((layer for layer, _ in placed.values() if layer is not None), default=0)
     if options.layers:
         layers = counts(options.layers, "diagnose.hessian.layers")
     else:
         layers = sorted({round(n * (depth - 1) / (PAPER_DEPTH - 1)) for n in PAPER_LAYERS})
     wanted = [word.strip() for word in (options.modules or _last_matrices(job)).split(",")]
-    scores = param_scores(scored.terms.eta_sc, scored.projection, scored.grad_sum)
     slices = []
     for name, (layer, module) in placed.items():
         if layer in layers and any(module == w or module.endswith(f".{w}") for w in wanted):

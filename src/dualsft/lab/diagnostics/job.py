@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dualsft.algorithm.projection import Scored, at_hand, param_scores, projection_terms
 from dualsft.algorithm.scores import exact_dots
@@ -40,6 +41,7 @@ from dualsft.lab.diagnostics.canvas import save
 from dualsft.memory.placement import blank
 from dualsft.runs.context import RunContext, pass_settings
 from dualsft.runs.folder import RunDir, atomic_write_text
+from dualsft.runs.stages.chosen import read_mask
 from dualsft.runs.stages.selection import Scoring, data_budget, param_budget
 from dualsft.runs.summaries import outdated, read_manifests
 from dualsft.storage.resume import Pieces
@@ -170,10 +172,15 @@ class DiagnosticJob:
         return Scoring.of(self.ctx, at_hand)
 
     @cached_property
-    def selected_ids(self) -> set[str]:
-        """Ids of D_sel as used by fine-tuning; empty if the run selects no examples."""
+    def selected_ids(self) -> set[str] | None:
+        """Ids of D_sel as used by fine-tuning; None if the run selects no examples."""
         path = self.final / "ids.json"
-        return set(path.read_json()) if path.is_file() else set()
+        return set(path.read_json()) if path.is_file() else None
+
+    @property
+    def mask(self) -> dict[str, Tensor] | None:
+        """m_θ as used by fine-tuning; None if the run trains every parameter."""
+        return read_mask(self.final) if (self.final / "mask.safetensors").is_file() else None
 
     @property
     def final(self) -> RunPath:
@@ -316,14 +323,12 @@ class Surrogate:
         examples = [self.job.scoring.pool[i] for i in positions]
         return gradient_sum(self.job.ctx, self.engine, examples, f"{label} ({self.name})")
 
-    def best(self, scores: np.ndarray, b: int) -> np.ndarray:
-        """Positions of the top b examples of the pool, ascending."""
-        return best(scores, self.job.scoring.pool, b)
-
-
-def best(scores: np.ndarray, examples: Sequence[Example], b: int) -> np.ndarray:
-    """Positions of the top b, ascending; ties by source row, as in the selection."""
-    return np.sort(top_b(scores, np.array([e.index for e in examples]), b))
+    def best(
+        self, scores: np.ndarray, b: int, examples: Sequence[Example] | None = None
+    ) -> np.ndarray:
+        """Positions of the top b of the pool (or `examples`), ascending; ties by source row."""
+        rows = self.job.scoring.pool if examples is None else examples
+        return np.sort(top_b(scores, np.array([e.index for e in rows]), b))
 
 
 def loss_walk(

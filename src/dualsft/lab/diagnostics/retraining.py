@@ -23,7 +23,6 @@ varied.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -40,7 +39,7 @@ from dualsft.lab.diagnostics import canvas
 from dualsft.lab.diagnostics.canvas import Figures, Result
 from dualsft.lab.diagnostics.hessian import batch_of
 from dualsft.lab.diagnostics.job import DiagnosticJob, gradient_sum
-from dualsft.lab.diagnostics.ranking import mean_of, pair_agreement, sampled, spearman
+from dualsft.lab.diagnostics.ranking import interval, mean_of, pair_agreement, sampled, spearman
 from dualsft.lab.diagnostics.trials import (
     Trials,
     plain_training,
@@ -52,7 +51,6 @@ from dualsft.lab.diagnostics.trials import (
 from dualsft.lab.evaluation.stage import compare, evaluation_sets
 from dualsft.model.load import text_parameters
 from dualsft.runs.context import pass_settings
-from dualsft.runs.stages.chosen import read_mask
 from dualsft.runs.stages.finetune import finetune_plan, training_examples
 from dualsft.runs.stages.gradients import prior_of
 from dualsft.storage.vectors import ParamVector, Products, Vector
@@ -75,11 +73,6 @@ ARMS = (
 AS_RUN = "as run"
 """A side that was not selected by DualSFT's scores: the same as in the run in all combinations."""
 RESAMPLES = 2000
-
-
-def _own_mask(job: DiagnosticJob) -> dict[str, Tensor] | None:
-    """The mask that the run trained; None if it trained every parameter."""
-    return read_mask(job.final) if (job.final / "mask.safetensors").is_file() else None
 
 
 # --- drift ---------------------------------------------------------------------------------------
@@ -118,7 +111,7 @@ def drift(job: DiagnosticJob) -> dict[str, Any]:
         look(0)
         trials = Trials(quiet(ctx), start, ctx.pieces)
         hooks = Hooks(state=lambda: {"points": points}, load_state=resume)
-        trials.run(examples, _own_mask(job), plan, "fine-tuning", look, hooks=hooks)
+        trials.run(examples, job.mask, plan, "fine-tuning", look, hooks=hooks)
     constants = {side: _constants(points, side) for side in ("data", "param")}
     eta = job.scoring.scored.terms.eta_sc
     return {
@@ -162,9 +155,9 @@ class _Place:
 
 def choose_probes(job: DiagnosticJob) -> list[Example]:
     """Pool examples in source order, half of them selected if there are enough."""
-    pool, count = job.roles["pool"], job.options.probes
-    inside = [e for e in pool if e.id in job.selected_ids]
-    outside = [e for e in pool if e.id not in job.selected_ids]
+    pool, count, selected = job.roles["pool"], job.options.probes, job.selected_ids or set()
+    inside = [e for e in pool if e.id in selected]
+    outside = [e for e in pool if e.id not in selected]
     first = sample(job.rng("drift inside"), inside, count // 2)
     rest = sample(job.rng("drift outside"), outside, count - len(first))
     return sorted([*first, *rest], key=lambda e: e.index)
@@ -332,19 +325,15 @@ def reverse(job: DiagnosticJob) -> dict[str, Any]:
     }
 
 
-@dataclass
 class Sides:
     """The examples and entries of each kind (dual, random, reverse)."""
 
-    job: DiagnosticJob
-
-    def __post_init__(self) -> None:
-        job = self.job
-        self.mask, self.dual = _own_mask(job), training_examples(job.ctx, job.final)
+    def __init__(self, job: DiagnosticJob) -> None:
+        self.job, self.mask, self.dual = job, job.mask, training_examples(job.ctx, job.final)
         chosen = {axis: entry.name for axis, entry in job.ctx.methods.entries.items() if entry}
-        data = chosen.get("data") == "dualsft" and (job.final / "ids.json").is_file()
-        self.b = len(self.dual) if data else None
-        self.k = None
+        self.b = self.k = None
+        if chosen.get("data") == "dualsft" and job.selected_ids is not None:
+            self.b = len(self.dual)
         if chosen.get("params") == "dualsft" and self.mask is not None:
             self.k = sum(index.numel() for index in self.mask.values())
         if self.b is None and self.k is None:
@@ -370,7 +359,7 @@ class Sides:
     def examples(self, kind: str, draw: str) -> Sequence[Example]:
         if kind in ("dual", AS_RUN):
             return self.dual
-        pool, chosen = self.job.roles["pool"], None
+        pool = self.job.roles["pool"]
         if kind == "random":
             chosen = self.job.rng(f"reverse examples {draw}").choice(len(pool), self.b, False)
         else:
@@ -401,10 +390,9 @@ def _arm(data: str, params: str, records: Sequence[Mapping[str, Any]]) -> dict[s
     return {"data": data, "params": params, "files": files}
 
 
-Arm = tuple[str, str]
-
-
-def _contrasts(job: DiagnosticJob, records: Mapping[Arm, list[Any]]) -> list[dict[str, Any]]:
+def _contrasts(
+    job: DiagnosticJob, records: Mapping[tuple[str, ...], list[Any]]
+) -> list[dict[str, Any]]:
     """Compare each reverse or dual combination with its matched control, paired by validation row.
 
     The control has a random draw in place of the side under test. A positive difference means a
@@ -416,34 +404,26 @@ def _contrasts(job: DiagnosticJob, records: Mapping[Arm, list[Any]]) -> list[dic
         arm: np.mean([record["validation"]["each"] for record in mine], axis=0)
         for arm, mine in records.items()
     }
-    for arm, control in _matched([*records]):
-        difference = losses[arm] - losses[control]
-        picks = rng.integers(len(difference), size=(RESAMPLES, len(difference)))
-        low, high = np.percentile(difference[picks].mean(1), [2.5, 97.5])
-        rows.append(
-            {
-                "arm": "/".join(arm),
-                "control": "/".join(control),
-                "difference": float(difference.mean()),
-                "low": float(low),
-                "high": float(high),
-            }
-        )
+    for arm in records:
+        controls: list[tuple[str, ...]] = []
+        if "reverse" in arm:
+            controls = [tuple("random" if side == "reverse" else side for side in arm)]
+        elif "random" not in arm:  # one control per random side, and one with both random
+            controls = [c for c in records if c != arm and {*c} <= {*arm, "random"}]
+        for control in controls:
+            difference = losses[arm] - losses[control]
+            picks = rng.integers(len(difference), size=(RESAMPLES, len(difference)))
+            low, high = interval(difference[picks].mean(1))
+            rows.append(
+                {
+                    "arm": "/".join(arm),
+                    "control": "/".join(control),
+                    "difference": float(difference.mean()),
+                    "low": low,
+                    "high": high,
+                }
+            )
     return rows
-
-
-def _matched(arms: Sequence[Arm]) -> list[tuple[Arm, Arm]]:
-    """Pairs (combination, random control). In the control a reversed side is random; dual has one
-    control per random side, and one with both random."""
-    pairs: list[tuple[Arm, Arm]] = []
-    for data, params in arms:
-        if "reverse" in (data, params):
-            control = tuple("random" if side == "reverse" else side for side in (data, params))
-            pairs.append(((data, params), (control[0], control[1])))
-        elif "random" not in (data, params):
-            controls = (("random", params), (data, "random"), ("random", "random"))
-            pairs += [((data, params), control) for control in controls if control in arms]
-    return pairs
 
 
 def draw_reverse(result: Result) -> Figures:

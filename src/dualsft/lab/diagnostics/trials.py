@@ -144,16 +144,16 @@ def stratified_mask(
     `varied` also draws a random density per parameter (exponential), so that masks differ in their
     distribution over layers as well. The total stays k. Parameters without entries are left out.
     """
-    room = np.array(list(sizes.values()), dtype=np.int64)
-    weights = room * (rng.exponential(size=len(room)) if varied else 1.0)
-    quota = np.zeros(len(room), dtype=np.int64)
+    limits = np.array(list(sizes.values()), dtype=np.int64)
+    weights = limits * (rng.exponential(size=len(limits)) if varied else 1.0)
+    quota = np.zeros(len(limits), dtype=np.int64)
     while (left := k - int(quota.sum())) > 0:  # redistribute what exceeded a parameter's size
-        open_ = np.where(quota < room, weights, 0.0)
+        open_ = np.where(quota < limits, weights, 0.0)
         exact = left * open_ / open_.sum()
         more = np.floor(exact).astype(np.int64)
         rest = left - int(more.sum())
         more[np.argsort(-(exact - more), kind="stable")[:rest]] += 1
-        quota = np.minimum(quota + more, room)
+        quota = np.minimum(quota + more, limits)
     return {
         name: torch.from_numpy(rng.choice(size, count, replace=False, shuffle=False)).sort().values
         for (name, size), count in zip(sizes.items(), quota.tolist(), strict=True)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,95 +48,60 @@ MODULES = ("coordination", "chosen_statistics", "ablations", "boundary")
 SCALE = 2000.0  # of the curvature, so that the second-order term can be seen
 
 
-@dataclass
 class Lab:
     """The run, and everything of it by brute force."""
 
-    run: Run
-
-    def model(self, which: str, exact: bool = False) -> Any:
-        folder = self.run.folder / "2_warmup/theta_bar"
-        path = folder if which == "bar" else self.run.config["model"]["path"]
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
-        if exact:
-            exact_norms(model)
-        return model
-
-    @cached_property
-    def bar(self) -> Any:
-        return self.model("bar")
-
-    @cached_property
-    def old(self) -> Any:
-        return self.model("old")
-
-    @cached_property
-    def names(self) -> list[str]:
-        return candidate_names(self.bar, "block_linear", None)
-
-    @cached_property
-    def pool(self) -> list[Any]:
-        return sorted(self.run.role("pool"), key=lambda e: e.index)
+    def __init__(self, run: Run) -> None:
+        self.run, self.bar, self.old = run, load(run, "bar"), load(run, "old")
+        self.names = candidate_names(self.bar, "block_linear", None)
+        self.pool = sorted(run.role("pool"), key=lambda e: e.index)
+        self.eta = run.config["finetune"]["lr"] / len(self.pool)
+        self.curvature = self.flat(run.vectors["curvature"])
+        sizes = [run.vectors["curvature"][name].numel() for name in self.names]
+        self.spans = {
+            n: slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i, n in enumerate(self.names)
+        }
+        self.k, self.b = int(0.05 * len(self.curvature)), int(0.1 * len(run.examples))
+        self.at: dict[str, dict[str, np.ndarray]] = {}
+        """g, v_new, v_prior, u of both checkpoints (u with its factor eta)."""
+        for name, model in (("init", self.old), ("warmup", self.bar)):
+            new = self.gradients(model, run.role("val")).mean(0)
+            prior = self.cwsd(run.role("anchor")) if name == "warmup" else 0 * new
+            self.at[name] = {"g": self.gradients(model, self.pool), "new": new, "prior": prior}
+            self.at[name]["u"] = self.u(name)
+        self.own = Own(self, "warmup")
 
     def flat(self, vector: Any) -> np.ndarray:
         return torch.cat([vector[n].reshape(-1).double() for n in self.names]).detach().numpy()
 
     def gradients(self, model: Any, examples: list[Any]) -> np.ndarray:
-        """One row an example."""
-        rows = [
-            self.flat(oracle.example_gradient(model, e.input_ids, e.labels, self.names))
-            for e in examples
+        """One row per example."""
+        found = [
+            oracle.example_gradient(model, e.input_ids, e.labels, self.names) for e in examples
         ]
-        return np.stack(rows)
-
-    @cached_property
-    def at(self) -> dict[str, dict[str, np.ndarray]]:
-        """g, v_new, v_prior, u of both checkpoints (u with its factor eta)."""
-        found = {}
-        for name, model in (("init", self.old), ("warmup", self.bar)):
-            g = self.gradients(model, self.pool)
-            new = self.gradients(model, self.run.role("val")).mean(0)
-            prior = self.cwsd(self.run.role("anchor")) if name == "warmup" else 0 * new
-            found[name] = {"g": g, "new": new, "prior": prior}
-            found[name]["u"] = self.u(name, found[name])
-        return found
+        return np.stack([self.flat(gradient) for gradient in found])
 
     def cwsd(self, anchors: list[Any], tau: float = 1.0) -> np.ndarray:
         return self.flat(oracle.cwsd_gradient(self.old, self.bar, anchors, tau, self.names))
 
-    @cached_property
-    def curvature(self) -> np.ndarray:
-        return self.flat(self.run.vectors["curvature"])
-
-    @property
-    def eta(self) -> float:
-        return self.run.config["finetune"]["lr"] / len(self.pool)
-
-    def u(self, where: str, parts: dict[str, np.ndarray] | None = None, **other: Any) -> np.ndarray:
+    def u(self, where: str, **other: Any) -> np.ndarray:
         """Eq. (u) with anything replaced: prior, lam, scale."""
-        mine = parts or self.at[where]
-        prior, lam = other.get("prior", mine["prior"]), other.get("lam", 0.8)
-        v_val = mine["new"] + lam * prior
+        mine = self.at[where]
+        v_val = mine["new"] + other.get("lam", 0.8) * other.get("prior", mine["prior"])
         second = self.eta**2 / 2 * other.get("scale", SCALE) * self.curvature * mine["g"].sum(0)
         return self.eta * v_val - second
 
-    @property
-    def k(self) -> int:
-        return int(0.05 * self.at["warmup"]["g"].shape[1])
-
-    @property
-    def b(self) -> int:
-        return int(0.1 * len(self.run.examples))
-
-    def indices(self, flat: np.ndarray) -> dict[str, np.ndarray]:
-        """Flat places as sorted indices by parameter."""
-        found, start = {}, 0
-        for name in self.names:
-            size = dict(self.bar.named_parameters())[name].numel()
-            inside = flat[(flat >= start) & (flat < start + size)]
-            found[name] = np.sort(inside) - start
-            start += size
-        return found
+    def check_variant(
+        self, row: dict[str, Any], u: np.ndarray, g: np.ndarray | None = None
+    ) -> None:
+        """How u (and the gradients g at another θ) selects, compared with the run's own u."""
+        own, g = self.own, self.own.g if g is None else g
+        overlap = shared(top(u * g.sum(0), self.k), own.mask)
+        assert row["jaccard_params"] == pytest.approx(overlap, abs=3 / self.k)
+        overlap = shared(top(g @ u, self.b), own.chosen)
+        assert row["jaccard_examples"] == pytest.approx(overlap)
+        if "cosine_u" in row:
+            assert row["cosine_u"] == pytest.approx(cosine(u, own.u), rel=1e-5)
 
     def diagnose(self, name: str, *words: str) -> Any:
         files = diagnose(self.run.folder, Wanted.of([name], list(words)), Reporter(lambda _: None))
@@ -152,6 +115,27 @@ class Lab:
         config = settings.load_yaml(self.run.folder / "config.yaml")
         context = RunContext(config, RunDir(self.run.folder), Reporter(lambda _: None))
         return DiagnosticJob(context, None)
+
+
+def load(run: Run, which: str) -> Any:
+    path = run.folder / "2_warmup/theta_bar" if which == "bar" else run.config["model"]["path"]
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+
+
+class Own:
+    """One-shot scores and selections at a checkpoint."""
+
+    def __init__(self, lab: Lab, where: str) -> None:
+        parts = lab.at[where]
+        self.g, self.u, self.total = parts["g"], parts["u"], parts["g"].sum(0)
+        self.scores, self.example_scores = self.u * self.total, self.g @ self.u
+        self.mask, self.chosen = top(self.scores, lab.k), top(self.example_scores, lab.b)
+        self.v = parts["new"] + 0.8 * parts["prior"]
+
+
+def near(row: dict[str, Any], rel: float = NEAR, **expected: Any) -> None:
+    for key, value in expected.items():
+        assert row[key] == (None if value is None else pytest.approx(value, rel=rel)), key
 
 
 def top(values: np.ndarray, count: int) -> np.ndarray:
@@ -195,60 +179,51 @@ def test_local_regret(lab: Lab) -> None:
     rows = {(r["side"], r["checkpoint"]): r for r in result["rows"]}
     assert (result["k"], result["b"]) == (lab.k, lab.b)
     assert set(rows) == {(side, where) for side in ("examples", "params") for where in lab.at}
-    for where, parts in lab.at.items():
-        g, u = parts["g"], parts["u"]
-        mask, chosen = top(u * g.sum(0), lab.k), top(g @ u, lab.b)
-        aware = g[:, mask] @ u[mask]
+    for where in lab.at:
+        own = Own(lab, where)
+        aware = own.g[:, own.mask] @ own.u[own.mask]
         best = top(aware, lab.b)
-        row = rows["examples", where]
-        ratio = aware[chosen].sum() / aware[best].sum()
-        assert row["jaccard"] == pytest.approx(shared(best, chosen))
-        assert row["ratio"] == pytest.approx(ratio, rel=NEAR)
+        ratio, row = aware[own.chosen].sum() / aware[best].sum(), rows["examples", where]
+        near(row, jaccard=shared(best, own.chosen), ratio=ratio)
         assert row["regret_percent"] == pytest.approx(100 * (1 - ratio), abs=1e-3)
-        aware = u * g[chosen].sum(0)
+        aware = own.u * own.g[own.chosen].sum(0)
         best = top(aware, lab.k)
+        ratio = aware[own.mask].sum() / aware[best].sum()
         row = rows["params", where]
-        assert row["jaccard"] == pytest.approx(shared(best, mask))
-        assert row["ratio"] == pytest.approx(aware[mask].sum() / aware[best].sum(), rel=NEAR)
-        assert row["utility_aware"] == pytest.approx(aware[best].sum(), rel=NEAR)
+        near(row, jaccard=shared(best, own.mask), ratio=ratio, utility_aware=aware[best].sum())
     assert rows["params", "init"]["ratio"] != pytest.approx(rows["params", "warmup"]["ratio"])
 
 
 def test_coordination_gap(lab: Lab) -> None:
     """Proposition coord_gap from its right-hand sides: frozen entries, examples left out."""
-    result, parts = lab.diagnose("coordination_gap"), lab.at["warmup"]
-    g, u = parts["g"], parts["u"]
-    mask, chosen = top(u * g.sum(0), lab.k), top(g @ u, lab.b)
-    v = parts["new"] + 0.8 * parts["prior"]
-    frozen = np.setdiff1d(np.arange(len(v)), mask)
-    gap = lab.eta * g[:, frozen] @ v[frozen]
-    iso = lab.eta * g @ v
-    mine = result["examples"]
-    assert mine["gap_rms"] == pytest.approx(np.sqrt((gap**2).mean()), rel=NEAR)
-    assert mine["relative_gap"] == pytest.approx(
-        np.linalg.norm(gap) / np.linalg.norm(iso), rel=NEAR
-    )
-    assert mine["largest_gap"] == pytest.approx(np.abs(gap).max(), rel=NEAR)
-    assert mine["cosine"] == pytest.approx(cosine(iso, iso - gap), rel=NEAR)
-    assert mine["spearman"] == pytest.approx(rank_correlation(iso, iso - gap), abs=1e-4)
-    assert mine["jaccard"] == pytest.approx(shared(top(iso, lab.b), top(iso - gap, lab.b)))
-    left_out = np.setdiff1d(np.arange(len(g)), chosen)
-    gap, iso = lab.eta * v * g[left_out].sum(0), lab.eta * v * g.sum(0)
-    mine = result["params"]
-    assert mine["gap_rms"] == pytest.approx(np.sqrt((gap**2).mean()), rel=NEAR)
-    assert mine["largest_gap"] == pytest.approx(np.abs(gap).max(), rel=NEAR)
-    assert mine["cosine"] == pytest.approx(cosine(iso, iso - gap), rel=NEAR)
-    assert mine["spearman"] == pytest.approx(rank_correlation(iso, iso - gap), abs=1e-5)
-    changed = (np.sign(iso) != np.sign(iso - gap)).mean()
-    assert mine["sign_changes"] == pytest.approx(changed, abs=1e-3)
-    assert mine["ranked"] == len(v)
-    assert 0 < mine["jaccard"] < 1
+    result, own = lab.diagnose("coordination_gap"), lab.own
+    frozen = np.setdiff1d(np.arange(len(own.v)), own.mask)
+    left_out = np.setdiff1d(np.arange(len(own.g)), own.chosen)
+    gaps = {
+        "examples": (own.g[:, frozen] @ own.v[frozen], own.g @ own.v),
+        "params": (own.v * own.g[left_out].sum(0), own.v * own.total),
+    }
+    for side, (gap, iso) in gaps.items():
+        mine, gap, iso = result[side], lab.eta * gap, lab.eta * iso
+        near(
+            mine,
+            gap_rms=np.sqrt((gap**2).mean()),
+            relative_gap=np.linalg.norm(gap) / np.linalg.norm(iso),
+            largest_gap=np.abs(gap).max(),
+            cosine=cosine(iso, iso - gap),
+        )
+        assert mine["spearman"] == pytest.approx(rank_correlation(iso, iso - gap), abs=1e-4)
+        changed = (np.sign(iso) != np.sign(iso - gap)).mean()
+        assert mine["sign_changes"] == pytest.approx(changed, abs=1e-3)
+        count = lab.b if side == "examples" else lab.k
+        overlap = shared(top(iso, count), top(iso - gap, count))
+        assert mine["jaccard"] == pytest.approx(overlap, abs=3 / lab.k)
+    assert result["params"]["ranked"] == len(own.v) and 0 < result["params"]["jaccard"] < 1
 
 
 def test_reselection(lab: Lab) -> None:
-    result, parts = lab.diagnose("reselection"), lab.at["warmup"]
-    g, u = parts["g"], parts["u"]
-    mask0, chosen0 = top(u * g.sum(0), lab.k), top(g @ u, lab.b)
+    result, own = lab.diagnose("reselection"), lab.own
+    g, u, mask0, chosen0 = own.g, own.u, own.mask, own.chosen
     for order, first in (("data_to_param", 1), ("param_to_data", 0)):
         mask, chosen, seen = mask0, chosen0, [(mask0, chosen0)]
         for number in range(1, 6):
@@ -261,20 +236,18 @@ def test_reselection(lab: Lab) -> None:
         assert [r["rounds"] for r in rows] == [0, 1, 2, 3, 5]
         for row in rows:
             mask, chosen = seen[row["rounds"]]
-            assert row["jaccard_params"] == pytest.approx(shared(mask, mask0))
-            assert row["jaccard_examples"] == pytest.approx(shared(chosen, chosen0))
             utility = float((g[chosen][:, mask] @ u[mask]).sum())
-            assert row["utility"] == pytest.approx(utility, rel=NEAR)
+            near(row, jaccard_params=shared(mask, mask0), utility=utility)
+            near(row, jaccard_examples=shared(chosen, chosen0))
         assert rows[1]["moved"] == ("params" if first else "examples")
         gained = [r["utility"] for r in rows]
         assert all(b >= a * (1 - 1e-9) for a, b in zip(gained, gained[1:], strict=False))
         spent = [r["relative_selection"] for r in rows]
         assert spent[0] == 1 and spent == sorted(spent) and spent[1] > 1
         assert 1 < rows[-1]["relative_end_to_end"] < spent[-1]
-    one_shot, again = u * g.sum(0), u * g[chosen0].sum(0)
-    _check_scatter(result["scatter"]["params"], one_shot, again, 1000)
-    one_shot, again = g @ u, g[:, mask0] @ u[mask0]
-    _check_scatter(result["scatter"]["examples"], one_shot, again, len(g))
+    again = {"params": u * g[chosen0].sum(0), "examples": g[:, mask0] @ u[mask0]}
+    _check_scatter(result["scatter"]["params"], own.scores, again["params"], 1000)
+    _check_scatter(result["scatter"]["examples"], own.example_scores, again["examples"], len(g))
 
 
 def _check_scatter(facts: Any, one_shot: np.ndarray, again: np.ndarray, count: int) -> None:
@@ -289,32 +262,28 @@ def _check_scatter(facts: Any, one_shot: np.ndarray, again: np.ndarray, count: i
 
 def test_data_statistics(lab: Lab) -> None:
     groups = lab.diagnose("data_statistics")["groups"]
-    parts, pool = lab.at["warmup"], lab.pool
-    v = parts["new"] + 0.8 * parts["prior"]
+    own, pool = lab.own, lab.pool
     with torch.no_grad():
         losses = np.array(
             [float(oracle.example_loss(lab.bar, e.input_ids, e.labels)) for e in pool]
         )
+        hidden = [
+            lab.old.model(input_ids=torch.tensor([e.input_ids])).last_hidden_state[0].mean(0)
+            for e in pool
+        ]
     ids = set(json.loads((lab.run.folder / "5_selection/ids.json").read_text()))
     members = {
         "selected": np.array([i for i, e in enumerate(pool) if e.id in ids]),
         "top_loss": top(losses, lab.b),
         "pool": np.arange(len(pool)),
     }
-    with torch.no_grad():
-        hidden = [
-            lab.old.model(input_ids=torch.tensor([e.input_ids])).last_hidden_state[0].mean(0)
-            for e in pool
-        ]
     phi = torch.stack(hidden).numpy()
     for name, rows in members.items():
         mine = groups[name]
         assert mine["examples"] == len(rows) == mine["alignment_examples"]
-        aligned = np.mean([cosine(parts["g"][i], v) for i in rows])
-        assert mine["alignment"] == pytest.approx(aligned, rel=NEAR)
-        assert mine["loss"] == pytest.approx(losses[rows].mean(), rel=NEAR)
         pairs = [1 - cosine(phi[i], phi[j]) for i in rows for j in rows if i < j]
-        assert mine["diversity"] == pytest.approx(np.mean(pairs), rel=NEAR)
+        aligned = np.mean([cosine(own.g[i], own.v) for i in rows])
+        near(mine, alignment=aligned, loss=losses[rows].mean(), diversity=np.mean(pairs))
     assert groups["random"]["examples"] == lab.b
     assert groups["selected"]["alignment"] > groups["pool"]["alignment"]
 
@@ -327,52 +296,42 @@ def test_data_statistics_samples_large_groups(lab: Lab) -> None:
 
 
 def test_param_statistics(lab: Lab) -> None:
-    result, parts = lab.diagnose("param_statistics"), lab.at["warmup"]
-    mask = lab.indices(top(parts["u"] * parts["g"].sum(0), lab.k))
-    sizes = {n: p.numel() for n, p in lab.bar.named_parameters() if n in lab.names}
-    assert result["selected"] == lab.k and result["candidates"] == sum(sizes.values())
+    result, whole = lab.diagnose("param_statistics"), np.ones(len(lab.own.u), bool)
+    selected = np.isin(np.arange(len(whole)), lab.own.mask)
+    assert (result["selected"], result["candidates"]) == (lab.k, len(whole))
 
-    def check(mine: Any, inside: Callable[[str], bool], frame: Callable[[str], bool]) -> None:
-        chosen = sum(len(mask[n]) for n in sizes if inside(n))
-        chosen /= sum(len(mask[n]) for n in sizes if frame(n))
-        pool = sum(sizes[n] for n in sizes if inside(n)) / sum(sizes[n] for n in sizes if frame(n))
-        assert mine["selected"] == pytest.approx(chosen)
-        assert mine["pool"] == pytest.approx(pool)
-        assert mine["enrichment"] == pytest.approx(chosen / pool)
+    def check(mine: Any, word: str, frame: str = "") -> None:
+        def count(of: np.ndarray, part: str) -> int:
+            return sum(int(of[span].sum()) for name, span in lab.spans.items() if part in name)
+
+        chosen, pool = (count(of, word) / count(of, frame) for of in (selected, whole))
+        near(mine, selected=chosen, pool=pool, enrichment=chosen / pool)
 
     groups = result["groups"]
-    check(groups["attention"], lambda n: "attn" in n, lambda _: True)
-    check(groups["FFN"], lambda n: "mlp" in n, lambda _: True)
-    check(groups["down_proj within FFN"], lambda n: "down_proj" in n, lambda n: "mlp" in n)
-    check(groups["early layers (L0–L0)"], lambda n: ".layers.0." in n, lambda _: True)
-    check(result["layers"]["1"], lambda n: ".layers.1." in n, lambda _: True)
-    check(result["modules"]["self_attn.v_proj"], lambda n: "v_proj" in n, lambda _: True)
+    check(groups["attention"], "attn")
+    check(groups["FFN"], "mlp")
+    check(groups["down_proj within FFN"], "down_proj", frame="mlp")
+    check(groups["early layers (L0–L0)"], ".layers.0.")
+    check(result["layers"]["1"], ".layers.1.")
+    check(result["modules"]["self_attn.v_proj"], "v_proj")
     assert groups["top 2 layers"]["selected"] == pytest.approx(1.0)
 
 
 def test_heatmap(lab: Lab) -> None:
-    result, parts = lab.diagnose("heatmap"), lab.at["warmup"]
-    scores = parts["u"] * parts["g"].sum(0)
-    mask = lab.indices(top(scores, lab.k))
-    start, seen = 0, 0
-    for name in lab.names:
-        size = dict(lab.bar.named_parameters())[name].numel()
+    result = lab.diagnose("heatmap")
+    selected = np.isin(np.arange(len(lab.own.scores)), lab.own.mask)
+    for name, span in lab.spans.items():
         layer, module = locate(name)
         row, column = result["layers"].index(layer), result["modules"].index(module)
-        mean = np.abs(scores[start : start + size]).mean()
+        mean = np.abs(lab.own.scores[span]).mean()
         assert result["mean_abs_score"][row][column] == pytest.approx(mean, rel=NEAR)
-        share = len(mask[name]) / size
-        assert result["selected_share"][row][column] == pytest.approx(share)
-        start, seen = start + size, seen + 1
-    assert seen == len(result["layers"]) * len(result["modules"])
+        assert result["selected_share"][row][column] == pytest.approx(selected[span].mean())
+    assert len(lab.names) == len(result["layers"]) * len(result["modules"])
 
 
 def test_histograms(lab: Lab) -> None:
-    result, parts = lab.diagnose("histograms"), lab.at["warmup"]
-    sides = {
-        "params": (parts["u"] * parts["g"].sum(0), lab.k),
-        "examples": (parts["g"] @ parts["u"], lab.b),
-    }
+    result, own = lab.diagnose("histograms"), lab.own
+    sides = {"params": (own.scores, lab.k), "examples": (own.example_scores, lab.b)}
     for side, (scores, budget) in sides.items():
         mine = result[side]
         assert (mine["total"], mine["selected"]) == (len(scores), budget)
@@ -388,9 +347,7 @@ def test_histograms(lab: Lab) -> None:
 
 
 def test_preservation(lab: Lab) -> None:
-    result, parts = lab.diagnose("preservation"), lab.at["warmup"]
-    g, total, anchors = parts["g"], parts["g"].sum(0), lab.run.role("anchor")
-    own_mask, own_rows = top(parts["u"] * total, lab.k), top(g @ parts["u"], lab.b)
+    result, parts, anchors = lab.diagnose("preservation"), lab.at["warmup"], lab.run.role("anchor")
     priors = {
         "none": 0 * parts["new"],
         "l2": lab.flat(oracle.l2_gradient(lab.old, lab.bar, lab.names)),
@@ -398,25 +355,15 @@ def test_preservation(lab: Lab) -> None:
         "cwsd": parts["prior"],
     }
     size = np.linalg.norm(parts["new"])
-    assert len(result["rows"]) == 8 and result["examples_compared"] == len(g)
+    assert len(result["rows"]) == 8 and result["examples_compared"] == len(lab.pool)
     for row in result["rows"]:
         prior, lam = priors[row["preservation"]], 0.8
         length = np.linalg.norm(prior)
         if row["lam_relative"]:
             lam = lam * size / length if length else 0.0
-        u = lab.u("warmup", prior=prior, lam=lam)
-        assert row["norm"] == pytest.approx(length, rel=1e-4)
-        assert row["share"] == pytest.approx(lam * length / size, rel=1e-4)
-        assert row["cosine_u"] == pytest.approx(cosine(u, parts["u"]), rel=1e-4)
-        assert row["jaccard_params"] == pytest.approx(
-            shared(top(u * total, lab.k), own_mask), abs=3 / lab.k
-        )
-        assert row["jaccard_examples"] == pytest.approx(shared(top(g @ u, lab.b), own_rows))
-        if length:
-            expected = cosine(prior, parts["new"])
-            assert row["cosine_val_grad"] == pytest.approx(expected, rel=1e-4)
-        else:
-            assert row["cosine_val_grad"] is None
+        angle = cosine(prior, parts["new"]) if length else None
+        near(row, 1e-4, norm=length, share=lam * length / size, cosine_val_grad=angle)
+        lab.check_variant(row, lab.u("warmup", prior=prior, lam=lam))
     itself = [r for r in result["rows"] if r["preservation"] == "cwsd" and not r["lam_relative"]]
     assert itself[0]["jaccard_params"] == itself[0]["jaccard_examples"] == 1.0
     assert min(r["jaccard_params"] for r in result["rows"]) < 0.9
@@ -425,19 +372,13 @@ def test_preservation(lab: Lab) -> None:
 def test_anchor_size(lab: Lab) -> None:
     words = ["diagnose.anchor_size.sizes=3,5,9,500"]
     result, parts = lab.diagnose("anchor_size", *words), lab.at["warmup"]
-    g, total = parts["g"], parts["g"].sum(0)
     anchors = sorted(lab.run.role("anchor"), key=lambda e: e.index)
     order = lab.job().rng("anchors").permutation(len(anchors))
     assert [r["anchors"] for r in result["rows"]] == [3, 5, 9, len(anchors)]
     for row in result["rows"]:
         prior = lab.cwsd([anchors[i] for i in order[: row["anchors"]]])
-        u = lab.u("warmup", prior=prior)
-        assert row["cosine"] == pytest.approx(cosine(prior, parts["prior"]), rel=1e-4)
-        mask, chosen = top(u * total, lab.k), top(g @ u, lab.b)
-        assert row["jaccard_params"] == pytest.approx(
-            shared(mask, top(parts["u"] * total, lab.k)), abs=3 / lab.k
-        )
-        assert row["jaccard_examples"] == pytest.approx(shared(chosen, top(g @ parts["u"], lab.b)))
+        near(row, 1e-4, cosine=cosine(prior, parts["prior"]))
+        lab.check_variant(row, lab.u("warmup", prior=prior))
     assert result["rows"][0]["cosine"] < result["rows"][-1]["cosine"]
 
 
@@ -448,36 +389,29 @@ def test_anchor_sizes_take_what_there_is() -> None:
 
 
 def test_components(lab: Lab) -> None:
-    result, parts = lab.diagnose("components"), lab.at["warmup"]
-    g, own = parts["g"], parts["u"]
-    start = lab.at["init"]
+    result, own, start = lab.diagnose("components"), lab.own, lab.at["init"]
     variants = {
-        "preservation": (lab.u("warmup", lam=0.0), g),
-        "second order": (lab.u("warmup", scale=0.0), g),
+        "preservation": (lab.u("warmup", lam=0.0), own.g),
+        "second order": (lab.u("warmup", scale=0.0), own.g),
         "warmup": (start["u"], start["g"]),
     }
     assert {r["without"] for r in result["rows"]} == set(variants)
     for row in result["rows"]:
-        u, there = variants[row["without"]]
-        assert row["cosine_u"] == pytest.approx(cosine(u, own), rel=1e-5)
-        mine, full = u * there.sum(0), own * g.sum(0)
-        overlap = shared(top(mine, lab.k), top(full, lab.k))
-        assert row["jaccard_params"] == pytest.approx(overlap, abs=3 / lab.k)
-        assert row["spearman_params"] == pytest.approx(rank_correlation(mine, full), abs=1e-5)
-        mine, full = there @ u, g @ own
-        assert row["jaccard_examples"] == pytest.approx(shared(top(mine, lab.b), top(full, lab.b)))
-        assert row["spearman_examples"] == pytest.approx(rank_correlation(mine, full), abs=1e-4)
-    second = lab.eta / 2 * SCALE * lab.curvature * g.sum(0)
-    first = parts["new"] + 0.8 * parts["prior"]
-    share = np.linalg.norm(second) / np.linalg.norm(first)
+        u, g = variants[row["without"]]
+        lab.check_variant(row, u, g)
+        rank = rank_correlation(u * g.sum(0), own.scores)
+        assert row["spearman_params"] == pytest.approx(rank, abs=1e-5)
+        rank = rank_correlation(g @ u, own.example_scores)
+        assert row["spearman_examples"] == pytest.approx(rank, abs=1e-4)
+    second = lab.eta / 2 * SCALE * lab.curvature * own.total
+    share = np.linalg.norm(second) / np.linalg.norm(own.v)
     assert result["curvature_share"] == pytest.approx(share, rel=NEAR) and share > 0.01
 
 
 def test_sensitivity(lab: Lab) -> None:
     words = ["diagnose.sensitivity.lambdas=0,0.8,8", "diagnose.sensitivity.taus=1.0,3.0"]
-    result, parts = lab.diagnose("sensitivity", *words), lab.at["warmup"]
-    g, total, own = parts["g"], parts["g"].sum(0), parts["u"]
-    example_scores, scores = g @ own, own * total
+    result = lab.diagnose("sensitivity", *words)
+    example_scores, scores = lab.own.example_scores, lab.own.scores
     assert len(result["data_budgets"]) >= 3 and len(result["param_budgets"]) >= 3
     for row in result["data_budgets"]:
         b = max(1, int(row["share"] * len(lab.run.examples)))
@@ -490,9 +424,7 @@ def test_sensitivity(lab: Lab) -> None:
         k = int(row["share"] * len(scores))
         best = np.sort(scores)[-k:]
         assert row["k"] == k and row["cutoff"] == pytest.approx(best[0], rel=1e-4)
-        assert row["utility_share"] == pytest.approx(
-            best.sum() / scores[scores > 0].sum(), rel=NEAR
-        )
+        near(row, utility_share=best.sum() / scores[scores > 0].sum())
     variants = [(r, lab.u("warmup", lam=r["lam"])) for r in result["lambdas"]]
     for row in result["taus"]:
         prior = lab.cwsd(lab.run.role("anchor"), row["tau"])
@@ -500,11 +432,7 @@ def test_sensitivity(lab: Lab) -> None:
         variants.append((row, lab.u("warmup", prior=prior)))
     assert len(variants) == 5
     for row, u in variants:
-        assert row["cosine_u"] == pytest.approx(cosine(u, own), rel=1e-5)
-        overlap = shared(top(u * total, lab.k), top(scores, lab.k))
-        assert row["jaccard_params"] == pytest.approx(overlap, abs=3 / lab.k)
-        overlap = shared(top(g @ u, lab.b), top(example_scores, lab.b))
-        assert row["jaccard_examples"] == pytest.approx(overlap)
+        lab.check_variant(row, u)
     assert result["lambdas"][1]["jaccard_params"] == 1.0 > result["lambdas"][2]["jaccard_params"]
 
 
@@ -517,23 +445,23 @@ def test_compared_sample_keeps_the_share(lab: Lab) -> None:
 def test_boundary(lab: Lab) -> None:
     """H by differences of the oracle's gradients, on a model whose norms are float64."""
     words = ["diagnose.boundary.rows=3", "diagnose.boundary.iterations=3"]
-    result, parts = lab.diagnose("boundary", *words), lab.at["warmup"]
-    g, own, total = parts["g"], parts["u"], parts["g"].sum(0)
+    result, own = lab.diagnose("boundary", *words), lab.own
+    g, total = own.g, own.total
     rows = {}
     for role in ("val", "anchor"):
         some = sorted(lab.run.role(role), key=lambda e: e.index)
         chosen = np.sort(lab.job().rng(f"hessian {role}").permutation(len(some))[:3])
         rows[role] = [some[i] for i in chosen]
-    old = lab.model("old", exact=True)
+    old = load(lab.run, "old")
+    exact_norms(old)
 
     def slope(shift: np.ndarray) -> np.ndarray:
-        model = lab.model("bar", exact=True)
-        parameters, start = dict(model.named_parameters()), 0
+        model = load(lab.run, "bar")
+        exact_norms(model)
+        parameters = dict(model.named_parameters())
         with torch.no_grad():
-            for name in lab.names:
-                p = parameters[name]
-                p.add_(torch.from_numpy(shift[start : start + p.numel()]).view(p.shape))
-                start += p.numel()
+            for name, span in lab.spans.items():
+                parameters[name].add_(torch.from_numpy(shift[span]).view_as(parameters[name]))
         new = lab.gradients(model, rows["val"]).mean(0)
         prior = oracle.cwsd_gradient(old, model, rows["anchor"], 1.0, lab.names)
         return new + 0.8 * lab.flat(prior)
@@ -551,27 +479,20 @@ def test_boundary(lab: Lab) -> None:
     assert first is not None
     assert result["operator_norm"] == pytest.approx(norms[-1], rel=1e-4)
     assert result["iterations"] == result["rows"] == result["anchors"] == 3
-    errors = lab.eta**2 / 2 * first * total
-    scores = own * total
-    mine = result["params"]
-    assert mine["largest_error"] == pytest.approx(np.abs(errors).max(), rel=1e-3)
+    mine, errors = result["params"], lab.eta**2 / 2 * first * total
     bound = lab.eta**2 * norms[-1] * (total @ total)
-    assert mine["bound"] == pytest.approx(bound, rel=1e-3)
-    overlap = shared(top(scores, lab.k), top(scores - errors, lab.k))
+    near(mine, 1e-3, largest_error=np.abs(errors).max(), bound=bound)
+    overlap = shared(own.mask, top(own.scores - errors, lab.k))
     assert mine["jaccard_full"] == pytest.approx(overlap, abs=3 / lab.k)
-    ordered = np.sort(scores)[::-1]
+    ordered = np.sort(own.scores)[::-1]
     assert mine["gap"] == pytest.approx(ordered[lab.k - 1] - ordered[lab.k], rel=1e-2)
     assert mine["same_selection"] == (mine["jaccard_full"] == 1.0)
-    errors = lab.eta**2 / 2 * (g @ first)
-    scores = g @ own
-    mine = result["examples"]
-    assert mine["largest_error"] == pytest.approx(np.abs(errors).max(), rel=1e-3)
-    overlap = shared(top(scores, lab.b), top(scores - errors, lab.b))
-    assert mine["jaccard_full"] == pytest.approx(overlap)
+    mine, errors = result["examples"], lab.eta**2 / 2 * (g @ first)
+    bound = lab.eta**2 * norms[-1] * np.linalg.norm(total) * mine["gradient_bound"]
+    near(mine, 1e-3, largest_error=np.abs(errors).max(), bound=bound)
+    near(mine, jaccard_full=shared(own.chosen, top(own.example_scores - errors, lab.b)))
     largest = np.linalg.norm(g, axis=1).max()
     assert largest <= mine["gradient_bound"] < 20 * largest
-    bound = lab.eta**2 * norms[-1] * np.linalg.norm(total) * mine["gradient_bound"]
-    assert mine["bound"] == pytest.approx(bound, rel=1e-3)
     assert mine["bound"] >= 2 * mine["largest_error"]
     for facts in (mine, result["params"]):
         assert facts["certified_by_corollary"] == (facts["gap"] > facts["bound"])
@@ -650,7 +571,7 @@ def test_second_call_reuses_and_a_stop_loses_no_finished_walk(lab: Lab, tmp_path
 @pytest.mark.parametrize("name", ["data", "param", "cold", "adam"])
 def test_other_runs(name: str, make_run: Callable[..., Path]) -> None:
     """Each variant has what there is: no mask, no subset, no warmup, Adam's step, fp32."""
-    names = [n for n, d in registry().items() if d.target.split(":")[0].split(".")[-1] in MODULES]
+    names = [name for name, one in registry().items() if one.module in MODULES]
     assert len(names) == 12
     words = ["diagnose.boundary.rows=2", "diagnose.boundary.iterations=2"]
     overrides = {

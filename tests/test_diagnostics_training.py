@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,17 @@ from dualsft.lab.diagnostics import Wanted, registry
 from dualsft.lab.diagnostics import fidelity as fidelity_module
 from dualsft.lab.diagnostics import hessian as hessian_module
 from dualsft.lab.diagnostics import trials as trials_module
-from dualsft.lab.diagnostics.agreement import Bootstrap, pair_agreement, top_overlap
 from dualsft.lab.diagnostics.canvas import panels, short_names, signed_axis
 from dualsft.lab.diagnostics.job import DiagnosticJob, diagnose, draw
-from dualsft.lab.diagnostics.ranking import spearman
+from dualsft.lab.diagnostics.ranking import Bootstrap, pair_agreement, spearman, top_overlap
+from dualsft.lab.diagnostics.retraining import Sides, choose_probes
 from dualsft.runs import pipeline
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
+from dualsft.storage.vectors import ParamVector
 from dualsft.system.progress import Reporter
 from dualsft.system.signals import Interrupted
+from dualsft.train.loop import train
 
 NAMES = ("fidelity", "hessian", "drift", "reverse")
 CLOSE = 1e-5  # transformers' norms compute in float32: two correct ways differ by 1e-7 or so
@@ -94,6 +97,15 @@ class Truth:
             if name == "init":
                 found["prior_grad"] = oracle.scale(found["prior_grad"], 0.0)
             self.at[name] = found
+
+    def u(self, where: str, eta: float, curvature: Any, lam: float, *more: Any) -> oracle.Vector:
+        """Eq. (u): `more` is whether λ is relative, the scale of the curvature, the step."""
+        at, relative = self.at[where], more[0] if more else False
+        terms = at["val_grad"], at["prior_grad"], at["grad_sum"], curvature
+        return oracle.projection(*terms, lam, relative, eta, *more[1:])
+
+    def gradient(self, model: Any, example: Any) -> oracle.Vector:
+        return oracle.example_gradient(model, example.input_ids, example.labels, self.names)
 
     def losses(self, model: Any, rows: Sequence[Any]) -> np.ndarray:
         with torch.no_grad():
@@ -155,7 +167,8 @@ def test_bootstrap_ranks_each_resample_as_if_written_out() -> None:
 
 def test_what_cannot_be_ranked_is_none() -> None:
     flat = np.ones(5)
-    assert np.isnan(Bootstrap.once(5).spearman(flat, np.arange(5.0))).all()
+    assert np.isnan(Bootstrap(np.ones((1, 5))).spearman(flat, np.arange(5.0))).all()
+    assert pair_agreement(np.ones(1), np.ones(1)) is None
     assert top_overlap(np.arange(40.0), np.arange(40.0)[::-1].copy(), 0.05) == 0.0
     assert top_overlap(np.arange(40.0), np.arange(40.0), 0.05) == 100.0
 
@@ -169,13 +182,15 @@ def test_stratified_mask_has_k_entries_in_their_blocks(varied: bool, k: int) -> 
     sizes = {"a": 60, "b": 1, "c": 50}
     mask = trials_module.stratified_mask(np.random.default_rng(k), sizes, k, varied)
     assert sum(len(index) for index in mask.values()) == k
-    for name, index in mask.items():
+    for name, size in sizes.items():
+        index = mask.get(name, torch.empty(0))
         assert len(index.unique()) == len(index)
-        assert not len(index) or (index.min() >= 0 and index.max() < sizes[name])
+        assert not len(index) or (index.min() >= 0 and index.max() < size)
         if not varied:
-            assert abs(len(index) - k * sizes[name] / 111) < 1
+            assert abs(len(index) - k * size / 111) < 1
     again = trials_module.stratified_mask(np.random.default_rng(k), sizes, k, varied)
-    assert all(torch.equal(mask[name], again[name]) for name in sizes)
+    assert mask.keys() == again.keys()
+    assert all(torch.equal(mask[name], again[name]) for name in mask)
 
 
 def test_slice_takes_a_third_of_each_third() -> None:
@@ -217,23 +232,13 @@ def test_fidelity_predicts_and_measures_as_the_oracle(run: Path, truth: Truth) -
     words = ("subset_size=8",)
     result, job = results(run, "fidelity", *words), job_of(run, "fidelity", *words)
     pool, val, anchors = (job.roles[role] for role in ("pool", "val", "anchor"))
-    lam = truth.score["lam"]
     for name, start in truth.models.items():
         at = truth.at[name]
         base = truth.losses(start, val), truth.prior(start, anchors)
         assert result["sets"][f"{name}/start"]["new"] == pytest.approx(base[0].mean(), rel=CLOSE)
-        u = {
-            order: oracle.projection(
-                at["val_grad"],
-                at["prior_grad"],
-                at["grad_sum"],
-                c,
-                lam,
-                False,
-                truth.lr / len(pool),
-            )
-            for order, c in (("first", None), ("diagonal", truth.curvature))
-        }
+        eta = truth.lr / len(pool)
+        curvatures = {"first": None, "diagonal": truth.curvature}
+        u = {order: truth.u(name, eta, c, truth.score["lam"]) for order, c in curvatures.items()}
         guesses, queries, drops = [], [], []
         gains: dict[str, list[list[float]]] = {"new": [], "prior": []}
         for number in range(3):
@@ -241,14 +246,7 @@ def test_fidelity_predicts_and_measures_as_the_oracle(run: Path, truth: Truth) -
             rows = [pool[i] for i in rng.choice(len(pool), 8, replace=False)]
             total = oracle.grad_sum(start, rows, truth.names)
             guesses.append({order: oracle.dot(v, total) for order, v in u.items()})
-            queries.append(
-                [
-                    oracle.dot(
-                        total, oracle.example_gradient(start, e.input_ids, e.labels, truth.names)
-                    )
-                    for e in val
-                ]
-            )
+            queries.append([oracle.dot(total, truth.gradient(start, e)) for e in val])
             masks = {n: torch.ones_like(at["grad_sum"][n], dtype=torch.bool) for n in truth.names}
             after = {k: trained(truth, start, rows, k, masks) for k in (1, 3)}
             found = {k: truth.losses(model, val) for k, model in after.items()}
@@ -256,7 +254,6 @@ def test_fidelity_predicts_and_measures_as_the_oracle(run: Path, truth: Truth) -
             gains["new"].append([float(d.mean()) for d in drops[-1].values()])
             gains["prior"].append([base[1] - truth.prior(m, anchors) for m in after.values()])
         stored = result["sets"][f"{name}/data"]
-        eta = truth.lr / len(pool)
         for order in u:
             got = np.array(stored["predicted"][f"{order}/absolute/sgd"]) * eta
             assert got == pytest.approx([g[order] for g in guesses], rel=CLOSE)
@@ -278,7 +275,7 @@ def test_fidelity_masks_train_only_their_entries(run: Path, truth: Truth) -> Non
     result, job = results(run, "fidelity"), job_of(run, "fidelity")
     pool, val = job.roles["pool"], job.roles["val"]
     sizes = {n: truth.at["warmup"]["grad_sum"][n].numel() for n in truth.names}
-    k = oracle_budget(truth, sum(sizes.values()))
+    k = int(truth.run.config["select"]["param_budget"] * sum(sizes.values()))
     at, start = truth.at["warmup"], truth.models["warmup"]
     base, found, guesses = truth.losses(start, val).mean(), [], []
     for number in range(3):
@@ -307,24 +304,14 @@ def test_fidelity_masks_train_only_their_entries(run: Path, truth: Truth) -> Non
     assert row["pair"] == pytest.approx(pair_agreement(np.array(guesses), np.array(found)))
 
 
-def oracle_budget(truth: Truth, total: int) -> int:
-    return max(1, int(truth.run.config["select"]["param_budget"] * total))
-
-
 def test_every_form_of_u_is_the_oracles(run: Path, truth: Truth) -> None:
     job = job_of(run, "fidelity")
     scoring = job.scoring
     at, eta = truth.at["warmup"], truth.lr / len(job.roles["pool"])
     curvature = job.ctx.curvature(scoring.engine.candidates)
+    scored, score = scoring.scored, job.ctx.config.score
     forms, lams = fidelity_module.forms_of_u(
-        scoring.scored.terms.val_grad,
-        scoring.scored.prior_grad,
-        curvature,
-        scoring.scored.grad_sum,
-        job.ctx,
-        len(job.roles["pool"]),
-        [0.5],
-        scoring.scored.terms.lam_effective,
+        scored.terms, scored.prior_grad, curvature, scored.grad_sum, score, [0.5], 0.0
     )
     assert {f.order for f in forms} == {"first", "diagonal", "diagonal 0.5"}
     assert len(forms) == 3 * 3 * 2
@@ -335,17 +322,8 @@ def test_every_form_of_u_is_the_oracles(run: Path, truth: Truth) -> None:
             v = oracle.add([at["val_grad"], oracle.scale(at["prior_grad"], lams[form.lam])])
             second = {n: eta / 2 * truth.curvature[n] * at["grad_sum"][n] for n in truth.names}
             factor = 0.5 * oracle.norm(v) / oracle.norm(second)
-        true = oracle.projection(
-            at["val_grad"],
-            at["prior_grad"],
-            at["grad_sum"],
-            truth.curvature,
-            lam,
-            form.lam == "relative",
-            eta,
-            factor,
-            form.step,
-        )
+        relative = form.lam == "relative"
+        true = truth.u("warmup", eta, truth.curvature, lam, relative, factor, form.step)
         got = {name: ours[name] * eta for name in truth.names}
         apart = oracle.norm(oracle.add([got, oracle.scale(true, -1.0)]))
         assert apart <= CLOSE * oracle.norm(true), form
@@ -406,17 +384,22 @@ def objective(
     return value
 
 
+def at_slices(job: DiagnosticJob, name: str) -> tuple[Any, dict[str, np.ndarray]]:
+    """The diagnostic at a checkpoint, and the gradients of its examples at the slices."""
+    at = hessian_module._Checkpoint(job, name, hessian_module.choose_slices(job))
+    return at, at.gradients(at.model, at.pool, "gradients")
+
+
 @pytest.mark.parametrize("name", ["init", "warmup"])
 def test_hessian_products_are_those_of_the_whole_matrix(run: Path, truth: Truth, name: str) -> None:
     job = job_of(run, "hessian")
-    slices = hessian_module.choose_slices(job)
+    at, each = at_slices(job, name)
+    slices = at.slices
     assert {s.module for s in slices} == {"self_attn.o_proj", "mlp.down_proj"} and len(slices) == 4
     base = truth.run.config["model"]["path"]
     model = load(base if name == "init" else run / "2_warmup/theta_bar", "eager")
-    at = hessian_module._Checkpoint(job, name, copy.deepcopy(model), slices)
-    each = at._examples()
     total = oracle.grad_sum(model, at.pool, truth.names)
-    gradient, in_slice, in_model = at._second(each, trials_vector(total))
+    sums = at.second_order(each, ParamVector(total))
     value = objective(truth, model, job)
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     for one in slices[:2]:
@@ -434,8 +417,9 @@ def test_hessian_products_are_those_of_the_whole_matrix(run: Path, truth: Truth,
         first = torch.autograd.functional.jacobian(at_slice, here)
         own = total[key].reshape(-1)[index]
         size = float((matrix @ own).abs().max())
-        assert gradient[key] == pytest.approx(first.numpy(), rel=1e-4, abs=1e-6)
-        assert in_slice[key] == pytest.approx((matrix @ own).numpy(), rel=1e-3, abs=1e-4 * size)
+        gradient, in_slice, _ = sums[key]
+        assert gradient == pytest.approx(first.numpy(), rel=1e-4, abs=1e-6)
+        assert in_slice == pytest.approx((matrix @ own).numpy(), rel=1e-3, abs=1e-4 * size)
     # H G by a difference of gradients along G
     step = 1e-4 / oracle.norm(total)
     ends = []
@@ -451,56 +435,41 @@ def test_hessian_products_are_those_of_the_whole_matrix(run: Path, truth: Truth,
         key = one.parameter
         true = ((ends[0][key] - ends[1][key]) / (2 * step)).reshape(-1)[one.coordinates].numpy()
         size = float(np.abs(true).max())
-        assert in_model[key] == pytest.approx(true, rel=1e-2, abs=1e-2 * size)
+        assert sums[key][2] == pytest.approx(true, rel=1e-2, abs=1e-2 * size)
 
 
 def test_hessian_products_in_smaller_batches(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lack of memory, however late in a batch, changes nothing but the batches."""
-    job = job_of(run, "hessian")
-    slices = hessian_module.choose_slices(job)
-    model = load(run / "2_warmup/theta_bar", "eager")
-    at = hessian_module._Checkpoint(job, "warmup", model, slices)
-    each = at._examples()
-    total = trials_vector({n: torch.ones_like(p) for n, p in at.engine.candidates.items()})
-    plain = at._second(each, total)
+    at, each = at_slices(job_of(run, "hessian"), "warmup")
+    total = ParamVector({n: torch.ones_like(p) for n, p in at.engine.candidates.items()})
+    plain = at.second_order(each, total)
     sizes: list[int] = []
-    collate, of = hessian_module._collate, hessian_module._Totals.of
+    batch_of, products = hessian_module.batch_of, at.products
 
-    def counted(ctx: Any, rows: list[Example], *more: Any) -> Any:
+    def counted(ctx: Any, rows: list[Example]) -> Any:
         sizes.append(len(rows))
-        return collate(ctx, rows, *more)
+        return batch_of(ctx, rows)
 
-    def short(self: Any, loss: Tensor) -> Any:
-        found = of(self, loss)
+    def short(*given: Any) -> Any:
+        found = products(*given)
         if sizes[-1] > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return found
 
-    monkeypatch.setattr(hessian_module, "_collate", counted)
-    monkeypatch.setattr(hessian_module._Totals, "of", short)
-    again = at._second(each, total)
+    monkeypatch.setattr(hessian_module, "batch_of", counted)
+    monkeypatch.setattr(at, "products", short)
+    again = at.second_order(each, total)
     assert max(sizes) > 2 and 0 < sizes[-1] <= 2
-    for one, other in zip(plain, again, strict=True):
-        for name, values in one.items():
+    for name, parts in plain.items():
+        for values, other in zip(parts, again[name], strict=True):
             size = float(np.abs(values).max())  # the run is in fp32
-            assert other[name] == pytest.approx(values, rel=1e-4, abs=1e-5 * size)
-
-
-def trials_vector(values: oracle.Vector) -> Any:
-    from dualsft.storage.vectors import ParamVector
-
-    return ParamVector(values)
+            assert other == pytest.approx(values, rel=1e-4, abs=1e-5 * size)
 
 
 def test_hessian_scores_are_the_papers(run: Path) -> None:
     rng = np.random.default_rng(0)
-    v, full, c, each = (
-        rng.normal(size=7),
-        rng.normal(size=7),
-        rng.random(7),
-        rng.normal(size=(9, 7)),
-    )
-    eta = 0.3
+    v, full, each = rng.normal(size=7), rng.normal(size=7), rng.normal(size=(9, 7))
+    c, eta = rng.random(7), 0.3
     told = hessian_module.compared(v, full, c, each, eta)
     g = each.sum(0)
     u = eta * v - eta**2 / 2 * full, eta * v - eta**2 / 2 * c * g
@@ -515,41 +484,35 @@ def test_hessian_scores_are_the_papers(run: Path) -> None:
     assert told["second"]["share_diag"] == pytest.approx(share)
     result = results(run, "hessian")
     assert len(result["rows"]) == 2 * 2 * 4  # checkpoints, references, slices
-    (whole,) = (
-        m
-        for m in result["means"]
-        if (m["checkpoint"], m["reference"], m["region"]) == ("warmup", "slice", "all")
+    means, rows = (
+        [r for r in result[key] if (r["checkpoint"], r["reference"]) == ("warmup", "slice")]
+        for key in ("means", "rows")
     )
-    mine = [
-        r["second"]["cosine"]
-        for r in result["rows"]
-        if (r["checkpoint"], r["reference"]) == ("warmup", "slice")
-    ]
+    (whole,) = (m for m in means if m["region"] == "all")
+    mine = [r["second"]["cosine"] for r in rows]
     assert whole["slices"] == 4 and whole["second"]["cosine"] == pytest.approx(np.mean(mine))
 
 
 @pytest.mark.parametrize("kind", ["l2", "fisher"])
 def test_hessian_of_quadratic_preservation(make_run: Runner, kind: str) -> None:
     run = make_run("model.dtype=float64", f"score.preservation={kind}", until="selection")
-    truth, job = Truth(run), job_of(run, "hessian", "val_rows=1000")
-    slices, bar = hessian_module.choose_slices(job), truth.models["warmup"]
-    eager = load(run / "2_warmup/theta_bar", "eager")
-    at = hessian_module._Checkpoint(job, "warmup", eager, slices)
-    each, total = at._examples(), truth.at["warmup"]["grad_sum"]
-    got = at._second(each, trials_vector(total))
+    truth = Truth(run)
+    total = truth.at["warmup"]["grad_sum"]
+    at, each = at_slices(job_of(run, "hessian", "val_rows=1000"), "warmup")
+    got = at.second_order(each, ParamVector(total))
     at.preservation = "none"
-    plain = at._second(each, trials_vector(total))
+    plain = at.second_order(each, ParamVector(total))
     prior = truth.at["warmup"]["prior_grad"]
-    moved = oracle.l2_gradient(truth.models["init"], bar, truth.names)
-    for one in slices:
+    moved = oracle.l2_gradient(truth.models["init"], truth.models["warmup"], truth.names)
+    for one in at.slices:
         key, index = one.parameter, one.coordinates
         true = [v[key].reshape(-1)[index].numpy() for v in (prior, moved, total)]
         curved = true[0] / true[1]  # ones, or the Fisher diagonal
         lam = truth.score["lam"]
         wanted = [true[0], curved * each[key].sum(0), curved * true[2]]
-        for ours, without, more in zip(got, plain, wanted, strict=True):
-            size = np.abs(ours[key]).max()
-            assert ours[key] - without[key] == pytest.approx(lam * more, rel=1e-3, abs=1e-9 * size)
+        for ours, without, more in zip(got[key], plain[key], wanted, strict=True):
+            size = np.abs(ours).max()
+            assert ours - without == pytest.approx(lam * more, rel=1e-3, abs=1e-9 * size)
 
 
 @pytest.mark.parametrize(
@@ -613,7 +576,8 @@ def test_drift_follows_the_runs_own_fine_tuning_and_stays_under_its_bound(
 
     assert points[0]["distance"] == pytest.approx(distance(truth.models["init"]), rel=1e-9)
     assert points[-1]["distance"] == pytest.approx(distance(star), rel=1e-9)
-    probes = sorted(_probes(job), key=lambda e: e.index)
+    probes = choose_probes(job)
+    assert sum(e.id in (job.selected_ids or ()) for e in probes) == 3 and len(probes) == 6
     lam = job.scoring.scored.terms.lam_effective
     eta, scores = truth.lr / len(job.roles["pool"]), {}
     for name, model in (("bar", bar), ("star", star)):
@@ -622,10 +586,7 @@ def test_drift_follows_the_runs_own_fine_tuning_and_stays_under_its_bound(
             truth.models["init"], model, job.roles["anchor"], truth.score["tau"], truth.names
         )
         v = oracle.add([v, oracle.scale(prior, lam)])
-        gradients = [
-            oracle.example_gradient(model, e.input_ids, e.labels, truth.names) for e in probes
-        ]
-        scores[name] = np.array([eta * oracle.dot(v, g) for g in gradients])
+        scores[name] = np.array([eta * oracle.dot(v, truth.gradient(model, e)) for e in probes])
     assert result["spread"]["scores"] == pytest.approx(scores["bar"], rel=1e-4, abs=1e-12)
     moved = np.abs(scores["star"] - scores["bar"])
     assert points[-1]["data"]["max_drift"] == pytest.approx(moved.max(), rel=1e-3)
@@ -637,14 +598,6 @@ def test_drift_follows_the_runs_own_fine_tuning_and_stays_under_its_bound(
         assert point["data"]["bound"] == pytest.approx(whole)
         for side in ("data", "param"):
             assert 0 < point[side]["max_drift"] <= point[side]["bound"]
-
-
-def _probes(job: DiagnosticJob) -> list[Any]:
-    from dualsft.lab.diagnostics.drift import _probes as chosen
-
-    probes = chosen(job, job.options.probes)
-    assert sum(e.id in job.selected_ids for e in probes) == 3 and len(probes) == 6
-    return probes
 
 
 def test_drift_from_the_warmup_starts_at_zero(run: Path) -> None:
@@ -659,26 +612,24 @@ def test_drift_from_the_warmup_starts_at_zero(run: Path) -> None:
 
 
 def test_reverse_takes_the_bottom_and_dual_is_the_run_itself(run: Path, truth: Truth) -> None:
-    from dualsft.lab.diagnostics.reverse import _Sides
-
     job = job_of(run, "reverse")
-    sides, at = _Sides(job), truth.at["warmup"]
+    sides, at = Sides(job), truth.at["warmup"]
     pool = job.roles["pool"]
     scores = oracle.example_scores(truth.models["warmup"], pool, at["projection"])
     worst = {pool[int(i)].id for i in scores.argsort()[: sides.b]}
-    assert {e.id for e in sides.examples("reverse", 0)} == worst
+    assert {e.id for e in sides.examples("reverse", "0")} == worst
     flat = torch.cat([at["param_scores"][n].reshape(-1) for n in truth.names])
     assert sides.k is not None
     low = flat.sort().values[sides.k - 1]
     offset, chosen = 0, []
-    entries = sides.entries("reverse", 0)
+    entries = sides.entries("reverse", "0")
     assert entries is not None and sum(len(i) for i in entries.values()) == sides.k
     for n in truth.names:
         if n in entries:
             chosen.append(flat[offset + entries[n]])
         offset += at["param_scores"][n].numel()
     assert float(torch.cat(chosen).max()) <= float(low) + CLOSE * float(flat.abs().max())
-    draws = [{e.id for e in sides.examples("random", n)} for n in (0, 1)]
+    draws = [{e.id for e in sides.examples("random", n)} for n in "01"]
     assert all(len(one) == sides.b for one in draws) and draws[0] != draws[1]
 
     result = results(run, "reverse")
@@ -763,7 +714,9 @@ def test_a_killed_diagnostic_goes_on_to_the_same_numbers(
     shutil.rmtree(twin / "diagnostics")
     left = {"fidelity": 8, "drift": 4, "reverse": 5}[name]
     calls = {"n": 0}
-    own = trials_module.train if name == "drift" else trials_module.Trials.run
+    owner: Any = sys.modules[train.__module__] if name == "drift" else trials_module.Trials
+    work = "_fitting_step" if name == "drift" else "run"
+    own = getattr(owner, work)
 
     def until_killed(*given: Any, **named: Any) -> Any:
         calls["n"] += 1
@@ -771,28 +724,13 @@ def test_a_killed_diagnostic_goes_on_to_the_same_numbers(
             raise Interrupted(signal.SIGTERM)
         return own(*given, **named)
 
-    with monkeypatch.context() as patch:
-        if name == "drift":
-            step = own.__globals__["_fitting_step"]
-
-            def one_step(*given: Any) -> Any:
-                calls["n"] += 1
-                if calls["n"] > left:
-                    raise Interrupted(signal.SIGTERM)
-                return step(*given)
-
-            patch.setitem(own.__globals__, "_fitting_step", one_step)
-        else:
-            patch.setattr(trials_module.Trials, "run", until_killed)
-        with pytest.raises(Interrupted) as stopped:
-            results(twin, name)
-        assert stopped.value.saved
+    monkeypatch.setattr(owner, work, until_killed)
+    with pytest.raises(Interrupted) as stopped:
+        results(twin, name)
+    assert stopped.value.saved
     done = calls["n"]
     calls["n"] = -1000
-    with monkeypatch.context() as patch:
-        if name != "drift":
-            patch.setattr(trials_module.Trials, "run", until_killed)
-        assert results(twin, name) == whole
+    assert results(twin, name) == whole
     total = {"fidelity": 12, "reverse": 10}.get(name)
     if total is not None:
         assert calls["n"] + 1000 == total - (done - 1)
@@ -805,9 +743,7 @@ def test_wrong_options_are_named(run: Path, word: str) -> None:
 
 
 def test_protocols(run: Path) -> None:
-    config = settings.load_yaml(run / "config.yaml")
-    ctx = RunContext(config, RunDir(run), Reporter(lambda _: None))
-    kind = registry()["fidelity"].options
+    ctx, kind = job_of(run, "fidelity").ctx, registry()["fidelity"].options
     small = fidelity_module.Protocol.of(DiagnosticJob(ctx, kind()))
     paper = fidelity_module.Protocol.of(DiagnosticJob(ctx, kind(protocol="paper", masks=5)))
     assert (small.subsets, small.masks, small.horizons) == (24, 24, [10, 50, 200])

@@ -14,40 +14,25 @@ both the absolute and the relative λ (`score.lam_relative`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from dualsft.algorithm.projection import effective_lambda
+from dualsft.algorithm.split import resolve_budget
 from dualsft.algorithm.topk import TopK
 from dualsft.data.examples import Example
 from dualsft.engine.fused import fused_blocks
-from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import cwsd_objective, walk
-from dualsft.errors import ConfigError
-from dualsft.lab.diagnostics.job import DiagnosticJob
-from dualsft.lab.diagnostics.ranking import (
-    counts,
-    jaccard,
-    mask_jaccard,
-    numbers,
-    spearman,
-    sum_at,
-    vector_spearman,
-)
-from dualsft.lab.diagnostics.surrogate import (
-    Compared,
-    Surrogate,
-    best,
-    budgets,
-    init_surrogate,
-    known_scores,
-    varied,
-    warm_surrogate,
-)
+from dualsft.lab.compare.plots import COLOURS
+from dualsft.lab.diagnostics import canvas, ranking
+from dualsft.lab.diagnostics.canvas import SIDES, Figures, Result
+from dualsft.lab.diagnostics.job import DiagnosticJob, init_surrogate, warm_surrogate
+from dualsft.lab.diagnostics.ranking import jaccard, mask_jaccard, numbers, spearman
 from dualsft.memory.placement import blank
 from dualsft.runs.context import pass_settings
 from dualsft.runs.stages.gradients import prior_of, read_pool
@@ -57,92 +42,107 @@ KINDS = ("none", "l2", "fisher", "cwsd")
 
 
 class _Setting:
-    """The run's own u and selections, which every variant is compared with."""
+    """The run's own u and selections, which every variant is compared with.
 
-    def __init__(self, job: DiagnosticJob, pool: int) -> None:
-        self.job = job
-        self.at: Surrogate = warm_surrogate(job)
-        self.terms = self.at.scored.terms
-        self.grad_sum = self.at.scored.grad_sum
-        self.compared = Compared.of(job, pool)
-        self.k, _ = budgets(job)
-        self.base = varied(self.terms, self.grad_sum, self.terms.val_grad)
+    Examples are those of a seeded sample of the pool (`pool` of the options; 0 takes all), with b
+    scaled in proportion.
+    """
+
+    def __init__(self, job: DiagnosticJob) -> None:
+        self.job, self.at, pool = job, warm_surrogate(job), job.scoring.pool
+        self.k, b = job.budgets
+        rows = np.arange(len(pool))
+        if 0 < job.options.pool < len(pool):
+            rows = np.sort(job.rng("compared").permutation(len(pool))[: job.options.pool])
+        self.examples = [pool[i] for i in rows]
+        self.b = max(1, b * len(rows) // len(pool))
+        self.terms, self.prior_grad = self.at.scored.terms, self.at.scored.prior_grad
+        self.base = self.at.varied(self.terms.val_grad)
         """u without preservation."""
         self.base_dots = self.dots(self.base, "base scores")
-        self.prior = self.stepped(self.at.scored.prior_grad)
-        self.prior_dots = self.dots(self.prior, "scores of the run's own v_prior")
+        self.prior_dots = self.dots(
+            self.stepped(self.prior_grad), "scores of the run's own v_prior"
+        )
         self.scores = self.base_dots + self.terms.lam_effective * self.prior_dots
-        self.projection = self.at.projection
-        self.mask = self.at.mask(self.projection, self.grad_sum, self.k)
-        self.chosen = self.best(self.scores)
+        self.mask, self.chosen = self.at.mask(self.k), self.best(self.scores)
 
     def stepped(self, v: Vector) -> Vector:
         """v as it enters u: unchanged, or divided by ĉ for score.step=adam."""
-        return varied(self.terms, self.grad_sum, v, second_order=False)
+        return self.at.varied(v, second_order=False)
 
     def dots(self, direction: Vector, label: str) -> np.ndarray:
-        return self.at.dots(direction, label, self.compared.examples)
+        return self.at.dots(direction, label, self.examples)
 
     def best(self, scores: np.ndarray) -> np.ndarray:
-        return best(scores, self.compared.examples, self.compared.b)
+        return self.at.best(scores, self.b, self.examples)
 
-    def against(self, projection: Vector, scores: np.ndarray) -> dict[str, Any]:
-        """Compare a variant of u at θ̄ with the run's own."""
-        mask = self.at.mask(projection, self.grad_sum, self.k)
+    def variant(
+        self,
+        prior: Vector,
+        dots: np.ndarray,
+        lam: float | None = None,
+        relative: bool | None = None,
+    ) -> tuple[float, Vector, np.ndarray]:
+        """(effective λ, u, example scores) with another v_prior; λ is the run's unless given."""
+        score = self.job.ctx.config.score
+        lam = score.lam if lam is None else lam
+        relative = score.lam_relative if relative is None else relative
+        factor = effective_lambda(lam, relative, self.terms.val_grad, prior)
+        return factor, self.base.plus(self.stepped(prior), factor), self.base_dots + factor * dots
+
+    def against(
+        self, projection: Vector, scores: np.ndarray, grad_sum: Vector | None = None
+    ) -> dict[str, Any]:
+        """Compare a variant of u (and of G, at another θ) with the run's own."""
+        mask = self.at.mask(self.k, projection, grad_sum)
         return {
-            "cosine_u": projection.cosine(self.projection),
+            "cosine_u": projection.cosine(self.at.projection),
             "jaccard_params": mask_jaccard(mask.indices, self.mask.indices),
             "jaccard_examples": jaccard(self.best(scores), self.chosen),
             "spearman_examples": spearman(scores, self.scores),
         }
 
-    def lam(self, lam: float, relative: bool, prior_grad: Vector) -> float:
-        return effective_lambda(lam, relative, self.terms.val_grad, prior_grad)
+    def cwsd_sum(
+        self, teacher: PreTrainedModel, anchors: Sequence[Example], tau: float, label: str
+    ) -> ParamVector:
+        """Sum of the CWSD gradients of these anchors at this temperature."""
+        ctx, engine = self.job.ctx, self.at.engine
+        sums = blank(engine.candidates, engine.candidates.dtype)
+        objective = cwsd_objective(teacher, engine.model, tau)
+        with (
+            ctx.precise("directions", label, engine.model, teacher),
+            fused_blocks(teacher, wide=True),
+        ):
+            walk(engine, anchors, objective, pass_settings(ctx), ctx.reporter, label, sums=sums)
+        return sums
 
     def facts(self) -> dict[str, Any]:
-        return {"k": self.k, "pool": len(self.job.scoring.pool), **self.compared.facts()}
-
-
-def _cwsd_sum(
-    job: DiagnosticJob,
-    engine: GhostEngine,
-    teacher: PreTrainedModel,
-    anchors: list[Example],
-    tau: float,
-    label: str,
-) -> ParamVector:
-    """Sum of the CWSD gradients of these anchors at this temperature."""
-    ctx = job.ctx
-    sums = blank(engine.candidates, engine.candidates.dtype)
-    objective = cwsd_objective(teacher, engine.model, tau)
-    with (
-        ctx.precise("directions", label, engine.model, teacher),
-        fused_blocks(teacher, wide=True),
-    ):
-        walk(engine, anchors, objective, pass_settings(ctx), ctx.reporter, label, sums=sums)
-    return sums
+        return {
+            "k": self.k,
+            "pool": len(self.job.scoring.pool),
+            "examples_compared": len(self.examples),
+            "b_compared": self.b,
+        }
 
 
 def preservation(job: DiagnosticJob) -> dict[str, Any]:
     """Compare no preservation, L2, Fisher and CWSD, each with the absolute and the relative λ."""
-    own = _Setting(job, job.options.pool)
+    own = _Setting(job)
     config, rows = job.ctx.config, []
     val_norm = own.terms.val_grad.norm()
     for kind in KINDS:
-        if kind == config.score.preservation:
-            prior, dots = own.at.scored.prior_grad, own.prior_dots
-        else:
+        prior, dots = own.prior_grad, own.prior_dots
+        if kind != config.score.preservation:
             score = replace(config.score, preservation=kind)
             other = replace(job.ctx, config=replace(config, score=score))
-            anchors, settings = job.roles["anchor"], pass_settings(job.ctx)
-            prior, _ = prior_of(other, own.at.engine, anchors, settings)
-            if kind == "none" or not job.ctx.warmed_up:
-                dots = np.zeros(len(own.base_dots))
-            else:
+            anchors, passes = job.roles["anchor"], pass_settings(job.ctx)
+            prior, _ = prior_of(other, own.at.engine, anchors, passes)
+            dots = np.zeros(len(own.examples))
+            if kind != "none" and job.ctx.warmed_up:
                 dots = own.dots(own.stepped(prior), f"scores of v_prior, {kind}")
-        direction, norm = own.stepped(prior), prior.norm()
+        norm = prior.norm()
         for relative in (False, True):
-            lam = own.lam(config.score.lam, relative, prior)
+            lam, u, scores = own.variant(prior, dots, relative=relative)
             rows.append(
                 {
                     "preservation": kind,
@@ -151,57 +151,62 @@ def preservation(job: DiagnosticJob) -> dict[str, Any]:
                     "norm": norm,
                     "share": lam * norm / val_norm if val_norm > 0 else None,
                     "cosine_val_grad": prior.cosine(own.terms.val_grad),
-                    **own.against(own.base.plus(direction, lam), own.base_dots + lam * dots),
+                    **own.against(u, scores),
                 }
             )
-    return {
-        **own.facts(),
-        "own": {
-            "preservation": config.score.preservation,
-            "lam": config.score.lam,
-            "lam_relative": config.score.lam_relative,
-        },
-        "rows": rows,
-    }
+    names = ("preservation", "lam", "lam_relative")
+    settings = {name: getattr(config.score, name) for name in names}
+    return {**own.facts(), "own": settings, "rows": rows}
+
+
+def draw_preservation(result: Result) -> Figures:
+    """Overlap with the run's own selection by kind of preservation, for both forms of λ."""
+    figure, axes = canvas.panels(1, 2, width=5.0)
+    own, words = result["own"], ("absolute", "relative")
+    form = words[own["lam_relative"]]
+    for relative, one in enumerate(axes):
+        rows = [r for r in result["rows"] if r["lam_relative"] == bool(relative)]
+        names = [f"{r['preservation']}\nλ‖v_prior‖/‖v_new‖\n{r['share'] or 0:.2g}" for r in rows]
+        canvas.bars(one, names, canvas.jaccards(rows))
+        one.set_title(f"{words[relative]} λ = {own['lam']:g}", fontsize=9, pad=18)
+        one.tick_params(axis="x", labelsize=7)
+        one.set_ylabel(f"Jaccard with the run ({own['preservation']}, {form} λ)", fontsize=8)
+        one.set_ylim(0, 1.1)
+    return {"": figure}
 
 
 def anchor_size(job: DiagnosticJob) -> dict[str, Any]:
     """Compare CWSD on nested subsets of the anchors with CWSD on all anchors."""
     if not job.ctx.warmed_up:
         return {"note": "without a warmup θ̄ = θ_old, and v_prior is zero for any anchors"}
-    anchors = list(job.roles["anchor"])
+    anchors = job.roles["anchor"]
+    wanted = ranking.counts(job.options.sizes, "diagnose.anchor_size.sizes")
+    sizes = anchor_sizes(wanted, len(anchors))
     order = job.rng("anchors").permutation(len(anchors))
-    sizes = anchor_sizes(counts(job.options.sizes, "diagnose.anchor_size.sizes"), len(anchors))
-    own = _Setting(job, job.options.pool)
-    teacher, score = job.ctx.theta_old(), job.ctx.config.score
+    own, teacher = _Setting(job), job.ctx.theta_old()
     total: Vector | None = None
-    total_dots = np.zeros(len(own.base_dots))
-    found: list[tuple[int, Vector, np.ndarray]] = []
-    for first, last in zip([0, *sizes], sizes, strict=False):
-        part = [anchors[i] for i in np.sort(order[first:last])]
-        label = f"v_prior of anchors {first} to {last}"
-        more = _cwsd_sum(job, own.at.engine, teacher, part, score.tau, label)
-        total_dots = total_dots + own.dots(
-            own.stepped(more), f"scores of anchors {first} to {last}"
-        )
+    total_dots = np.zeros(len(own.examples))
+    found: list[tuple[Vector, np.ndarray]] = []
+    for first, last in pairwise([0, *sizes]):
+        part, name = [anchors[i] for i in np.sort(order[first:last])], f"anchors {first} to {last}"
+        more = own.cwsd_sum(teacher, part, job.ctx.config.score.tau, f"v_prior of {name}")
+        total_dots = total_dots + own.dots(own.stepped(more), f"scores of {name}")
         total = more if total is None else total.plus(more).held()
-        found.append((last, total.scaled(1.0 / last), total_dots / last))
+        found.append((total.scaled(1.0 / last), total_dots / last))
 
-    def selection(prior: Vector, dots: np.ndarray) -> tuple[TopK, np.ndarray, float]:
-        lam = own.lam(score.lam, score.lam_relative, prior)
-        projection = own.base.plus(own.stepped(prior), lam)
-        mask = own.at.mask(projection, own.grad_sum, own.k)
-        return mask, own.best(own.base_dots + lam * dots), prior.norm()
+    def selection(prior: Vector, dots: np.ndarray) -> tuple[TopK, np.ndarray]:
+        _, projection, scores = own.variant(prior, dots)
+        return own.at.mask(own.k, projection), own.best(scores)
 
-    _, reference, reference_dots = found[-1]
-    best_mask, best_rows, _ = selection(reference, reference_dots)
+    reference, reference_dots = found[-1]
+    best_mask, best_rows = selection(reference, reference_dots)
     rows = []
-    for size, prior, dots in found:
-        mask, chosen, norm = selection(prior, dots)
+    for size, (prior, dots) in zip(sizes, found, strict=True):
+        mask, chosen = selection(prior, dots)
         rows.append(
             {
                 "anchors": size,
-                "norm": norm,
+                "norm": prior.norm(),
                 "cosine": prior.cosine(reference),
                 "jaccard_params": mask_jaccard(mask.indices, best_mask.indices),
                 "jaccard_examples": jaccard(chosen, best_rows),
@@ -210,99 +215,112 @@ def anchor_size(job: DiagnosticJob) -> dict[str, Any]:
     return {**own.facts(), "reference": sizes[-1], "rows": rows}
 
 
-def anchor_sizes(wanted: list[int], there: int) -> list[int]:
+def anchor_sizes(wanted: list[int], available: int) -> list[int]:
     """The wanted sizes below the number of anchors, then all anchors.
 
     If fewer than two sizes fit: 1/16, 1/8, 1/4 and 1/2 of the anchors, then all.
     """
-    fitting = [n for n in wanted if 0 < n < there]
+    fitting = [n for n in wanted if 0 < n < available]
     if len(fitting) < 2:
-        fitting = sorted({there // part for part in (16, 8, 4, 2) if there // part > 0})
-    return [*fitting, there]
+        fitting = sorted({available // part for part in (16, 8, 4, 2)} - {0})
+    return [*fitting, available]
+
+
+def draw_anchor_size(result: Result) -> Figures:
+    """Cosine of v_prior and overlap of both selections, over the number of anchors."""
+    figure, (axes,) = canvas.panels()
+    rows = result["rows"]
+    sizes = [r["anchors"] for r in rows]
+    series = {"cosine of v_prior": canvas.column(rows, "cosine")}
+    canvas.lines(axes, sizes, series | canvas.jaccards(rows, "Jaccard, "))
+    canvas.log_axis(axes, sizes, base=2)
+    axes.set_xlabel("anchors")
+    axes.set_ylabel(f"agreement with {result['reference']:,} anchors")
+    return {"": figure}
 
 
 def components(job: DiagnosticJob) -> dict[str, Any]:
     """Compare u without preservation, without the second-order term and without the warmup."""
-    own = _Setting(job, job.options.pool)
-    scores = own.at.scores(own.projection, own.grad_sum)
-    rows: list[dict[str, Any]] = []
+    own = _Setting(job)
+    at, terms, rows = own.at, own.terms, []
 
-    def add(name: str, projection: Vector, grad_sum: Vector, dots: np.ndarray) -> None:
-        mask = own.at.mask(projection, grad_sum, own.k)
-        other = own.at.scores(projection, grad_sum)
-        rank, ranked = vector_spearman(other, scores, job.rng("ranks"))
+    def add(name: str, projection: Vector, dots: np.ndarray, grad_sum: Vector) -> None:
+        scores = at.scores(projection, grad_sum)
+        rank, ranked = ranking.vector_spearman(scores, at.scores(), job.rng("ranks"))
         rows.append(
-            {
-                "without": name,
-                "cosine_u": projection.cosine(own.projection),
-                "jaccard_params": mask_jaccard(mask.indices, own.mask.indices),
-                "spearman_params": rank,
-                "ranked": ranked,
-                "jaccard_examples": jaccard(own.best(dots), own.chosen),
-                "spearman_examples": spearman(dots, own.scores),
-            }
+            {"without": name, "spearman_params": rank, "ranked": ranked}
+            | own.against(projection, dots, grad_sum)
         )
 
-    add("preservation", own.base, own.grad_sum, own.base_dots)
-    first = varied(own.terms, own.grad_sum, own.terms.v_val, second_order=False)
-    first_dots = own.dots(first, "first-order scores")
-    add("second order", first, own.grad_sum, first_dots)
+    add("preservation", own.base, own.base_dots, at.grad_sum)
+    first = at.varied(terms.v_val, second_order=False)
+    add("second order", first, own.dots(first, "first-order scores"), at.grad_sum)
     start = init_surrogate(job)
     if start is not None:
-        dots = start.dots(start.projection, "scores", own.compared.examples)
-        add("warmup", start.projection, start.scored.grad_sum, dots)
-    second = own.terms.second_order(own.grad_sum).norm() if own.terms.curvature else 0.0
-    return {
-        **own.facts(),
-        "curvature_share": second / own.terms.v_val.norm(),
-        "rows": rows,
-    }
+        dots = start.dots(start.projection, "scores", own.examples)
+        add("warmup", start.projection, dots, start.grad_sum)
+    second = terms.second_order(at.grad_sum).norm() if terms.curvature else 0.0
+    return {**own.facts(), "curvature_share": second / terms.v_val.norm(), "rows": rows}
+
+
+def draw_components(result: Result) -> Figures:
+    """Overlap and rank correlation with the full selection, without each component."""
+    figure, axes = canvas.panels(1, 2, width=4.8)
+    rows = result["rows"]
+    names = [f"without\n{r['without']}" for r in rows]
+    kinds = {"jaccard": "Jaccard with the full selection", "spearman": "Spearman with its scores"}
+    for one, (key, label) in zip(axes, kinds.items(), strict=True):
+        series = {title: canvas.column(rows, f"{key}_{side}") for side, title in SIDES.items()}
+        canvas.bars(one, names, series, "{:.3f}")
+        one.set_ylabel(label)
+    figure.suptitle(f"second-order share of u: {result['curvature_share']:.2g}", fontsize=9)
+    return {"": figure}
 
 
 def sensitivity(job: DiagnosticJob) -> dict[str, Any]:
     """Selections under other budgets, λ and τ."""
-    options, where = job.options, "diagnose.sensitivity"
-    shares = [
-        _shares(getattr(options, name), f"{where}.{name}")
-        for name in ("data_budgets", "param_budgets")
-    ]
-    lambdas, taus = numbers(options.lambdas, f"{where}.lambdas"), _taus(options.taus, where)
-    own = _Setting(job, options.pool)
-    score = job.ctx.config.score
+
+    def option(name: str, low: float, high: float, rule: str) -> list[float]:
+        text, field = getattr(job.options, name), f"diagnose.sensitivity.{name}"
+        return sorted(set(numbers(text, field, lambda n: low < n <= high, rule)))
+
+    data_shares = option("data_budgets", 0, 1, "shares in (0, 1]")
+    param_shares = option("param_budgets", 0, 1, "shares in (0, 1]")
+    taus = option("taus", 0, np.inf, "temperatures above 0")
+    lambdas = numbers(job.options.lambdas, "diagnose.sensitivity.lambdas")
+    own, config = _Setting(job), job.ctx.config
     rows = []
     for lam in lambdas:
-        effective = own.lam(lam, score.lam_relative, own.at.scored.prior_grad)
-        projection = own.base.plus(own.prior, effective)
-        rows.append(
-            {"lam": lam, **own.against(projection, own.base_dots + effective * own.prior_dots)}
-        )
+        _, u, scores = own.variant(own.prior_grad, own.prior_dots, lam)
+        rows.append({"lam": lam, **own.against(u, scores)})
     return {
         **own.facts(),
         "own": {
-            "data_budgets": job.ctx.config.select.data_budget,
-            "param_budgets": job.ctx.config.select.param_budget,
-            "lambdas": score.lam,
-            "taus": score.tau,
+            "data_budgets": config.select.data_budget,
+            "param_budgets": config.select.param_budget,
+            "lambdas": config.score.lam,
+            "taus": config.score.tau,
         },
-        "data_budgets": _data_budgets(job, own, shares[0]),
-        "param_budgets": _param_budgets(own, shares[1]),
+        "data_budgets": _data_budgets(own, data_shares),
+        "param_budgets": _param_budgets(own, param_shares),
         "lambdas": rows,
-        "taus": _temperatures(job, own, taus) if job.ctx.warmed_up else [],
+        "taus": _temperatures(own, taus) if job.ctx.warmed_up else [],
     }
 
 
-def _data_budgets(job: DiagnosticJob, own: _Setting, shares: list[float]) -> list[dict[str, Any]]:
+def _data_budgets(own: _Setting, shares: list[float]) -> list[dict[str, Any]]:
     """For each budget: cut-off, share of the total positive score, mean loss and length."""
-    known, _ = known_scores(job)
-    values = own.at.pool_scores() * own.at.eta_sc if known is None else known
-    pool, full = job.scoring.pool, job.scoring.num_full
+    job, pool = own.job, own.job.scoring.pool
+    values = job.known_scores()[0]
+    if values is None:
+        values = own.at.pool_scores() * own.at.eta_sc
     losses = read_pool(job.ctx.folder("gradients") / "pool.parquet")["loss"]
     lengths = np.array([e.num_response_tokens for e in pool])
     useful = float(values[values > 0].sum())
     rows = []
     for share in shares:
-        b = min(len(pool), _part(share, full))
-        chosen = best(values, pool, b)
+        b = min(len(pool), resolve_budget(share, job.scoring.num_full))
+        chosen = own.at.best(values, b)
         rows.append(
             {
                 "share": share,
@@ -318,17 +336,12 @@ def _data_budgets(job: DiagnosticJob, own: _Setting, shares: list[float]) -> lis
 
 
 def _param_budgets(own: _Setting, shares: list[float]) -> list[dict[str, Any]]:
-    scores = own.at.scores(own.projection, own.grad_sum)
-    positive = scores.combine(lambda t: t.clamp_min(0.0))
-    useful = sum(
-        float(positive.piece(name, start, stop).double().sum())
-        for name, form in positive.forms.items()
-        for start, stop in form.chunks()
-    )
+    scores = own.at.scores()
+    useful = sum(float(part.clamp_min(0.0).double().sum()) for _, part in ranking.chunks(scores))
     rows = []
     for share in shares:
-        mask = own.at.mask(own.projection, own.grad_sum, _part(share, scores.num_entries))
-        gained = sum_at(scores, mask.indices)
+        mask = own.at.mask(resolve_budget(share, scores.num_entries))
+        gained = ranking.sum_at(scores, mask.indices)
         rows.append(
             {
                 "share": share,
@@ -341,45 +354,42 @@ def _param_budgets(own: _Setting, shares: list[float]) -> list[dict[str, Any]]:
     return rows
 
 
-def _temperatures(job: DiagnosticJob, own: _Setting, taus: list[float]) -> list[dict[str, Any]]:
+def _temperatures(own: _Setting, taus: list[float]) -> list[dict[str, Any]]:
     """Compare CWSD at other temperatures with the run's own setting."""
-    teacher, score, anchors = job.ctx.theta_old(), job.ctx.config.score, job.roles["anchor"]
+    teacher, anchors = own.job.ctx.theta_old(), own.job.roles["anchor"]
     rows = []
     for tau in taus:
         label = f"v_prior at temperature {tau:g}"
-        total = _cwsd_sum(job, own.at.engine, teacher, anchors, tau, label)
-        prior = total.scaled(1.0 / len(anchors))
-        dots = own.dots(own.stepped(prior), f"scores of v_prior at temperature {tau:g}")
-        lam = own.lam(score.lam, score.lam_relative, prior)
-        projection = own.base.plus(own.stepped(prior), lam)
-        rows.append(
-            {
-                "tau": tau,
-                "norm": prior.norm(),
-                "cosine_prior": prior.cosine(own.at.scored.prior_grad),
-                **own.against(projection, own.base_dots + lam * dots),
-            }
-        )
+        prior = own.cwsd_sum(teacher, anchors, tau, label).scaled(1.0 / len(anchors))
+        _, u, scores = own.variant(prior, own.dots(own.stepped(prior), f"scores of {label}"))
+        facts = {"norm": prior.norm(), "cosine_prior": prior.cosine(own.prior_grad)}
+        rows.append({"tau": tau, **facts, **own.against(u, scores)})
     return rows
 
 
-def _part(share: float, total: int) -> int:
-    """A share of the total, rounded down but at least 1, as in the selection.
-
-    Via `Fraction`: in floating point 0.29 * 100 would round down to 28.
-    """
-    return max(1, int(Fraction(str(share)) * total))
-
-
-def _shares(text: str, field: str) -> list[float]:
-    found = sorted(set(numbers(text, field)))
-    if not all(0 < share <= 1 for share in found):
-        raise ConfigError(f"{field}: {text!r} must be shares in (0, 1]")
-    return found
-
-
-def _taus(text: str, where: str) -> list[float]:
-    found = sorted(set(numbers(text, f"{where}.taus")))
-    if not all(tau > 0 for tau in found):
-        raise ConfigError(f"{where}.taus: {text!r} must be temperatures above 0")
-    return found
+def draw_sensitivity(result: Result) -> Figures:
+    """Four panels, over b, k, λ and τ; a dotted line is the run's own setting."""
+    figure, axes = canvas.panels(2, 2, width=4.4, height=3.1)
+    percent = {"share of positive score": "utility_share", "score ≤ 0": "nonpositive"}
+    settings = (
+        ("data_budgets", "share", "data budget b (% of all rows)"),
+        ("param_budgets", "share", "parameter budget k (% of candidates)"),
+        ("lambdas", "lam", "λ"),
+        ("taus", "tau", "temperature τ"),
+    )
+    for one, (key, field, label) in zip(axes, settings, strict=True):
+        rows, own, budget = result[key], result["own"][key], field == "share"
+        factor = 100 if budget else 1
+        if budget:
+            series = {title: canvas.column(rows, name, 100) for title, name in percent.items()}
+        else:
+            series = canvas.jaccards(rows)
+        canvas.lines(one, [factor * r[field] for r in rows], series)
+        one.set_xlabel(label)
+        one.set_ylabel("selected (%)" if budget else "Jaccard with the run")
+        if not budget:
+            one.set_ylim(0, 1.05)
+        if isinstance(own, float):  # a budget may also be a count
+            one.axvline(factor * own, color=COLOURS[-1], linestyle=":", label="the run's")
+            canvas.legend_above(one)
+    return {"": figure}

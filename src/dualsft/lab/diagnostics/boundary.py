@@ -27,24 +27,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dualsft.algorithm.projection import param_scores
-from dualsft.data.examples import Batch, Example, collate
-from dualsft.engine.fused import HALF_DTYPES
+from dualsft.data.examples import Batch, Example
 from dualsft.engine.losses import plain_example_loss
-from dualsft.engine.walk import loss_objective, walk
-from dualsft.lab.diagnostics.hessian import plain_cwsd
-from dualsft.lab.diagnostics.job import DiagnosticJob
-from dualsft.lab.diagnostics.ranking import jaccard, mask_jaccard
-from dualsft.lab.diagnostics.surrogate import (
-    Surrogate,
-    budgets,
-    kept,
-    known_scores,
-    varied,
-    warm_surrogate,
-)
-from dualsft.model.load import Candidates, load_model
-from dualsft.runs.context import RunContext, pass_settings
+from dualsft.lab.diagnostics import canvas
+from dualsft.lab.diagnostics.canvas import SIDES, Figures, Result
+from dualsft.lab.diagnostics.hessian import batch_of, eager_model, plain_cwsd
+from dualsft.lab.diagnostics.job import DiagnosticJob, Surrogate, loss_walk, warm_surrogate
+from dualsft.lab.diagnostics.ranking import chunks, jaccard, mask_jaccard
 from dualsft.storage.vectors import ParamVector, Vector
 
 Loss = Callable[[Batch], Tensor]
@@ -53,108 +42,83 @@ Loss = Callable[[Batch], Tensor]
 def boundary(job: DiagnosticJob) -> dict[str, Any]:
     """Gaps, errors and bounds of both sides, and the overlap with the full-Hessian selection."""
     at = warm_surrogate(job)
-    terms, grad_sum, eta = at.scored.terms, at.scored.grad_sum, at.eta_sc
-    curved = _Curvature(job, at)
-    product, norms = _power(job, curved, grad_sum)
-    operator = norms[-1]
-    size = grad_sum.norm()
-    halved = varied(terms, grad_sum, product.scaled(eta / 2), second_order=False)  # û − u_full
-    sgd = terms.preconditioner is None
-    k, b = budgets(job)
+    curvature, eta = _Curvature(job, at), at.eta_sc
+    product, norms = _power(job, curvature, at.grad_sum)
+    operator, size = norms[-1], at.grad_sum.norm()
+    change = abs(operator - norms[-2]) / operator if len(norms) > 1 and operator > 0 else None
+    error = at.varied(product.scaled(eta / 2), second_order=False)  # û − u_full
+    bound = None if at.scored.terms.preconditioner is not None else eta**2 * operator * size
+    k, b = job.budgets
     return {
         "k": k,
         "b": b,
         "eta_sc": eta,
-        "rows": curved.num_rows,
-        "anchors": curved.num_anchors,
+        "rows": len(curvature.val),
+        "anchors": len(curvature.anchors),
         "operator_norm": operator,
-        "operator_norm_change": abs(norms[-1] - norms[-2]) / operator
-        if len(norms) > 1 and operator > 0
-        else None,
+        "operator_norm_change": change,
         "iterations": len(norms),
         "grad_sum_norm": size,
-        "error_direction_share": halved.norm() / at.projection.norm(),
-        "params": _params(at, halved, k, eta**2 * operator * size**2 if sgd else None),
-        "examples": _examples(job, at, halved, b, eta**2 * operator * size if sgd else None),
+        "error_direction_share": error.norm() / at.projection.norm(),
+        "params": _params(at, error, k, None if bound is None else bound * size),
+        "examples": _examples(at, error, b, bound),
     }
 
 
 def _params(at: Surrogate, error: Vector, k: int, bound: float | None) -> dict[str, Any]:
-    grad_sum = at.scored.grad_sum
-    ours = at.mask(at.projection, grad_sum, k)
-    full = at.mask(at.projection.plus(error, -1.0), grad_sum, k)
-    gap = None if ours.next_score is None else ours.threshold - ours.next_score
-    # an entry is movable if its error is at least its distance from the middle of the gap
-    middle = ours.threshold if ours.next_score is None else (ours.threshold + ours.next_score) / 2
-    scores, errors = (
-        param_scores(at.eta_sc, vector, grad_sum) for vector in (at.projection, error)
-    )
+    ours, full = at.mask(k), at.mask(k, at.projection.plus(error, -1.0))
+    gap, middle = None, ours.threshold
+    if ours.next_score is not None:
+        gap, middle = ours.threshold - ours.next_score, (ours.threshold + ours.next_score) / 2
+    scores, errors = at.scores(), at.scores(error)
     largest, movable = 0.0, 0
-    for name, form in scores.forms.items():
-        for start, stop in form.chunks():
-            moved = errors.piece(name, start, stop).abs()
-            largest = max(largest, float(moved.max()))
-            movable += int(((scores.piece(name, start, stop) - middle).abs() <= moved).sum())
+    for (_, score), (_, moved) in zip(chunks(scores), chunks(errors), strict=True):
+        largest = max(largest, float(moved.abs().max()))
+        movable += int(((score - middle).abs() <= moved.abs()).sum())
     dtype = next(iter(scores.forms.values())).dtype
     overlap = mask_jaccard(ours.indices, full.indices)
-    return _verdict(gap, largest, bound, overlap) | {
-        "movable": 0 if gap is None else movable,
-        "rounding": float(torch.finfo(dtype).eps) * abs(ours.threshold),
+    return _verdict(gap, largest, bound, overlap, movable) | {
+        "rounding": float(torch.finfo(dtype).eps) * abs(ours.threshold)
     }
 
 
-def _examples(
-    job: DiagnosticJob, at: Surrogate, error: Vector, b: int, bound_a_norm: float | None
-) -> dict[str, Any]:
-    ctx, pool, label = job.ctx, job.scoring.pool, "errors of the example scores"
+def _examples(at: Surrogate, error: Vector, b: int, norm_bound: float | None) -> dict[str, Any]:
+    """`norm_bound` times the largest ‖g_n‖ is the bound of the corollary."""
+    job, pool, label = at.job, at.job.scoring.pool, "errors of the example scores"
 
     def make() -> np.ndarray:
-        objective, settings = loss_objective(at.engine.model), pass_settings(ctx)
-        with ctx.precise("pool", label, at.engine.model):
-            found = walk(
-                at.engine,
-                pool,
-                objective,
-                settings,
-                ctx.reporter,
-                label,
-                direction=error,
-                bounds=True,
-            )
+        found = loss_walk(job.ctx, at.engine, pool, label, direction=error, bounds=True)
         # upper bound of ‖g_n‖ from the per-parameter bounds of the one-pass certificate
         sizes = np.sqrt((found.inner_sums.astype(np.float64) ** 2).sum(1))
         return np.stack([found.dots, sizes])
 
-    (errors, sizes), _ = kept(job, label, make)
-    errors = errors * at.eta_sc
-    scores = at.pool_scores() * at.eta_sc
+    (errors, sizes), _ = job.kept(label, make)
+    errors, scores, steepest = errors * at.eta_sc, at.pool_scores() * at.eta_sc, float(sizes.max())
     chosen, full = at.best(scores, b), at.best(scores - errors, b)
-    inside = np.zeros(len(pool), bool)
-    inside[chosen] = True
-    gap = None if b == len(pool) else float(scores[inside].min() - scores[~inside].max())
-    middle = None if gap is None else float(scores[inside].min() + scores[~inside].max()) / 2
-    bound = None if bound_a_norm is None else bound_a_norm * float(sizes.max())
-    verdict = _verdict(gap, float(np.abs(errors).max()), bound, jaccard(chosen, full))
-    movable = 0 if middle is None else int((np.abs(scores - middle) <= np.abs(errors)).sum())
-    known, _ = known_scores(job)
-    return verdict | {
-        "movable": movable,
-        "rounding": None if known is None else _rounding(job),
-        "gradient_bound": float(sizes.max()),
+    gap, movable = None, 0
+    if b < len(pool):
+        lowest, highest = float(scores[chosen].min()), float(np.delete(scores, chosen).max())
+        gap = lowest - highest
+        movable = int((np.abs(scores - (lowest + highest) / 2) <= np.abs(errors)).sum())
+    bound = None if norm_bound is None else norm_bound * steepest
+    largest, rounding = float(np.abs(errors).max()), None
+    if job.known_scores()[0] is not None:
+        summary = (job.ctx.folder("scores") / "summary.json").read_json()
+        rounding = float(summary["rounding_slack"])
+    return _verdict(gap, largest, bound, jaccard(chosen, full), movable) | {
+        "rounding": rounding,
+        "gradient_bound": steepest,
     }
 
 
-def _rounding(job: DiagnosticJob) -> float:
-    """The rounding slack of the example scores, as stored by the run."""
-    summary = job.ctx.folder("scores") / "summary.json"
-    return float(summary.read_json()["rounding_slack"])
-
-
 def _verdict(
-    gap: float | None, largest: float, bound: float | None, overlap: float
+    gap: float | None, largest: float, bound: float | None, overlap: float, movable: int
 ) -> dict[str, Any]:
-    """Results of the three tests. A gap of None means that everything is selected, so the selection
-    cannot change."""
+    """Results of the three tests.
+
+    A gap of None means that everything is selected, so the selection cannot change. An item is
+    movable if its error is at least its distance from the middle of the gap.
+    """
     return {
         "gap": gap,
         "largest_error": largest,
@@ -164,6 +128,7 @@ def _verdict(
         "certified_by_error": gap is None or gap > 2 * largest,
         "jaccard_full": overlap,
         "same_selection": overlap == 1.0,
+        "movable": 0 if gap is None else movable,
     }
 
 
@@ -172,27 +137,23 @@ class _Curvature:
 
     def __init__(self, job: DiagnosticJob, at: Surrogate) -> None:
         ctx, self.job = job.ctx, job
-        self.terms, self.config = at.scored.terms, ctx.config.score
-        self.model = _wide(ctx)
+        self.scored, self.config = at.scored, ctx.config.score
+        self.model = eager_model(ctx, "warmup").eval().requires_grad_(False)
         self.candidates = ctx.candidates(self.model)
-        count = job.options.rows
-        self.val = _some(job, "val", count)
-        self.prior = at.scored.prior_grad
-        self.lam = self.terms.lam_effective if ctx.warmed_up else 0.0
+        for p in self.candidates.values():
+            p.requires_grad_(True)
+        self.lam = at.scored.terms.lam_effective if ctx.warmed_up else 0.0
+        self.preservation = self.config.preservation if self.lam else "none"
         self.teacher: PreTrainedModel | None = None
-        self.anchors: list[Example] = []
-        if self.lam and self.config.preservation in ("cwsd", "fisher"):
-            self.teacher = _wide(ctx, old=True)
-        if self.lam and self.config.preservation == "cwsd":
-            self.anchors = _some(job, "anchor", count)
+        if self.preservation in ("cwsd", "fisher"):
+            self.teacher = eager_model(ctx, "init").eval().requires_grad_(False)
+        self.val = self._sample("val")
+        self.anchors = self._sample("anchor") if self.preservation == "cwsd" else []
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.val)
-
-    @property
-    def num_anchors(self) -> int:
-        return len(self.anchors)
+    def _sample(self, role: str) -> list[Example]:
+        rows, count = self.job.roles[role], self.job.options.rows
+        chosen = np.sort(self.job.rng(f"hessian {role}").permutation(len(rows))[:count])
+        return [rows[i] for i in chosen]
 
     def times(self, vector: Vector, label: str) -> ParamVector:
         """(H − D̂) v."""
@@ -202,44 +163,37 @@ class _Curvature:
         with self.job.reporter.track(label, work, "examples") as progress:
             for rows, loss, weight in self._objectives():
                 for example in rows:
-                    add_hessian_product(
-                        self.candidates,
-                        loss(_alone(self.job.ctx, example)),
-                        held,
-                        total,
-                        weight / len(rows),
-                    )
+                    value = loss(batch_of(self.job.ctx, [example]))
+                    add_hessian_product(self.candidates, value, held, total, weight / len(rows))
                     progress.advance(1, tokens=example.num_tokens)
-        result: Vector = total.plus(self._flat(held), self.lam) if self._is_flat else total
-        if self.terms.curvature is not None:
-            scale = self.terms.curvature_scale
-            diagonal = self.terms.curvature.combine(lambda c, v: c * v * scale, held)
+        result: Vector = total
+        if self.preservation in ("l2", "fisher"):
+            result = result.plus(self._quadratic(held), self.lam)
+        terms = self.scored.terms
+        if terms.curvature is not None:
+            scale = terms.curvature_scale
+            diagonal = terms.curvature.combine(lambda c, v: c * v * scale, held)
             result = result.plus(diagonal, -1.0)
         return result.held()
 
     def _objectives(self) -> list[tuple[list[Example], Loss, float]]:
         """(rows, loss, weight) of each part of L_val that needs double backward."""
+        teacher, tau = self.teacher, self.config.tau
         found: list[tuple[list[Example], Loss, float]] = [
-            (self.val, lambda batch: plain_example_loss(self.model, batch), 1.0)
+            (self.val, lambda b: plain_example_loss(self.model, b), 1.0)
         ]
-        teacher = self.teacher
         if self.anchors and teacher is not None:
-            tau = self.config.tau
-            found.append(
-                (self.anchors, lambda b: plain_cwsd(teacher, self.model, b, tau), self.lam)
-            )
+
+            def prior(batch: Batch) -> Tensor:
+                return plain_cwsd(teacher, self.model, batch, tau)
+
+            found.append((self.anchors, prior, self.lam))
         return found
 
-    @property
-    def _is_flat(self) -> bool:
-        """Whether the Hessian of the preservation loss is a known diagonal."""
-        return bool(self.lam) and self.config.preservation in ("l2", "fisher")
-
-    def _flat(self, vector: Vector) -> Vector:
+    def _quadratic(self, vector: Vector) -> Vector:
         """Product of the Hessian of ½‖θ − θ_old‖² or of ½ Σ F (θ − θ_old)² with a vector."""
-        if self.config.preservation == "l2":
+        if self.teacher is None:
             return vector
-        assert self.teacher is not None
         old = dict(self.teacher.named_parameters())
         new = ParamVector({name: p.detach() for name, p in self.candidates.items()})
         moved = new.plus(ParamVector({name: old[name].detach() for name in new}), -1.0)
@@ -248,7 +202,7 @@ class _Curvature:
             """F ⊙ v with F = v_prior / (θ̄ − θ_old); zero for entries that did not move."""
             return torch.where(step == 0, 0.0, prior / torch.where(step == 0, 1.0, step)) * v
 
-        return self.prior.combine(fisher, moved, vector)
+        return self.scored.prior_grad.combine(fisher, moved, vector)
 
 
 def add_hessian_product(
@@ -303,25 +257,23 @@ def _power(
     return first, norms
 
 
-def _wide(ctx: RunContext, old: bool = False) -> PreTrainedModel:
-    """θ̄ (or θ_old), in fp32 if the run uses half precision; candidates of θ̄ require gradients."""
-    folder = ctx.model_folder if old else ctx.folder("warmup") / "theta_bar"
-    dtype = torch.float32 if ctx.dtype in HALF_DTYPES else ctx.dtype
-    model = load_model(ctx.local(folder), dtype, ctx.device, "eager", ctx.trusted).eval()
-    model.requires_grad_(False)
-    if not old:
-        candidates: Candidates = ctx.candidates(model)
-        for p in candidates.values():
-            p.requires_grad_(True)
-    return model
-
-
-def _some(job: DiagnosticJob, role: str, count: int) -> list[Example]:
-    """A seeded sample of `count` examples of a role."""
-    rows = job.roles[role]
-    chosen = np.sort(job.rng(f"hessian {role}").permutation(len(rows))[:count])
-    return [rows[i] for i in chosen]
-
-
-def _alone(ctx: RunContext, example: Example) -> Batch:
-    return collate([example], ctx.pad_id, ctx.config.data.padding_side, ctx.device)
+def draw_boundary(result: Result) -> Figures:
+    """The gap at both selection boundaries and the errors that could bridge it, on a log scale."""
+    figure, axes = canvas.panels(1, 2, width=4.8)
+    kinds = {
+        "gap": "boundary gap",
+        "twice_largest_error": "2 × largest\nmeasured error",
+        "bound": "bound of the\ncorollary",
+        "rounding": "rounding",
+    }
+    for one, (side, title) in zip(axes, SIDES.items(), strict=True):
+        facts = result[side]
+        shown = {label: facts[key] for key, label in kinds.items() if (facts.get(key) or 0) > 0}
+        canvas.bars(one, list(shown), {title: list(shown.values())}, "{:.1e}")
+        if shown:
+            one.set_yscale("log")
+        word = "the same" if facts["same_selection"] else "a different"
+        text = f"the full Hessian selects {word} set (Jaccard {facts['jaccard_full']:.4f})"
+        one.set_title(f"{title}: {text}", fontsize=8)
+        one.set_ylabel("score (nats)")
+    return {"": figure}

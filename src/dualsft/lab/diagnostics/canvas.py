@@ -1,20 +1,31 @@
-"""Shared drawing functions of the diagnostics' figures: panels, bars, lines, legend, saving.
+"""Shared drawing functions of the diagnostics' figures: panels, bars, lines, axes, legend, saving.
 
-Figures use the Agg canvas (no display, no pyplot) and are saved as SVG and PNG. They use the
-color-blind-safe palette of `lab/compare/plots.py`; series also differ in marker or hatch. Not part
-of Algorithm 1.
+The function `draw_NAME` of a diagnostic takes its result (the JSON alone) and returns its figures
+by ending of the file name. They follow the tables and figures of the paper that the registry names
+(`lab/diagnostics/__init__.py`). Figures use the Agg canvas (no display, no pyplot) and are saved as
+SVG and PNG, with the color-blind-safe palette of `lab/compare/plots.py`; series also differ in
+marker or hatch. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from dualsft.lab.compare.plots import COLOURS, MARKERS
 from dualsft.system.paths import RunPath
 
 HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "++")
+SIDES = {"examples": "examples", "params": "parameters"}
+SCORE = "predicted loss decrease (nats)"
+GREY = "#888888"
+
+Result = Mapping[str, Any]
+Values = Sequence[float | None]
+Figures = dict[str, Any]
+"""Figures by ending of the file name, "" for the main one."""
 
 
 def panels(
@@ -36,30 +47,23 @@ def panels(
 
 def save(figure: Any, path: RunPath) -> list[RunPath]:
     """Save as SVG and PNG without timestamps, so that the same numbers give the same bytes."""
-    files = [path.with_name(f"{path.name}.svg"), path.with_name(f"{path.name}.png")]
-    for file in files:
-        silent = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        kind = file.suffix[1:]
+    files = [path.with_name(f"{path.name}.{kind}") for kind in ("svg", "png")]
+    silent = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    for file, metadata in zip(files, (silent, None), strict=True):
         with file.open("wb") as out:
-            stamp = silent if kind == "svg" else None
-            figure.savefig(out, format=kind, dpi=150, metadata=stamp)
+            figure.savefig(out, format=file.suffix[1:], dpi=150, metadata=metadata)
     return files
 
 
 def bars(
-    axes: Any,
-    labels: Sequence[str],
-    series: Mapping[str, Sequence[float | None]],
-    form: str = "{:.2f}",
+    axes: Any, labels: Sequence[str], series: Mapping[str, Values], form: str = "{:.2f}"
 ) -> None:
     """Grouped bars with their values on top; a missing value leaves a gap."""
     count = len(series)
     for number, (name, values) in enumerate(series.items()):
-        at = [i + (number - (count - 1) / 2) * 0.8 / count for i in range(len(labels))]
-        heights = [0.0 if v is None else v for v in values]
         drawn = axes.bar(
-            at,
-            heights,
+            [i + (number - (count - 1) / 2) * 0.8 / count for i in range(len(labels))],
+            [v or 0.0 for v in values],
             0.8 / count,
             color=COLOURS[number % len(COLOURS)],
             hatch=HATCHES[number % len(HATCHES)],
@@ -74,10 +78,10 @@ def bars(
         legend_above(axes)
 
 
-def lines(axes: Any, across: Sequence[float], series: Mapping[str, Sequence[float | None]]) -> None:
+def lines(axes: Any, across: Sequence[float], series: Mapping[str, Values]) -> None:
     """Curves with markers over shared x values; missing values interrupt a curve."""
     for number, (name, values) in enumerate(series.items()):
-        known = [float("nan") if v is None else v for v in values]
+        known = [math.nan if v is None else v for v in values]
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
         axes.plot(across, known, marker=marker, color=colour, label=name, markersize=5)
     if len(series) > 1:
@@ -93,13 +97,13 @@ def legend_above(axes: Any, columns: int = 3) -> None:
     axes.legend(fontsize=8, frameon=False, ncols=columns, **where)
 
 
-def short_names(modules: Sequence[str]) -> dict[str, str]:
-    """The last component of each name; the last two if it is ambiguous (attn.c_proj)."""
-    last = [m.rsplit(".", 1)[-1] for m in modules]
-    return {
-        m: end if last.count(end) == 1 else ".".join(m.split(".")[-2:])
-        for m, end in zip(modules, last, strict=True)
-    }
+def log_axis(axes: Any, ticks: Sequence[int], base: int = 10) -> None:
+    """A logarithmic x axis with exactly these ticks; labels that would overlap are left out."""
+    axes.set_xscale("log", base=base)
+    crowded = [n * 1.6 > after for n, after in pairwise(ticks)]
+    labels = ["" if c else f"{n:,}" for n, c in zip(ticks, [*crowded, False], strict=True)]
+    axes.set_xticks(ticks, labels)
+    axes.minorticks_off()
 
 
 def signed_axis(axes: Any, which: str, values: Sequence[float], scale: float) -> None:
@@ -112,3 +116,38 @@ def signed_axis(axes: Any, which: str, values: Sequence[float], scale: float) ->
     getattr(axes, f"set_{which}scale")("asinh", linear_width=scale)
     getattr(axes, f"set_{which}ticks")(ticks, labels, fontsize=7)
     axes.minorticks_off()
+
+
+def rows_axis(columns: Sequence[Any], labels: Sequence[str]) -> None:
+    """Panels with one labelled row per item, the first on top; only the first panel has labels."""
+    for axes in columns:
+        axes.set_yticks(range(len(labels)), [])
+        axes.set_ylim(len(labels) - 0.5, -0.7)
+    columns[0].set_yticks(range(len(labels)), labels, fontsize=8)
+
+
+def guide(axes: Any, x: float | None = None, y: float | None = None) -> None:
+    """A dotted grey line at an x or a y."""
+    style = {"color": GREY, "linewidth": 0.8, "linestyle": ":"}
+    if x is not None:
+        axes.axvline(x, **style)
+    if y is not None:
+        axes.axhline(y, **style)
+
+
+def short_names(modules: Sequence[str]) -> dict[str, str]:
+    """The last component of each name; the last two if it is ambiguous (attn.c_proj)."""
+    last = [m.rsplit(".", 1)[-1] for m in modules]
+    return {
+        m: end if last.count(end) == 1 else ".".join(m.split(".")[-2:])
+        for m, end in zip(modules, last, strict=True)
+    }
+
+
+def column(rows: Sequence[Result], key: str, factor: float = 1.0) -> list[float | None]:
+    """A column of a table, times a factor."""
+    return [None if row[key] is None else factor * row[key] for row in rows]
+
+
+def jaccards(rows: Sequence[Result], prefix: str = "") -> dict[str, Values]:
+    return {f"{prefix}{title}": column(rows, f"jaccard_{side}") for side, title in SIDES.items()}

@@ -15,7 +15,7 @@ Reproduces the paper's appendix `selection_statistics`, from the stages of Algor
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,19 +23,20 @@ import torch
 from torch import Tensor
 
 from dualsft.algorithm.scores import dot_alone
-from dualsft.data.examples import Example, collate
-from dualsft.engine.ghost import GhostEngine, widened
+from dualsft.data.examples import collate
+from dualsft.engine.ghost import widened
 from dualsft.engine.losses import last_hidden
 from dualsft.engine.walk import loss_objective, remaining_batches, walk
-from dualsft.lab.diagnostics.job import DiagnosticJob
-from dualsft.lab.diagnostics.ranking import sampled
-from dualsft.lab.diagnostics.surrogate import budgets, known_scores, warm_surrogate
+from dualsft.lab.compare.plots import COLOURS
+from dualsft.lab.diagnostics import canvas
+from dualsft.lab.diagnostics.canvas import SIDES, Figures, Result
+from dualsft.lab.diagnostics.job import DiagnosticJob, warm_surrogate
+from dualsft.lab.diagnostics.ranking import chunks, sampled
 from dualsft.memory.placement import at_hand
 from dualsft.model.load import locate
 from dualsft.runs.context import pass_settings
 from dualsft.runs.stages.gradients import read_pool
-from dualsft.runs.stages.selection import read_mask
-from dualsft.storage.vectors import Vector, reduction_dtype
+from dualsft.storage.vectors import reduction_dtype
 
 TOP_LAYERS = 5
 EARLY = 10 / 28
@@ -50,11 +51,11 @@ SCALE_SAMPLE = 1 << 20
 
 def data_statistics(job: DiagnosticJob) -> dict[str, Any]:
     """Alignment, loss, diversity and length of selected, random, top-loss and all examples."""
-    if not (job.final / "ids.json").is_file():
+    pool, ids = job.scoring.pool, job.selected_ids
+    if ids is None:
         return {"note": "the run selects no examples (select.variant=param)"}
-    pool = job.scoring.pool
     losses = read_pool(job.ctx.folder("gradients") / "pool.parquet")["loss"]
-    selected = np.array([i for i, e in enumerate(pool) if e.id in job.selected_ids])
+    selected = np.array([i for i, e in enumerate(pool) if e.id in ids])
     count, rng = len(selected), job.rng("groups")
     groups = {
         "selected": selected,
@@ -70,6 +71,11 @@ def data_statistics(job: DiagnosticJob) -> dict[str, Any]:
     cosines = _alignments(job, np.unique(np.concatenate(list(looked_at.values()))))
     sums = _embedding_sums(job, groups)
     lengths = np.array([e.num_response_tokens for e in pool])
+
+    def diversity(total: Tensor, n: int) -> float | None:
+        """1 − mean cosine over all pairs, computed from the sum of the unit vectors."""
+        return 1.0 - (float(total @ total) - n) / (n * (n - 1)) if n > 1 else None
+
     return {
         "groups": {
             name: {
@@ -77,7 +83,7 @@ def data_statistics(job: DiagnosticJob) -> dict[str, Any]:
                 "alignment": float(np.mean([cosines[i] for i in looked_at[name]])),
                 "alignment_examples": len(looked_at[name]),
                 "loss": float(losses[rows].mean()),
-                "diversity": _diversity(sums[name], len(rows)),
+                "diversity": diversity(sums[name], len(rows)),
                 "response_tokens": float(lengths[rows].mean()),
             }
             for name, rows in groups.items()
@@ -85,55 +91,47 @@ def data_statistics(job: DiagnosticJob) -> dict[str, Any]:
     }
 
 
+def draw_data_statistics(result: Result) -> Figures:
+    """Three panels of bars: alignment, loss, diversity."""
+    figure, axes = canvas.panels(1, 3, width=3.2, height=3.2)
+    groups = result["groups"]
+    kinds = (
+        ("alignment", "alignment with validation (cosine)", "{:.3f}"),
+        ("loss", "loss (nats per response token)", "{:.2f}"),
+        ("diversity", "diversity (1 − mean cosine)", "{:.3f}"),
+    )
+    for one, (key, label, form) in zip(axes, kinds, strict=True):
+        names = [name.replace("_", "-") for name in groups]
+        canvas.bars(one, names, {key: canvas.column([*groups.values()], key)}, form)
+        one.set_ylabel(label)
+    return {"": figure}
+
+
 def _alignments(job: DiagnosticJob, rows: np.ndarray) -> dict[int, float]:
     """cos(g_n, v_val) of these pool positions; 0 for a zero gradient."""
-    scoring, label = job.scoring, "alignment with the validation gradient"
-    v_val, engine = at_hand(scoring.scored.terms.v_val), scoring.engine
-    examples = [scoring.pool[i] for i in rows]
-    with widened(engine.model) as (model,):
-        at = engine.on(model)
-        way = _walked if at.separable else _one_by_one
-        dots, norms = way(job, at, examples, v_val, label)
+    ctx, label = job.ctx, "alignment with the validation gradient"
+    v_val, passes = at_hand(job.scoring.scored.terms.v_val), pass_settings(job.ctx)
+    examples = [job.scoring.pool[i] for i in rows]
+    with widened(job.scoring.engine.model) as (model,):
+        engine = job.scoring.engine.on(model)
+        if engine.separable:
+            wanted = {"direction": v_val, "bounds": True, "squared": True}
+            objective = loss_objective(model)
+            found = walk(engine, examples, objective, passes, ctx.reporter, label, **wanted)
+            dots = found.dots
+            norms = np.sqrt((found.inner_sums.astype(np.float64) ** 2).sum(1))
+        else:  # a model that uses a weight twice: plain autograd, one example at a time
+            place = {f"alignment {i}": e for i, e in zip(rows, examples, strict=True)}
+            pairs = job.each(
+                label,
+                "examples",
+                [*place],
+                lambda key: dot_alone(engine, place[key], v_val, passes),
+            )
+            dots, norms = np.array(pairs).T
     size = v_val.norm() * norms
     cosines = np.divide(dots, size, out=np.zeros_like(dots), where=size > 0)
     return dict(zip(rows.tolist(), cosines.tolist(), strict=True))
-
-
-def _walked(
-    job: DiagnosticJob, engine: GhostEngine, examples: list[Example], v_val: Vector, label: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """(⟨g_n, v_val⟩, ‖g_n‖) of every example, in batches; needs a separable engine."""
-    found = walk(
-        engine,
-        examples,
-        loss_objective(engine.model),
-        pass_settings(job.ctx),
-        job.reporter,
-        label,
-        direction=v_val,
-        bounds=True,
-        squared=True,
-    )
-    return found.dots, np.sqrt((found.inner_sums.astype(np.float64) ** 2).sum(1))
-
-
-def _one_by_one(
-    job: DiagnosticJob, engine: GhostEngine, examples: list[Example], v_val: Vector, label: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """The same by plain autograd, one example at a time, for models that use a weight twice."""
-    settings, pieces = pass_settings(job.ctx), job.ctx.pieces
-    piece = pieces.load("alignment")
-    found = piece.tensors["found"] if piece else torch.zeros(2, len(examples), dtype=torch.float64)
-    done = piece.facts["done"] if piece else 0
-    with job.reporter.track(label, len(examples), "examples", done) as progress, pieces.loop():
-        for number in range(done, len(examples)):
-            example = examples[number]
-            found[:, number] = torch.tensor(dot_alone(engine, example, v_val, settings))
-            progress.advance(1, tokens=example.num_tokens)
-            where = f"{label}: {number + 1:,} of {len(examples):,} examples"
-            state = ({"found": found}, {"done": number + 1})
-            pieces.tick("alignment", lambda state=state: state, where)
-    return found[0].numpy(), found[1].numpy()
 
 
 @torch.no_grad()
@@ -145,11 +143,8 @@ def _embedding_sums(job: DiagnosticJob, groups: Mapping[str, np.ndarray]) -> dic
     piece = ctx.pieces.load("embeddings")
     done = piece.facts["done"] if piece else 0
     sums: dict[str, Tensor] = dict(piece.tensors) if piece else {}
-    label = "embeddings"
-    with (
-        job.reporter.track(label, len(pool), "examples", done) as progress,
-        ctx.pieces.loop(),
-    ):
+    track = job.reporter.track("embeddings", len(pool), "examples", done)
+    with track as progress, ctx.pieces.loop():
         for rows in remaining_batches(pool, ctx.batch_tokens, done):
             chosen = [pool[i] for i in rows]
             batch = collate(chosen, ctx.pad_id, ctx.config.data.padding_side, ctx.device)
@@ -163,60 +158,77 @@ def _embedding_sums(job: DiagnosticJob, groups: Mapping[str, np.ndarray]) -> dic
                 sums[name] = sums[name] + part if name in sums else part
             done += len(rows)
             progress.advance(len(rows), tokens=sum(e.num_tokens for e in chosen))
-            where = f"{label}: {done:,} of {len(pool):,} examples"
+            where = f"embeddings: {done:,} of {len(pool):,} examples"
             state = (dict(sums), {"done": done})
             ctx.pieces.tick("embeddings", lambda state=state: state, where)
     return sums
 
 
-def _diversity(total: Tensor, count: int) -> float | None:
-    """1 − mean cosine over all pairs, computed from the sum of the unit vectors."""
-    if count < 2:
-        return None
-    return 1.0 - (float(total @ total) - count) / (count * (count - 1))
-
-
 def param_statistics(job: DiagnosticJob) -> dict[str, Any]:
     """Shares and enrichment of the layers, the modules and the paper's groups."""
-    if not (job.final / "mask.safetensors").is_file():
+    mask = job.mask
+    if mask is None:
         return {"note": "the run selects no entries (select.variant=data)"}
-    mask = read_mask(job.final)
-    places = {name: locate(name) for name in job.ctx.candidate_shapes}
     sizes = {name: shape.numel() for name, shape in job.ctx.candidate_shapes.items()}
     taken = {name: mask[name].numel() if name in mask else 0 for name in sizes}
-    layers: dict[str, list[str]] = defaultdict(list)
-    modules: dict[str, list[str]] = defaultdict(list)
-    families: dict[str, list[str]] = defaultdict(list)
-    for name, (layer, module) in places.items():
+
+    def share(names: list[str], within: list[str] | None = None) -> dict[str, float | None]:
+        """Share of the group in the selection and in the candidates, and their ratio."""
+        if not names:
+            return {"selected": None, "pool": None, "enrichment": None}
+        chosen, total = (sum(count[n] for n in within or sizes) for count in (taken, sizes))
+        pool = sum(sizes[n] for n in names) / total
+        selected = sum(taken[n] for n in names) / chosen if chosen else None
+        ratio = None if selected is None else selected / pool
+        return {"selected": selected, "pool": pool, "enrichment": ratio}
+
+    layers, modules, families = (defaultdict[str, list[str]](list) for _ in range(3))
+    for name in sizes:
+        layer, module = locate(name)
         layers["other" if layer is None else str(layer)].append(name)
         modules[module].append(name)
         families[family(module)].append(name)
-    by_share = sorted(
-        (layer for layer in layers if layer != "other"),
-        key=lambda layer: -sum(taken[n] for n in layers[layer]),
-    )
-    depth = len(by_share)
-    early = range(max(1, round(depth * EARLY)))
-    top = by_share[: min(TOP_LAYERS, depth)]
-    ffn = families.get("ffn", [])
-    down = [name for name in ffn if places[name][1].rsplit(".", 1)[-1] in DOWN]
-    groups = {
-        f"top {len(top)} layers": _share([n for x in top for n in layers[x]], taken, sizes),
-        f"early layers (L0–L{early[-1]})": _share(
-            [n for x in early for n in layers.get(str(x), [])], taken, sizes
-        ),
-        "attention": _share(families.get("attention", []), taken, sizes),
-        "FFN": _share(ffn, taken, sizes),
-        "down_proj within FFN": _share(down, taken, sizes, within=ffn),
-    }
+    numbered = [layer for layer in layers if layer != "other"]
+    top = sorted(numbered, key=lambda layer: -sum(taken[n] for n in layers[layer]))[:TOP_LAYERS]
+    early = range(max(1, round(len(numbered) * EARLY)))
+    ffn = families["ffn"]
+    down = [name for name in ffn if locate(name)[1].rsplit(".", 1)[-1] in DOWN]
     return {
         "selected": sum(taken.values()),
         "candidates": sum(sizes.values()),
         "top_layers": [int(layer) for layer in top],
-        "groups": groups,
-        "layers": {layer: _share(names, taken, sizes) for layer, names in layers.items()},
-        "modules": {module: _share(names, taken, sizes) for module, names in modules.items()},
+        "groups": {
+            f"top {len(top)} layers": share([n for x in top for n in layers[x]]),
+            f"early layers (L0–L{early[-1]})": share(
+                [n for x in early for n in layers.get(str(x), [])]
+            ),
+            "attention": share(families["attention"]),
+            "FFN": share(ffn),
+            "down_proj within FFN": share(down, within=ffn),
+        },
+        "layers": {layer: share(names) for layer, names in layers.items()},
+        "modules": {module: share(names) for module, names in modules.items()},
     }
+
+
+def draw_param_statistics(result: Result) -> Figures:
+    """Shares of the paper's groups in selection and candidates; enrichment by layer."""
+    figure, (left, right) = canvas.panels(1, 2, width=5.4, height=3.6)
+    groups = {k: v for k, v in result["groups"].items() if v["pool"] is not None}
+    names = [name.replace(" layers", "\nlayers").replace(" within", "\nwithin") for name in groups]
+    titles = {"selected": "selected", "pool": "candidates"}
+    shares = {title: canvas.column([*groups.values()], key, 100) for key, title in titles.items()}
+    canvas.bars(left, names, shares, "{:.1f}")
+    left.set_ylabel("share (%)")
+    left.tick_params(axis="x", labelsize=7)
+    layers = sorted((int(n), v) for n, v in result["layers"].items() if n != "other")
+    right.bar([n for n, _ in layers], [v["enrichment"] or 0 for _, v in layers], color=COLOURS[0])
+    right.axhline(1.0, color=COLOURS[-1], linestyle="--", linewidth=1, label="candidates")
+    right.locator_params(axis="x", integer=True)
+    right.set_xlabel("layer")
+    right.set_ylabel("enrichment (× share of candidates)")
+    canvas.legend_above(right)
+    return {"": figure}
 
 
 def family(module: str) -> str:
@@ -227,44 +239,22 @@ def family(module: str) -> str:
     return "ffn" if any(word in module for word in words) else "other"
 
 
-def _share(
-    names: list[str],
-    taken: Mapping[str, int],
-    sizes: Mapping[str, int],
-    within: list[str] | None = None,
-) -> dict[str, float | None]:
-    """Share of the group in the selection and in the candidates, and their ratio."""
-    frame = list(sizes) if within is None else within
-    chosen, total = sum(taken[n] for n in frame), sum(sizes[n] for n in frame)
-    if not names or not total:
-        return {"selected": None, "pool": None, "enrichment": None}
-    pool = sum(sizes[n] for n in names) / total
-    selected = sum(taken[n] for n in names) / chosen if chosen else None
-    return {
-        "selected": selected,
-        "pool": pool,
-        "enrichment": None if selected is None else selected / pool,
-    }
-
-
 def heatmap(job: DiagnosticJob) -> dict[str, Any]:
     """H_{l,m} and, if the run has a mask, the selected share of each block."""
-    at = warm_surrogate(job)
-    scores = at.scores(at.projection, at.scored.grad_sum)
-    masked = (job.final / "mask.safetensors").is_file()
-    mask = read_mask(job.final) if masked else {}
+    scores, mask = warm_surrogate(job).scores(), job.mask
     totals: dict[tuple[int, str], list[float]] = {}
-    with job.reporter.track("heat map", len(scores.forms), "parameters") as progress:
-        for name, form in scores.forms.items():
+    with job.reporter.track("heat map", scores.num_entries, "entries") as progress:
+        for name, part in chunks(scores):
             layer, module = locate(name)
-            progress.advance(1)
-            if layer is None:
-                continue
-            block = totals.setdefault((layer, module), [0.0, 0.0, 0.0])
-            for start, stop in form.chunks():
-                block[0] += float(scores.piece(name, start, stop).abs().double().sum())
-            block[1] += form.num_entries
-            block[2] += mask[name].numel() if name in mask else 0
+            if layer is not None:
+                block = totals.setdefault((layer, module), [0.0, 0, 0])
+                block[0] += float(part.abs().double().sum())
+                block[1] += part.numel()
+            progress.advance(part.numel())
+    for name, index in (mask or {}).items():
+        layer, module = locate(name)
+        if layer is not None and (layer, module) in totals:
+            totals[layer, module][2] += index.numel()
     layers = sorted({layer for layer, _ in totals})
     modules = list(dict.fromkeys(module for _, module in totals))
 
@@ -276,73 +266,58 @@ def heatmap(job: DiagnosticJob) -> dict[str, Any]:
         "layers": layers,
         "modules": modules,
         "mean_abs_score": table(0),
-        "selected_share": table(2) if masked else None,
+        "selected_share": None if mask is None else table(2),
     }
+
+
+def draw_heatmap(result: Result) -> Figures:
+    """Layer × module: mean |score| relative to its maximum, and the selected share if known."""
+    scores = np.array(result["mean_abs_score"], float)
+    largest = np.nanmax(scores) if np.isfinite(scores).any() else 0.0
+    tables = {"mean |score| over the largest": scores / largest if largest > 0 else scores}
+    if result["selected_share"] is not None:
+        share = 100 * np.array(result["selected_share"], float)
+        tables["selected entries of the block (%)"] = share
+    layers, modules = result["layers"], result["modules"]
+    names, every = canvas.short_names(modules), max(1, len(layers) // 14)
+    height = max(3.0, 0.8 + 0.17 * len(layers))
+    figure, axes = canvas.panels(1, len(tables), width=max(3.8, 0.55 * len(modules)), height=height)
+    for one, (label, values) in zip(axes, tables.items(), strict=True):
+        image = one.imshow(values, aspect="auto", cmap="viridis", vmin=0)
+        one.grid(False)
+        one.set_xticks(range(len(modules)), [names[m] for m in modules], rotation=60, fontsize=8)
+        one.set_yticks(range(0, len(layers), every), layers[::every], fontsize=8)
+        one.set_ylabel("layer")
+        figure.colorbar(image, ax=one, label=label)
+    return {"": figure}
 
 
 def histograms(job: DiagnosticJob) -> dict[str, Any]:
     """Counts of both scores in bins that are equally spaced in asinh(score / median |score|)."""
-    k, b = budgets(job)
+    k, b = job.budgets
     at = warm_surrogate(job)
-    scores = at.scores(at.projection, at.scored.grad_sum)
-    mask = at.mask(at.projection, at.scored.grad_sum, k)
-    sides: dict[str, Any] = {"params": _histogram_of_vector(job, scores, mask.threshold, k)}
-    known, bound = known_scores(job)
+    scores, cutoff = at.scores(), at.mask(k).threshold
+    (sample,), _ = sampled([scores], SCALE_SAMPLE, job.rng("histogram"))
+    params = _histogram(lambda: (part for _, part in chunks(scores)), sample, cutoff)
+    known, bound = job.known_scores()
     if known is None:
         known = at.pool_scores() * at.eta_sc
-    cut = float(known[at.best(known, b)].min())
-    edges, scale = _edges(known, len(known))
-    sides["examples"] = {
-        "edges": edges.tolist(),
-        "scale": scale,
-        "counts": np.histogram(known, edges)[0].tolist(),
-        "cutoff": cut,
-        "selected": b,
-        "total": len(known),
-        "negative": int((known < 0).sum()),
-        "largest_bound": float(bound.max()),
-    }
-    return sides
-
-
-def _histogram_of_vector(
-    job: DiagnosticJob, scores: Vector, cutoff: float, k: int
-) -> dict[str, Any]:
-    (sample,), _ = sampled([scores], SCALE_SAMPLE, job.rng("histogram"))
-    low, high = sample.min(), sample.max()
-    for piece in _pieces(scores):
-        low, high = min(low, float(piece.min())), max(high, float(piece.max()))
-    edges, scale = _edges(sample, scores.num_entries, float(low), float(high))
-    inner = torch.from_numpy(edges[1:-1])
-    total, negative = torch.zeros(len(edges) - 1, dtype=torch.int64), 0
-    for piece in _pieces(scores):
-        where = torch.bucketize(piece, inner.to(piece), right=True)
-        total += torch.bincount(where, minlength=len(total)).cpu()
-        negative += int((piece < 0).sum())
+    cutoff, values = float(known[at.best(known, b)].min()), torch.from_numpy(known)
+    examples = _histogram(lambda: [values], known, cutoff)
     return {
-        "edges": edges.tolist(),
-        "scale": scale,
-        "counts": total.tolist(),
-        "cutoff": cutoff,
-        "selected": k,
-        "total": scores.num_entries,
-        "negative": negative,
+        "params": params | {"selected": k},
+        "examples": examples | {"selected": b, "largest_bound": float(bound.max())},
     }
 
 
-def _pieces(vector: Vector) -> Iterator[Tensor]:
-    for name, form in vector.forms.items():
-        for start, stop in form.chunks():
-            yield vector.piece(name, start, stop)
-
-
-def _edges(
-    values: np.ndarray, total: int, low: float | None = None, high: float | None = None
-) -> tuple[np.ndarray, float]:
-    """(edges from smallest to largest value, equally spaced in asinh(value / scale); the scale)."""
-    low = float(values.min()) if low is None else low
-    high = float(values.max()) if high is None else high
-    sizes = np.abs(values[values != 0])
+def _histogram(
+    parts: Callable[[], Iterable[Tensor]], sample: np.ndarray, cutoff: float
+) -> dict[str, Any]:
+    """Histogram of the values in `parts`, which is read twice; `sample` sets the scale."""
+    extremes = [(float(part.min()), float(part.max()), part.numel()) for part in parts()]
+    low, high = min(e[0] for e in extremes), max(e[1] for e in extremes)
+    total = sum(e[2] for e in extremes)
+    sizes = np.abs(sample[sample != 0])
     scale = float(np.median(sizes)) if len(sizes) else 1.0
     if not low < high:  # all values are equal
         low, high = low - scale, high + scale
@@ -350,4 +325,36 @@ def _edges(
     even = np.linspace(np.arcsinh(low / scale), np.arcsinh(high / scale), bins + 1)
     edges = np.sinh(even) * scale
     edges[0], edges[-1] = low, high  # exact ends: rounding would drop the extreme values
-    return edges, scale
+    inner = torch.from_numpy(edges[1:-1])
+    counts, negative = torch.zeros(bins, dtype=torch.int64), 0
+    for part in parts():
+        where = torch.bucketize(part, inner.to(part), right=True)
+        counts += torch.bincount(where, minlength=bins).cpu()
+        negative += int((part < 0).sum())
+    return {
+        "edges": edges.tolist(),
+        "scale": scale,
+        "counts": counts.tolist(),
+        "cutoff": cutoff,
+        "total": total,
+        "negative": negative,
+    }
+
+
+def draw_histograms(result: Result) -> Figures:
+    """Histograms of both scores on log-like axes, with the cut-off."""
+    figure, axes = canvas.panels(1, 2)
+    for one, (side, title) in zip(axes, SIDES.items(), strict=True):
+        facts = result[side]
+        one.stairs(
+            facts["counts"], facts["edges"], fill=True, color=COLOURS[5], edgecolor=COLOURS[0]
+        )
+        label = f"cut-off: {facts['selected']:,} of {facts['total']:,} selected"
+        one.axvline(facts["cutoff"], color=COLOURS[1], linestyle="--", label=label)
+        canvas.signed_axis(one, "x", facts["edges"], facts["scale"])
+        one.set_yscale("symlog", linthresh=1)
+        one.set_ylim(0, 2 * max(facts["counts"]))
+        one.set_xlabel(canvas.SCORE)
+        one.set_ylabel(f"{title} per bin")
+        canvas.legend_above(one)
+    return {"": figure}

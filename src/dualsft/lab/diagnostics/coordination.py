@@ -16,15 +16,19 @@ the surrogate, Σ_{n∈S} ⟨u ⊙ m, g_n⟩, and the paper's Overall is not mea
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dualsft.algorithm.topk import TopK
-from dualsft.lab.diagnostics.job import DiagnosticJob
+from dualsft.lab.compare.plots import COLOURS
+from dualsft.lab.diagnostics import canvas
+from dualsft.lab.diagnostics.canvas import SIDES, Figures, Result
+from dualsft.lab.diagnostics.job import DiagnosticJob, Surrogate, init_surrogate, warm_surrogate
 from dualsft.lab.diagnostics.ranking import (
     RANKED,
+    chunks,
     cosine,
     counts,
     jaccard,
@@ -34,7 +38,6 @@ from dualsft.lab.diagnostics.ranking import (
     sum_at,
     vector_spearman,
 )
-from dualsft.lab.diagnostics.surrogate import Surrogate, budgets, checkpoints, warm_surrogate
 from dualsft.runs.preflight import read_manifests
 from dualsft.storage.vectors import Products
 
@@ -44,21 +47,20 @@ PAIRS = 1000
 
 def local_regret(job: DiagnosticJob) -> dict[str, Any]:
     """Jaccard, utility ratio and regret of both sides at both checkpoints."""
-    k, b = budgets(job)
+    k, b = job.budgets
     rows = []
-    for at in checkpoints(job):
-        unaware = at.pool_scores()
-        chosen = at.best(unaware, b)
-        mask = at.mask(at.projection, at.scored.grad_sum, k)
+    for at in (init_surrogate(job), warm_surrogate(job)):
+        if at is None:
+            continue
+        chosen, mask = at.best(at.pool_scores(), b), at.mask(k)
         aware = at.dots(at.projection.restricted(mask.indices), "aware scores")
         best_aware = at.best(aware, b)
         got, most = float(aware[chosen].sum()), float(aware[best_aware].sum())
         overlap = jaccard(best_aware, chosen)
         rows.append(_regret("examples", at, overlap, got * at.eta_sc, most * at.eta_sc))
-        subset = [job.scoring.pool[i] for i in chosen]
-        chosen_sum = at.subset_sum(subset, "G of the selected examples")
-        scores = at.scores(at.projection, chosen_sum)
-        aware_mask = at.mask(at.projection, chosen_sum, k)
+        chosen_sum = at.subset_sum(chosen, "G of the selected examples")
+        scores = at.scores(grad_sum=chosen_sum)
+        aware_mask = at.mask(k, grad_sum=chosen_sum)
         got, most = sum_at(scores, mask.indices), sum_at(scores, aware_mask.indices)
         overlap = mask_jaccard(aware_mask.indices, mask.indices)
         rows.append(_regret("params", at, overlap, got, most))
@@ -79,83 +81,103 @@ def _regret(side: str, at: Surrogate, overlap: float, got: float, most: float) -
     }
 
 
+def draw_local_regret(result: Result) -> Figures:
+    """Jaccard and regret by side and checkpoint."""
+    figure, axes = canvas.panels(1, 2)
+    rows = {(r["side"], r["checkpoint"]): r for r in result["rows"]}
+    at = list(dict.fromkeys(r["checkpoint"] for r in result["rows"]))
+    measures = {"jaccard": "Jaccard, aware and unaware", "regret_percent": "regret (% of utility)"}
+    for one, (key, label) in zip(axes, measures.items(), strict=True):
+        series = {name: [rows[side, name][key] for side in SIDES] for name in at}
+        canvas.bars(one, list(SIDES.values()), series)
+        one.set_ylabel(label)
+    axes[0].set_ylim(0, 1.1)
+    return {"": figure}
+
+
 def coordination_gap(job: DiagnosticJob) -> dict[str, Any]:
     """Distance between isolated first-order scores and those aware of the other side."""
-    k, b = budgets(job)
+    k, b = job.budgets
     at = warm_surrogate(job)
-    chosen = at.best(at.pool_scores(), b)
-    mask = at.mask(at.projection, at.scored.grad_sum, k)
-    first = replace(at.scored.terms, curvature=None).projection(at.scored.grad_sum)
+    chosen, mask, eta = at.best(at.pool_scores(), b), at.mask(k), at.eta_sc
+    first = at.varied(at.scored.terms.v_val, second_order=False)
     isolated = at.dots(first, "isolated scores")
     aware = at.dots(first.restricted(mask.indices), "mask-aware scores")
-    eta = at.eta_sc
-    chosen_sum = at.subset_sum([job.scoring.pool[i] for i in chosen], "G of the selected examples")
-    iso_params = at.scores(first, at.scored.grad_sum)
-    aware_params = at.scores(first, chosen_sum)
-    vectors = {"iso": iso_params, "aware": aware_params, "gap": iso_params.plus(aware_params, -1.0)}
-    products = Products(vectors, [("iso", "iso"), ("gap", "gap"), ("aware", "aware")])
-    agreement = iso_params.cosine(aware_params)
-    rank, ranked = vector_spearman(iso_params, aware_params, job.rng("ranks"))
-    (left, right), _ = sampled([iso_params, aware_params], RANKED, job.rng("signs"))
-    gap = isolated - aware
-    size, size_params = float(np.linalg.norm(isolated)), products.norm("iso")
-    aware_mask = at.mask(first, chosen_sum, k)
-    iso_mask = at.mask(first, at.scored.grad_sum, k)
-    return {
-        "k": k,
-        "b": b,
-        "examples": {
-            "gap_rms": float(np.sqrt((gap**2).mean())) * eta,
-            "isolated_rms": size / len(gap) ** 0.5 * eta,
-            "relative_gap": float(np.linalg.norm(gap)) / size if size > 0 else None,
-            "largest_gap": float(np.abs(gap).max()) * eta,
-            "cosine": cosine(isolated, aware),
-            "spearman": spearman(isolated, aware),
-            "ranked": len(gap),
-            "sign_changes": float((np.sign(isolated) != np.sign(aware)).mean()),
-            "jaccard": jaccard(at.best(isolated, b), at.best(aware, b)),
-        },
-        "params": {
-            "gap_rms": products.norm("gap") / iso_params.num_entries**0.5,
-            "isolated_rms": size_params / iso_params.num_entries**0.5,
-            "relative_gap": products.norm("gap") / size_params if size_params > 0 else None,
-            "largest_gap": _largest(vectors["gap"]),
-            "cosine": agreement,
-            "spearman": rank,
-            "ranked": ranked,
-            "sign_changes": float((np.sign(left) != np.sign(right)).mean()),
-            "jaccard": mask_jaccard(iso_mask.indices, aware_mask.indices),
-        },
+    gap, size = isolated - aware, float(np.linalg.norm(isolated))
+    examples = {
+        "gap_rms": float(np.sqrt((gap**2).mean())) * eta,
+        "isolated_rms": size / len(gap) ** 0.5 * eta,
+        "relative_gap": float(np.linalg.norm(gap)) / size if size > 0 else None,
+        "largest_gap": float(np.abs(gap).max()) * eta,
+        "cosine": cosine(isolated, aware),
+        "spearman": spearman(isolated, aware),
+        "ranked": len(gap),
+        "sign_changes": float((np.sign(isolated) != np.sign(aware)).mean()),
+        "jaccard": jaccard(at.best(isolated, b), at.best(aware, b)),
     }
+    chosen_sum = at.subset_sum(chosen, "G of the selected examples")
+    vectors = {"iso": at.scores(first), "aware": at.scores(first, chosen_sum)}
+    vectors["gap"] = vectors["iso"].plus(vectors["aware"], -1.0)
+    products = Products(vectors, [("iso", "iso"), ("gap", "gap")])
+    gap_norm, size, root = products.norm("gap"), products.norm("iso"), first.num_entries**0.5
+    rank, ranked = vector_spearman(vectors["iso"], vectors["aware"], job.rng("ranks"))
+    (left, right), _ = sampled([vectors["iso"], vectors["aware"]], RANKED, job.rng("signs"))
+    masks = at.mask(k, first), at.mask(k, first, chosen_sum)
+    params = {
+        "gap_rms": gap_norm / root,
+        "isolated_rms": size / root,
+        "relative_gap": gap_norm / size if size > 0 else None,
+        "largest_gap": max(float(part.abs().max()) for _, part in chunks(vectors["gap"])),
+        "cosine": vectors["iso"].cosine(vectors["aware"]),
+        "spearman": rank,
+        "ranked": ranked,
+        "sign_changes": float((np.sign(left) != np.sign(right)).mean()),
+        "jaccard": mask_jaccard(*(m.indices for m in masks)),
+    }
+    return {"k": k, "b": b, "examples": examples, "params": params}
 
 
-def _largest(vector: Any) -> float:
-    return max(
-        float(vector.piece(name, start, stop).abs().max())
-        for name, form in vector.forms.items()
-        for start, stop in form.chunks()
-    )
+def draw_coordination_gap(result: Result) -> Figures:
+    """The measures without units, for both sides."""
+    figure, (axes,) = canvas.panels(1, 1, width=6.4)
+    keys = {
+        "relative_gap": "‖gap‖ / ‖isolated‖",
+        "cosine": "cosine",
+        "spearman": "Spearman",
+        "sign_changes": "sign changes",
+        "jaccard": "Jaccard of\nthe selections",
+    }
+    series = {title: [result[side][key] for key in keys] for side, title in SIDES.items()}
+    canvas.bars(axes, list(keys.values()), series)
+    axes.set_ylabel("isolated versus aware scores")
+    return {"": figure}
 
 
-@dataclass
-class _Pair:
+@dataclass(frozen=True)
+class _Round:
     """The selections of both sides after a round."""
 
     mask: TopK
     positions: np.ndarray
     utility: float
     """Σ_{n∈S} ⟨u ⊙ m, g_n⟩, eta_sc included."""
+    moved: str | None = None
+    """The side that this round selected again."""
+    overlap: float = 1.0
+    """Jaccard of that side with the round before."""
+    seconds: float = 0.0
+    """Time of this round and all before it."""
 
 
 def reselection(job: DiagnosticJob) -> dict[str, Any]:
     """One-shot selection versus T rounds in both orders, with cost and scatter plots."""
     rounds = counts(job.options.rounds, "diagnose.reselection.rounds")
-    k, b = budgets(job)
+    k, b = job.budgets
     at = warm_surrogate(job)
-    unaware = at.pool_scores()
+    unaware, mask = at.pool_scores(), at.mask(k)
     positions = at.best(unaware, b)
-    mask = at.mask(at.projection, at.scored.grad_sum, k)
-    start = _start(job, at, mask, positions)
+    total = at.subset_sum(positions, "G of the one-shot examples")
+    start = _Round(mask, positions, sum_at(at.scores(grad_sum=total), mask.indices))
     manifests, _ = read_manifests(job.ctx.rundir.path)
     seconds = {name: float(m["seconds"]) for name, m in manifests.items()}
     stages = ("warmup", "gradients", "scores", "selection")
@@ -163,8 +185,13 @@ def reselection(job: DiagnosticJob) -> dict[str, Any]:
     finetune = seconds.get("finetune")
     orders, scatter = {}, {}
     for order in ("data_to_param", "param_to_data"):
-        history, scatter_side = _rounds(job, at, start, order, max(rounds), unaware)
-        scatter |= scatter_side
+        history = [start]
+        for number in range(1, max(rounds) + 1):
+            # the sides alternate; data_to_param updates the mask first, given the data
+            move = _move_mask if (order == "data_to_param") == (number % 2 == 1) else _move_data
+            after, points = move(at, history[-1], unaware, f"{order} round {number}", number == 1)
+            history.append(after)
+            scatter |= points
         orders[order] = [_row(history, t, shared, finetune) for t in rounds]
     return {
         "k": k,
@@ -176,78 +203,57 @@ def reselection(job: DiagnosticJob) -> dict[str, Any]:
     }
 
 
-def _start(job: DiagnosticJob, at: Surrogate, mask: TopK, positions: np.ndarray) -> _Pair:
-    """The one-shot selections and their utility."""
-    subset = [job.scoring.pool[i] for i in positions]
-    total = at.subset_sum(subset, "G of the one-shot examples")
-    return _Pair(mask, positions, sum_at(at.scores(at.projection, total), mask.indices))
+def _move_mask(
+    at: Surrogate, before: _Round, unaware: np.ndarray, label: str, plotted: bool
+) -> tuple[_Round, dict[str, Any]]:
+    """(the state with the mask selected again, given the examples; scatter data if `plotted`)."""
+    start = time.perf_counter()
+    total = at.subset_sum(before.positions, label)
+    mask = at.mask(before.mask.num_selected, grad_sum=total)
+    seconds = before.seconds + time.perf_counter() - start
+    aware = at.scores(grad_sum=total)
+    overlap, scatter = mask_jaccard(before.mask.indices, mask.indices), {}
+    if plotted:
+        (old, new), _ = sampled([at.scores(), aware], PAIRS, at.job.rng("scatter params"))
+        rank, ranked = vector_spearman(at.scores(), aware, at.job.rng("ranks"))
+        scatter["params"] = _scatter(old, new, rank, ranked, overlap)
+    utility = sum_at(aware, mask.indices)
+    return _Round(mask, before.positions, utility, "params", overlap, seconds), scatter
 
 
-def _rounds(
-    job: DiagnosticJob, at: Surrogate, start: _Pair, order: str, last: int, unaware: np.ndarray
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(state after each round, starting with round 0; scatter data of the first round)."""
-    pair, spent = start, 0.0
-    history: list[dict[str, Any]] = [
-        {"moved": None, "jaccard_before": 1.0, "pair": start, "seconds": 0.0}
-    ]
-    scatter: dict[str, Any] = {}
-    for number in range(1, last + 1):
-        # the sides alternate; data_to_param updates the mask first, given the data
-        moves_mask = (order == "data_to_param") == (number % 2 == 1)
-        label = f"{order} round {number}"
-        before = pair
-        if moves_mask:
-            began = time.perf_counter()
-            subset = [job.scoring.pool[i] for i in pair.positions]
-            total = at.subset_sum(subset, label)
-            mask = at.mask(at.projection, total, pair.mask.num_selected)
-            seconds = time.perf_counter() - began
-            aware = at.scores(at.projection, total)
-            pair = _Pair(mask, pair.positions, sum_at(aware, mask.indices))
-            overlap = mask_jaccard(before.mask.indices, mask.indices)
-            if number == 1:
-                one_shot = at.scores(at.projection, at.scored.grad_sum)
-                (old, new), _ = sampled([one_shot, aware], PAIRS, job.rng("scatter params"))
-                rank, ranked = vector_spearman(one_shot, aware, job.rng("ranks"))
-                scatter["params"] = _scatter(old, new, rank, ranked, overlap)
-        else:
-            masked = at.projection.restricted(pair.mask.indices)
-            dots, seconds = at.timed_dots(masked, label)
-            chosen = at.best(dots, len(pair.positions))
-            pair = _Pair(pair.mask, chosen, float(dots[chosen].sum()) * at.eta_sc)
-            overlap = jaccard(before.positions, chosen)
-            if number == 1:
-                rows = job.rng("scatter examples").permutation(len(dots))[:PAIRS]
-                old, new = unaware[rows] * at.eta_sc, dots[rows] * at.eta_sc
-                rank = spearman(unaware, dots)
-                scatter["examples"] = _scatter(old, new, rank, len(dots), overlap)
-        spent += seconds
-        moved = "params" if moves_mask else "examples"
-        history.append({"moved": moved, "jaccard_before": overlap, "pair": pair, "seconds": spent})
-    return history, scatter
+def _move_data(
+    at: Surrogate, before: _Round, unaware: np.ndarray, label: str, plotted: bool
+) -> tuple[_Round, dict[str, Any]]:
+    """(the state with the examples selected again, given the mask; scatter data if `plotted`)."""
+    dots, seconds = at.timed_dots(at.projection.restricted(before.mask.indices), label)
+    chosen = at.best(dots, len(before.positions))
+    overlap, scatter = jaccard(before.positions, chosen), {}
+    if plotted:
+        rows = at.job.rng("scatter examples").permutation(len(dots))[:PAIRS]
+        old, new, rank = unaware[rows] * at.eta_sc, dots[rows] * at.eta_sc, spearman(unaware, dots)
+        scatter["examples"] = _scatter(old, new, rank, len(dots), overlap)
+    utility, seconds = float(dots[chosen].sum()) * at.eta_sc, before.seconds + seconds
+    return _Round(before.mask, chosen, utility, "examples", overlap, seconds), scatter
 
 
 def _row(
-    history: list[dict[str, Any]], rounds: int, shared: float, finetune: float | None
+    history: list[_Round], rounds: int, shared: float, finetune: float | None
 ) -> dict[str, Any]:
     """T rounds compared with none: overlap, utility, and cost relative to the one-shot run."""
-    first, now = history[0]["pair"], history[rounds]
-    pair, spent = now["pair"], now["seconds"]
+    first, now = history[0], history[rounds]
     whole = None if finetune is None else shared + finetune
+    gain = now.utility - first.utility
     return {
         "rounds": rounds,
-        "moved": now["moved"],
-        "jaccard_last_round": now["jaccard_before"],
-        "jaccard_params": mask_jaccard(first.mask.indices, pair.mask.indices),
-        "jaccard_examples": jaccard(first.positions, pair.positions),
-        "utility": pair.utility,
-        "utility_gain": (pair.utility - first.utility) / abs(first.utility)
-        if first.utility
-        else None,
-        "seconds": spent,
-        "relative_selection": (shared + spent) / shared if shared > 0 else None,
-        "relative_end_to_end": (whole + spent) / whole if whole else None,
+        "moved": now.moved,
+        "jaccard_last_round": now.overlap,
+        "jaccard_params": mask_jaccard(first.mask.indices, now.mask.indices),
+        "jaccard_examples": jaccard(first.positions, now.positions),
+        "utility": now.utility,
+        "utility_gain": gain / abs(first.utility) if first.utility else None,
+        "seconds": now.seconds,
+        "relative_selection": (shared + now.seconds) / shared if shared > 0 else None,
+        "relative_end_to_end": (whole + now.seconds) / whole if whole else None,
     }
 
 
@@ -261,3 +267,52 @@ def _scatter(
         "ranked": ranked,
         "jaccard": overlap,
     }
+
+
+def draw_reselection(result: Result) -> Figures:
+    """Overlap, utility and cost over the rounds, and a second figure with the scatter plots."""
+    titles = {"data_to_param": "data → param", "param_to_data": "param → data"}
+    orders = {titles[order]: rows for order, rows in result["orders"].items()}
+    rounds = [r["rounds"] for r in result["orders"]["data_to_param"]]
+    figure, axes = canvas.panels(1, 3, width=3.9)
+    overlaps: dict[str, canvas.Values] = {}
+    for title, rows in orders.items():
+        overlaps |= canvas.jaccards(rows, f"{title}: ")
+    canvas.lines(axes[0], rounds, overlaps)
+    axes[0].set_ylabel("Jaccard with the one-shot selection")
+    axes[0].set_ylim(0, 1.05)
+    canvas.legend_above(axes[0], columns=2)
+    for one, key, factor, label in (
+        (axes[1], "utility_gain", 100.0, "gain of surrogate utility (%)"),
+        (axes[2], "relative_selection", 1.0, "cost of selection (× one-shot)"),
+    ):
+        canvas.lines(
+            one,
+            rounds,
+            {f"{t} first": canvas.column(rows, key, factor) for t, rows in orders.items()},
+        )
+        one.set_ylabel(label)
+    for one in axes:
+        one.set_xlabel("rounds T")
+        one.set_xticks(rounds)
+    return {"": figure} | (
+        {"_scatter": _draw_scatter(result["scatter"])} if result["scatter"] else {}
+    )
+
+
+def _draw_scatter(scatter: Result) -> Any:
+    figure, axes = canvas.panels(1, len(scatter), height=3.8)
+    for one, (side, facts) in zip(axes, scatter.items(), strict=True):
+        x, y = np.array(facts["one_shot"]), np.array(facts["rescored"])
+        one.plot(x, y, "o", color=COLOURS[0], markersize=3, alpha=0.5, markeredgewidth=0)
+        one.ticklabel_format(style="sci", scilimits=(0, 0))
+        for values, which in ((x, "x"), (y, "y")):
+            sizes = np.abs(values[values != 0])
+            if side == "params" and len(sizes):  # heavy tails would collapse on a linear axis
+                canvas.signed_axis(one, which, values.tolist(), float(np.median(sizes)))
+        rank = "—" if facts["spearman"] is None else f"{facts['spearman']:.3f}"
+        one.set_title(f"{SIDES[side]}: Spearman {rank}, Jaccard {facts['jaccard']:.3f}", fontsize=9)
+        one.set_xlabel(f"one-shot score, {canvas.SCORE}", fontsize=8)
+        one.set_ylabel("re-scored, other side fixed", fontsize=8)
+        one.tick_params(labelsize=7)
+    return figure

@@ -18,34 +18,41 @@ The learning rate is constant, so θ_10, θ_50 … lie on one trajectory and eac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from dualsft.algorithm.projection import ProjectionTerms, effective_lambda
-from dualsft.data.examples import Example
-from dualsft.engine.ghost import GhostEngine
-from dualsft.engine.walk import loss_objective, walk
+from dualsft.config.settings import ScoreConfig
+from dualsft.data.examples import collate, make_batches
+from dualsft.engine.losses import distillation_objective
 from dualsft.errors import ConfigError
-from dualsft.lab.diagnostics.agreement import Bootstrap, interval, mean_of, number, pair_agreement
-from dualsft.lab.diagnostics.job import DiagnosticJob
-from dualsft.lab.diagnostics.ranking import counts, numbers, spearman
-from dualsft.lab.diagnostics.surrogate import Surrogate, init_surrogate, warm_surrogate
-from dualsft.lab.diagnostics.trials import (
-    Trials,
-    new_losses,
-    prior_losses,
-    quiet,
-    sample,
-    steps_plan,
-    stratified_mask,
+from dualsft.lab.compare.plots import COLOURS, MARKERS
+from dualsft.lab.diagnostics import canvas
+from dualsft.lab.diagnostics.canvas import Figures, Result
+from dualsft.lab.diagnostics.job import (
+    DiagnosticJob,
+    Surrogate,
+    gradient_sum,
+    init_surrogate,
+    loss_walk,
+    warm_surrogate,
 )
-from dualsft.memory.placement import at_hand, blank
-from dualsft.runs.context import RunContext, pass_settings
+from dualsft.lab.diagnostics.ranking import (
+    Bootstrap,
+    counts,
+    interval,
+    mean_of,
+    numbers,
+    pair_agreement,
+    spearman,
+)
+from dualsft.lab.diagnostics.trials import Trials, quiet, sample, steps_plan, stratified_mask
+from dualsft.memory.placement import at_hand
+from dualsft.runs.method import Job
 from dualsft.runs.stages.selection import param_budget
 from dualsft.storage.vectors import Products, Vector
 
@@ -59,7 +66,7 @@ PAPER_ROWS = {
     ("warmup", "first"): "Warmup + First-Order",
     ("warmup", "diagonal"): "Warmup + Diag-Second-Order",
 }
-PIECE = "fidelity"
+SETS = {"data": "subsets of examples", "param": "masks of entries"}
 
 
 @dataclass(frozen=True)
@@ -95,50 +102,36 @@ class Protocol:
 
     @classmethod
     def of(cls, job: DiagnosticJob) -> Protocol:
-        options, pool = job.options, len(job.roles["pool"])
-        preset = PRESETS[options.protocol]
-        chosen = {key: getattr(options, key) or value for key, value in preset.items()}
+        options, pool, field = job.options, len(job.roles["pool"]), "diagnose.fidelity"
+        given = {key: value for key, value in asdict(options).items() if value is not None}
+        chosen = asdict(options) | PRESETS[options.protocol] | given
         size = min(options.subset_size, max(1, pool // 2))
         if size < options.subset_size:
             job.reporter.warn(
                 f"subsets of {size:,} examples instead of {options.subset_size:,}: the pool has "
                 f"{pool:,}, and subsets of more than half of it are nearly the same"
             )
-        horizons = counts(chosen["horizons"], "diagnose.fidelity.horizons")
-        if not horizons or horizons[0] == 0:
-            raise ConfigError("diagnose.fidelity.horizons: give steps of at least 1, as in 10,50")
-        return cls(
-            subsets=chosen["subsets"],
-            masks=chosen["masks"],
-            subset_size=size,
-            horizons=horizons,
-            val_rows=chosen["val_rows"],
-            batch_size=options.batch_size,
-            lr=options.lr,
-            strata=options.strata,
-            shares=numbers(options.shares, "diagnose.fidelity.shares") if options.shares else [],
-            bootstrap=options.bootstrap,
-        )
+        horizons = counts(chosen["horizons"], f"{field}.horizons")
+        if horizons[0] == 0:
+            raise ConfigError(f"{field}.horizons: give steps of at least 1, as in 10,50")
+        shares = numbers(options.shares, f"{field}.shares") if options.shares else []
+        chosen |= {"subset_size": size, "horizons": horizons, "shares": shares}
+        return cls(**{one.name: chosen[one.name] for one in fields(cls)})
 
 
-def run(job: DiagnosticJob) -> dict[str, Any]:
+def fidelity(job: DiagnosticJob) -> dict[str, Any]:
     """Predict, train and measure all sets; finished sets are saved and reused after a kill."""
     protocol = Protocol.of(job)
     wanted = job.options.checkpoints.split(",")
-    piece = job.ctx.pieces.load(PIECE)
-    records: dict[str, Any] = piece.facts["records"] if piece else {}
     result: dict[str, Any] = {"protocol": asdict(protocol), "rows": [], "lds": [], "sets": {}}
     result["preservation"] = job.ctx.config.score.preservation
-    for name in ("init", "warmup"):
-        if name not in wanted:
-            continue
-        surrogate = init_surrogate(job) if name == "init" else warm_surrogate(job)
-        if surrogate is None:
-            job.reporter.say("no warmup, so θ̄ = θ_old: init and warmup are the same checkpoint")
-            continue
-        found = _Checkpoint(job, surrogate, protocol, records).run()
-        for key, value in found.items():
-            result[key] = result[key] | value if isinstance(value, dict) else result[key] + value
+    for name, surrogate in (("init", init_surrogate), ("warmup", warm_surrogate)):
+        at = surrogate(job) if name in wanted else None
+        if at is not None:
+            rows, lds, sets = _Checkpoint(job, at, protocol).run()
+            result["rows"] += rows
+            result["lds"] += lds
+            result["sets"] |= sets
     if not result["rows"]:
         raise ConfigError(
             f"diagnose.fidelity.checkpoints: {job.options.checkpoints!r} leaves no checkpoint in a "
@@ -150,210 +143,170 @@ def run(job: DiagnosticJob) -> dict[str, Any]:
 class _Checkpoint:
     """All trials and measurements from one checkpoint."""
 
-    def __init__(
-        self,
-        job: DiagnosticJob,
-        surrogate: Surrogate,
-        protocol: Protocol,
-        records: dict[str, Any],
-    ) -> None:
-        self.job, self.protocol, self.records = job, protocol, records
-        self.name, self.engine = surrogate.name, surrogate.engine
-        self.quiet = quiet(job.ctx)
-        self.pool, roles = job.roles["pool"], job.roles
-        self.val = sample(job.rng("fidelity validation"), roles["val"], protocol.val_rows)
-        self.anchors = sample(job.rng("fidelity anchors"), roles["anchor"], protocol.val_rows)
-        scored = surrogate.scored
-        self.grad_sum = at_hand(scored.grad_sum)
-        curvature = job.ctx.curvature(self.engine.candidates)
-        self.curvature = None if curvature is None else at_hand(curvature)
+    def __init__(self, job: DiagnosticJob, at: Surrogate, protocol: Protocol) -> None:
+        self.job, self.protocol, self.name, self.engine = job, protocol, at.name, at.engine
+        self.model, self.quiet, self.pool = at.engine.model, quiet(job.ctx), job.roles["pool"]
+        self.trials = Trials(self.quiet, self.model)
+        rows = protocol.val_rows
+        self.val = sample(job.rng("fidelity validation"), job.roles["val"], rows)
+        self.anchors = sample(job.rng("fidelity anchors"), job.roles["anchor"], rows)
+        curvature, score = job.ctx.curvature(self.engine.candidates), job.ctx.config.score
+        self.grad_sum, self.curvature = at.grad_sum, curvature and at_hand(curvature)
+        prior = at.scored.prior_grad if self.name == "warmup" else None
+        lam = job.scoring.scored.terms.lam_effective
         self.forms, self.lams = forms_of_u(
-            at_hand(scored.terms.val_grad),
-            at_hand(scored.prior_grad) if self.name == "warmup" else None,
-            self.curvature,
-            self.grad_sum,
-            job.ctx,
-            len(self.pool),
-            protocol.shares,
-            job.scoring.scored.terms.lam_effective,
+            at.scored.terms, prior, self.curvature, self.grad_sum, score, protocol.shares, lam
         )
-        cwsd = job.ctx.config.score.preservation == "cwsd" and job.ctx.warmed_up
+        cwsd = score.preservation == "cwsd" and job.ctx.warmed_up
         self.teacher = job.ctx.theta_old() if cwsd else None
+        self.own_lam = "relative" if score.lam_relative and "relative" in self.lams else "absolute"
+        """The form of λ in the run's own scores."""
+        self.new, self.prior = self._measure()
 
-    @property
-    def model(self) -> PreTrainedModel:
-        return self.engine.model
+    def run(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+        """(rows of the table, rows of the LDS, numbers of the sets)."""
+        subsets, masks = self.protocol.subsets, self.protocol.masks
+        names = [f"{self.name}/data/{i}" for i in range(subsets)]
+        names += [f"{self.name}/param/{i}" for i in range(masks)]
+        records = self.job.each(f"score fidelity ({self.name})", "sets", names, self._trial)
+        parts = {"data": records[:subsets], "param": records[subsets:]}
+        rows: list[dict[str, Any]] = []
+        sets: dict[str, Any] = {}
+        keys = [f.key for f in self.forms if f.step == "sgd" and f.lam == self.own_lam]
+        for side, mine in parts.items():
+            new, prior = (np.array([r[key] for r in mine]) for key in ("new", "prior"))
+            sets[f"{self.name}/{side}"] = {
+                "predicted": {key: [r["predicted"][key] for r in mine] for key in keys},
+                "gain_new": new.T.tolist(),
+                "gain_prior": prior.T.tolist(),
+            }
+            rows += self._rows(side, mine, new, prior)
+            loss = -float(new[:, 0].mean())
+            if loss > 0:  # scores predict the effect of small steps
+                self.job.reporter.warn(
+                    f"fidelity ({self.name}, {SETS[side]}): {self.protocol.horizons[0]} steps "
+                    f"raise the validation loss by {loss:.3g} on average, so they are not the "
+                    "small steps that scores are about; ask again with diagnose.fidelity.lr lower"
+                )
+        losses = {"new": float(self.new.mean()), "prior": float(self.prior.mean())}
+        return rows, self._lds(parts["data"]), sets | {f"{self.name}/start": losses}
 
-    def run(self) -> dict[str, Any]:
-        sets = [("data", i) for i in range(self.protocol.subsets)]
-        sets += [("param", i) for i in range(self.protocol.masks)]
-        waiting = [one for one in sets if self._key(*one) not in self.records]
-        trials = Trials(self.quiet, self.model)
-        base = self._measure()
-        label, pieces = f"score fidelity ({self.name})", self.job.ctx.pieces
-        done = len(sets) - len(waiting)
-        with self.job.reporter.track(label, len(sets), "sets", done) as progress, pieces.loop():
-            for side, number_ in waiting:
-                self.records[self._key(side, number_)] = self._one(trials, side, number_, base)
-                progress.advance(1)
-                done += 1
-                where = f"{label}: {done:,} of {len(sets):,} sets"
-                pieces.tick(PIECE, lambda: ({}, {"records": self.records}), where)
-        return self._summary(base)
-
-    def _key(self, side: str, number_: int) -> str:
-        return f"{self.name}/{side}/{number_}"
-
-    def _one(self, trials: Trials, side: str, number_: int, base: Measured) -> dict[str, Any]:
+    def _trial(self, key: str) -> dict[str, Any]:
         """Predict the utility of one set, train on it and measure the gains."""
+        _, side, number = key.split("/")
         record: dict[str, Any] = {}
-        rng = self.job.rng(f"fidelity {side} {number_}")
+        rng, rows = self.job.rng(f"fidelity {side} {number}"), self.pool
+        indices: Mapping[str, Tensor | None] = dict.fromkeys(self.engine.candidates.names)
         if side == "data":
-            size = self.protocol.subset_size
-            rows = [self.pool[i] for i in rng.choice(len(self.pool), size, replace=False)]
-            indices: Mapping[str, Tensor | None] = dict.fromkeys(self.engine.candidates.names)
-            gradient = self._gradient(rows)
+            chosen = rng.choice(len(self.pool), self.protocol.subset_size, replace=False)
+            rows = [self.pool[i] for i in chosen]
+            gradient: Vector = gradient_sum(self.quiet, self.engine, rows, "set", "directions")
             record["queries"] = self._queries(gradient)
         else:
-            rows, shapes = self.pool, self.job.ctx.candidate_shapes
-            k = param_budget(self.job.ctx, shapes)
-            varied = self.protocol.strata == "varied"
-            mask = stratified_mask(rng, {n: s.numel() for n, s in shapes.items()}, k, varied)
-            indices = {name: index for name, index in mask.items() if index.numel()}
+            shapes = self.job.ctx.candidate_shapes
+            sizes = {name: shape.numel() for name, shape in shapes.items()}
+            k, varied = param_budget(self.job.ctx, shapes), self.protocol.strata == "varied"
+            indices = mask = stratified_mask(rng, sizes, k, varied)
             gradient = self.grad_sum.restricted(mask)
         record["predicted"] = predicted(self.forms, gradient)
         del gradient
         horizons = self.protocol.horizons
-        found: dict[int, Measured] = {}
+        gains: list[tuple[np.ndarray, np.ndarray]] = []
 
         def measure(done: int) -> None:
             if done in horizons:
-                found[done] = self._measure()
+                new, prior = self._measure()
+                gains.append((self.new - new, self.prior - prior))
 
         plan = steps_plan(self.quiet, horizons[-1], self.protocol.lr, self.protocol.batch_size)
-        trials.run(rows, indices, plan, "trial", measure, constant=True)
-        trials.reset()
-        record["new"] = [float((base.new - found[k].new).mean()) for k in horizons]
-        record["prior"] = [float(np.mean(base.prior - found[k].prior)) for k in horizons]
+        self.trials.run(rows, indices, plan, "trial", measure, constant=True)
+        self.trials.reset()
+        record["new"] = [float(new.mean()) for new, _ in gains]
+        record["prior"] = [float(prior.mean()) for _, prior in gains]
         if side == "data":
-            record["query_gains"] = [(base.new - found[k].new).tolist() for k in horizons]
+            record["query_gains"] = [new.tolist() for new, _ in gains]
         return record
 
-    def _measure(self) -> Measured:
-        new = new_losses(self.quiet, self.model, self.val)
-        if self.teacher is None:
-            return Measured(new, np.zeros(1))
-        return Measured(new, prior_losses(self.quiet, self.teacher, self.model, self.anchors))
+    @torch.no_grad()
+    def _measure(self) -> tuple[np.ndarray, np.ndarray]:
+        """ℓ of each validation row, and ω τ² KL(θ_old ‖ model) of each anchor (CWSD).
 
-    def _gradient(self, rows: Sequence[Example]) -> Vector:
-        """Σ_{n∈S} g_n over the candidates."""
-        sums = blank(self.engine.candidates, self.engine.candidates.dtype)
-        _walk(self.quiet, self.engine, rows, sums=sums)
-        return sums
+        L_new and L_prior are their means.
+        """
+        ctx, anchors = self.quiet, self.anchors
+        new = Job(ctx, "data", ctx.rundir.path).losses(self.model, self.val, "validation")
+        if self.teacher is None:
+            return new, np.zeros(1)
+        prior, tau, side = (
+            np.empty(len(anchors)),
+            ctx.config.score.tau,
+            ctx.config.data.padding_side,
+        )
+        for rows in make_batches(anchors, ctx.batch_tokens):
+            batch = collate([anchors[i] for i in rows], ctx.pad_id, side, self.model.device)
+            _, divergence, omega = distillation_objective(self.teacher, self.model, batch, tau)
+            prior[rows] = (divergence * omega).cpu().numpy()
+        return new, prior
 
     def _queries(self, gradient: Vector) -> dict[str, list[float]]:
         """⟨∇ℓ_z, step of the subset⟩ of each validation row z, for the sgd and adam steps."""
         steps: dict[str, Vector] = {"sgd": gradient}
         if self.curvature is not None:
             steps["adam"] = gradient.combine(torch.div, self.curvature)
+        ctx, engine = self.quiet, self.engine
         return {
-            step: _walk(self.quiet, self.engine, self.val, direction=vector).tolist()
-            for step, vector in steps.items()
+            step: loss_walk(ctx, engine, self.val, "set", "directions", direction=v).dots.tolist()
+            for step, v in steps.items()
         }
 
-    # --- summary -------------------------------------------------------------------------------
-
-    def _summary(self, base: Measured) -> dict[str, Any]:
+    def _rows(
+        self, side: str, records: list[Any], new: np.ndarray, prior: np.ndarray
+    ) -> list[dict[str, Any]]:
+        """Agreement of every form of u with the gains, at each horizon and on average."""
+        draws = Bootstrap.of(len(records), self.protocol.bootstrap, self.job.rng("bootstrap"))
         rows: list[dict[str, Any]] = []
-        sets: dict[str, Any] = {}
-        sides = {"data": self.protocol.subsets, "param": self.protocol.masks}
-        for side, count in sides.items():
-            records = [self.records[self._key(side, i)] for i in range(count)]
-            draws = Bootstrap.of(count, self.protocol.bootstrap, self.job.rng("bootstrap"))
-            new, prior = (np.array([r[key] for r in records]) for key in ("new", "prior"))
-            sets[f"{self.name}/{side}"] = self._raw(records, new, prior)
-            self._warn_of_large_steps(side, float(new[:, 0].mean()))
-            for form in self.forms:
-                guess = np.array([r["predicted"][form.key] for r in records])
-                lam = self.lams[form.lam]
-                goals = {"new": new}
-                if self.teacher is not None:
-                    goals["own"] = new + lam * prior
-                for objective, gains in goals.items():
-                    facts = self._facts(form, side, objective, lam)
-                    rows += _agreement(facts, guess, gains, self.protocol.horizons, draws)
-        losses = {"new": float(base.new.mean()), "prior": float(base.prior.mean())}
-        return {"rows": rows, "lds": self._lds(), "sets": sets | {f"{self.name}/start": losses}}
+        for form in self.forms:
+            guess = np.array([r["predicted"][form.key] for r in records])
+            lam = self.lams[form.lam]
+            goals = {"new": new}
+            if self.teacher is not None:
+                goals["own"] = new + lam * prior
+            # only these forms correspond to a row of the paper's table
+            plain = form.lam == self.own_lam and form.step == "sgd"
+            facts = {
+                "checkpoint": self.name,
+                **asdict(form),
+                "lam_effective": lam,
+                "paper_row": PAPER_ROWS.get((self.name, form.order)) if plain else None,
+                "side": side,
+            }
+            for objective, gains in goals.items():
+                own = facts | {"objective": objective}
+                rows += _agreement(own, guess, gains, self.protocol.horizons, draws)
+        return rows
 
-    def _warn_of_large_steps(self, side: str, gain: float) -> None:
-        """Warn if the first horizon raises the loss: scores predict the effect of small steps."""
-        if gain < 0:
-            sets, first = {"data": "subsets", "param": "masks"}[side], self.protocol.horizons[0]
-            self.job.reporter.warn(
-                f"fidelity ({self.name}, {sets}): {first} steps raise the validation loss by "
-                f"{-gain:.3g} on average, so they are not the small steps that scores are about; "
-                "ask again with diagnose.fidelity.lr lower"
-            )
-
-    def _facts(self, form: ScoreForm, side: str, objective: str, lam: float) -> dict[str, Any]:
-        # only these forms correspond to a row of the paper's table
-        plain = form.lam == self._own_lam and form.step == "sgd"
-        paper = PAPER_ROWS.get((self.name, form.order)) if plain else None
-        return {
-            "checkpoint": self.name,
-            **asdict(form),
-            "lam_effective": lam,
-            "paper_row": paper,
-            "side": side,
-            "objective": objective,
-        }
-
-    @property
-    def _own_lam(self) -> str:
-        """The form of λ in the run's own scores."""
-        relative = self.job.ctx.config.score.lam_relative and "relative" in self.lams
-        wanted = "relative" if relative else "absolute"
-        return wanted if wanted in self.lams else "none"
-
-    def _raw(self, records: list[Any], new: np.ndarray, prior: np.ndarray) -> dict[str, Any]:
-        keys = [f.key for f in self.forms if f.step == "sgd" and f.lam == self._own_lam]
-        return {
-            "predicted": {key: [r["predicted"][key] for r in records] for key in keys},
-            "gain_new": new.T.tolist(),
-            "gain_prior": prior.T.tolist(),
-        }
-
-    def _lds(self) -> list[dict[str, Any]]:
+    def _lds(self, records: list[Any]) -> list[dict[str, Any]]:
         """Mean over validation rows of their rank correlations, with a bootstrap over subsets."""
-        records = [self.records[self._key("data", i)] for i in range(self.protocol.subsets)]
         draws = Bootstrap.of(len(records), self.protocol.bootstrap, self.job.rng("bootstrap lds"))
-        told = []
+        rows = []
         for step in records[0]["queries"]:
             guess = np.array([r["queries"][step] for r in records])
             for at, horizon in enumerate(self.protocol.horizons):
                 gains = np.array([r["query_gains"][at] for r in records])
                 each = [spearman(guess[:, z], gains[:, z]) for z in range(guess.shape[1])]
                 known = [z for z, rho in enumerate(each) if rho is not None]
-                total, said = np.zeros(len(draws.weights)), np.zeros(len(draws.weights))
+                total, defined = np.zeros(len(draws.weights)), np.zeros(len(draws.weights))
                 for z in known:
                     rho = draws.spearman(guess[:, z], gains[:, z])
                     total += np.nan_to_num(rho)
-                    said += np.isfinite(rho)
-                resampled = np.where(said > 0, total / np.maximum(said, 1), np.nan)
+                    defined += np.isfinite(rho)
+                resampled = np.where(defined > 0, total / np.maximum(defined, 1), np.nan)
                 low, high = interval(resampled)
-                told.append(
+                rows.append(
                     {"checkpoint": self.name, "step": step, "K": horizon, "lds": mean_of(each)}
                     | {"low": low, "high": high, "queries": len(known)}
                 )
-        return told
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Losses of the validation rows, and CWSD losses of the anchors."""
-
-    new: np.ndarray
-    prior: np.ndarray
+        return rows
 
 
 def _agreement(
@@ -364,29 +317,26 @@ def _agreement(
     draws: Bootstrap,
 ) -> list[dict[str, Any]]:
     """Rows with ρ and pairwise agreement at each horizon, and one with the means over horizons."""
-    told: list[dict[str, Any]] = []
-    rhos, pairs = [], []
-    for at, horizon in enumerate(horizons):
-        real = gains[:, at]
-        rhos.append(draws.spearman(guess, real))
-        pairs.append(draws.pairs(guess, real))
-        rho, pair = spearman(guess, real), pair_agreement(guess, real)
-        told.append(facts | {"K": horizon, "rho": rho, "pair": pair})
-        told[-1] |= {"rho_interval": interval(rhos[-1]), "pair_interval": interval(pairs[-1])}
-    mean = facts | {"K": "mean", "rho": mean_of([r["rho"] for r in told])}
-    mean["pair"] = mean_of([r["pair"] for r in told])
-    mean["rho_interval"] = interval(np.mean(rhos, 0))
-    mean["pair_interval"] = interval(np.mean(pairs, 0))
-    return [*told, mean]
+    rhos = [draws.spearman(guess, real) for real in gains.T]
+    pairs = [draws.pairs(guess, real) for real in gains.T]
+    rows: list[dict[str, Any]] = [
+        facts
+        | {"K": horizon, "rho": spearman(guess, real), "pair": pair_agreement(guess, real)}
+        | {"rho_interval": interval(rho), "pair_interval": interval(pair)}
+        for horizon, real, rho, pair in zip(horizons, gains.T, rhos, pairs, strict=True)
+    ]
+    means = {key: mean_of([row[key] for row in rows]) for key in ("rho", "pair")}
+    intervals = interval(np.mean(rhos, 0)), interval(np.mean(pairs, 0))
+    mean = {"K": "mean", **means, "rho_interval": intervals[0], "pair_interval": intervals[1]}
+    return [*rows, facts | mean]
 
 
 def forms_of_u(
-    val_grad: Vector,
+    terms: ProjectionTerms,
     prior_grad: Vector | None,
     curvature: Vector | None,
     grad_sum: Vector,
-    ctx: RunContext,
-    n_sc: int,
+    score: ScoreConfig,
     shares: Sequence[float],
     own_lam: float,
 ) -> tuple[dict[ScoreForm, Vector], dict[str, float]]:
@@ -395,7 +345,7 @@ def forms_of_u(
     At θ_old v_prior is zero and the effective value of a relative λ is undefined. The run's value
     (`own_lam`) is used, so that both checkpoints have the same objective.
     """
-    score = ctx.config.score
+    val_grad = terms.val_grad
     lams = {"none": 0.0, "absolute": score.lam}
     if prior_grad is not None:
         lams["relative"] = effective_lambda(score.lam, True, val_grad, prior_grad)
@@ -404,46 +354,112 @@ def forms_of_u(
     forms: dict[ScoreForm, Vector] = {}
     for lam, factor in lams.items():
         v_val = val_grad if prior_grad is None else val_grad.plus(prior_grad, factor)
-        plain = ProjectionTerms(
-            val_grad=val_grad,
-            v_val=v_val,
-            curvature=curvature,
-            preconditioner=None,
-            curvature_scale=1.0,
-            eta_ft=ctx.config.finetune.lr,
-            n_sc=n_sc,
-            lam_effective=factor,
-        )
         scales = {"first": 0.0}
         if curvature is not None:
             scales["diagonal"] = 1.0
             if score.curvature_scale != 1.0:
                 scales[f"diagonal times {score.curvature_scale:g}"] = score.curvature_scale
-            second = plain.second_order(grad_sum).norm()
-            first = v_val.norm()
+            plain = replace(terms, v_val=v_val, curvature=curvature, curvature_scale=1.0)
+            first, second = v_val.norm(), plain.second_order(grad_sum).norm()
             # scale of ĉ at which the second-order term has norm s · ‖v_val‖
             scales |= {f"diagonal {s:g}": s * first / second for s in shares if second > 0}
         for order, scale in scales.items():
             for step in ("sgd", "adam") if curvature is not None else ("sgd",):
-                terms = replace(
-                    plain,
+                forms[ScoreForm(order, lam, step)] = replace(
+                    terms,
+                    v_val=v_val,
                     curvature=curvature if scale else None,
                     curvature_scale=scale,
                     preconditioner=curvature if step == "adam" else None,
-                )
-                forms[ScoreForm(order, lam, step)] = terms.projection(grad_sum)
+                ).projection(grad_sum)
     return forms, lams
 
 
-def predicted(forms: Mapping[ScoreForm, Vector], gradient: Vector) -> dict[str, float | None]:
+def predicted(forms: Mapping[ScoreForm, Vector], gradient: Vector) -> dict[str, float]:
     """Û / eta_sc = ⟨u / eta_sc, gradient of the set⟩ for every form, in one read of the vectors."""
     vectors = {form.key: u for form, u in forms.items()} | {"set": gradient}
     products = Products(vectors, [(form.key, "set") for form in forms])
-    return {form.key: number(products.dot(form.key, "set")) for form in forms}
+    return {form.key: products.dot(form.key, "set") for form in forms}
 
 
-def _walk(ctx: RunContext, engine: GhostEngine, rows: Sequence[Example], **what: Any) -> np.ndarray:
-    """A short walk without log lines or saved progress; returns the dot products."""
-    objective, settings = loss_objective(engine.model), pass_settings(ctx)
-    with ctx.precise("directions", "score fidelity", engine.model):
-        return walk(engine, rows, objective, settings, ctx.reporter, "set", **what).dots
+def draw_fidelity(result: Result) -> Figures:
+    """ρ and pairwise agreement over K with 95 % intervals; every form of u; the LDS over K."""
+    own = any(r["objective"] == "own" for r in result["rows"])
+    rows = [r for r in result["rows"] if r["objective"] == ("own" if own else "new")]
+    figure, places = canvas.panels(2, 2, 4.8, 3.4)
+    measures = (("rho", "Spearman ρ", 0.0), ("pair", "pairwise agreement (%)", 50.0))
+    for across, (side, title) in enumerate(SETS.items()):
+        mine = [r for r in rows if r["side"] == side and r["paper_row"] and r["K"] != "mean"]
+        for down, (key, name, chance) in enumerate(measures):
+            axes = places[2 * down + across]
+            _curves(axes, [r | {"curve": r["paper_row"]} for r in mine], key, name, chance)
+        places[across].set_title(title)
+    figure.legend(*places[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    what = "L_val = L_new + λ L_prior" if own else "L_new"
+    figure.suptitle(f"Score fidelity: predicted against realised gain in {what}", fontsize=10)
+    figures = {"": figure}
+    if means := [r for r in rows if r["K"] == "mean" and r["rho"] is not None]:
+        figures["_forms"] = _forms(means)
+    if any(r["lds"] is not None for r in result["lds"]):
+        figures["_lds"], (axes,) = canvas.panels(1, 1, 5.6, 3.8)
+        scores = [
+            {"K": r["K"], "curve": f"{r['checkpoint']}, {r['step']} step", "lds": r["lds"]}
+            | {"lds_interval": (r["low"], r["high"])}
+            for r in result["lds"]
+        ]
+        _curves(axes, scores, "lds", "linear datamodeling score (mean ρ)", 0.0)
+        canvas.legend_above(axes, 4)
+    return figures
+
+
+def _ends(rows: Sequence[Result], key: str) -> tuple[list[float], list[float]]:
+    """Lower and upper ends of the intervals; the value itself where there is no interval."""
+    values = [(r[key], *r[f"{key}_interval"]) for r in rows]
+    low = [v if a is None else a for v, a, _ in values]
+    return low, [v if b is None else b for v, _, b in values]
+
+
+def _curves(axes: Any, rows: Sequence[Result], key: str, label: str, chance: float) -> None:
+    """Curves over K with intervals; the rows of one curve have the same "curve"."""
+    names = list(dict.fromkeys(r["curve"] for r in rows))
+    for number, name in enumerate(names):
+        mine = [r for r in rows if r["curve"] == name and r[key] is not None]
+        shift = 1.0 + 0.04 * (number - (len(names) - 1) / 2)  # keeps error bars from overlapping
+        values, (low, high) = np.array([r[key] for r in mine]), _ends(mine, key)
+        axes.errorbar(
+            [r["K"] * shift for r in mine],
+            values,
+            yerr=[np.maximum(0.0, values - low), np.maximum(0.0, high - values)],
+            color=COLOURS[number],
+            marker=MARKERS[number],
+            markersize=5,
+            linewidth=1.2,
+            capsize=2,
+            elinewidth=0.8,
+            label=name,
+        )
+    canvas.guide(axes, y=chance)
+    canvas.log_axis(axes, sorted({r["K"] for r in rows}))
+    axes.set_xlabel("AdamW steps K from the checkpoint")
+    axes.set_ylabel(label)
+
+
+def _forms(means: Sequence[Result]) -> Any:
+    """ρ averaged over K for every form of u: the effect of curvature, λ and step."""
+
+    def form(row: Result) -> str:
+        return f"{row['checkpoint']} · {row['order']} · λ {row['lam']} · {row['step']}"
+
+    labels = list(dict.fromkeys(form(r) for r in means))
+    figure, (axes,) = canvas.panels(1, 1, 7.2, 1.2 + 0.22 * len(labels))
+    for number, (side, name) in enumerate(SETS.items()):
+        mine = [r for r in means if r["side"] == side]
+        y = [labels.index(form(r)) + 0.14 * (2 * number - 1) for r in mine]
+        axes.hlines(y, *_ends(mine, "rho"), COLOURS[number], linewidth=0.9)
+        points = [r["rho"] for r in mine]
+        axes.plot(points, y, MARKERS[number], color=COLOURS[number], markersize=4, label=name)
+    canvas.guide(axes, x=0.0)
+    canvas.rows_axis([axes], labels)
+    axes.set_xlabel("Spearman ρ, mean over K (95 % interval)")
+    canvas.legend_above(axes)
+    return figure

@@ -19,31 +19,37 @@ directly. v, H and G are computed over samples of D_val, anchors and pool.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from dualsft.algorithm.projection import param_scores
 from dualsft.data.examples import Batch, Example, collate, make_batches
 from dualsft.engine.ghost import GhostEngine, alone
 from dualsft.engine.losses import Positions, model_inputs, plain_example_loss
-from dualsft.engine.walk import loss_objective, walk
 from dualsft.errors import ConfigError
-from dualsft.lab.diagnostics.agreement import mean_of, pair_agreement, top_overlap
+from dualsft.lab.compare.plots import COLOURS
+from dualsft.lab.diagnostics import canvas
+from dualsft.lab.diagnostics.canvas import Figures, Result
 from dualsft.lab.diagnostics.chosen_statistics import family
-from dualsft.lab.diagnostics.job import DiagnosticJob
-from dualsft.lab.diagnostics.ranking import cosine, counts, spearman
+from dualsft.lab.diagnostics.job import DiagnosticJob, gradient_sum, warm_surrogate
+from dualsft.lab.diagnostics.ranking import (
+    cosine,
+    counts,
+    mean_of,
+    pair_agreement,
+    spearman,
+    top_overlap,
+)
 from dualsft.lab.diagnostics.trials import quiet, sample
-from dualsft.memory.placement import blank
 from dualsft.model.load import Candidates, load_model, locate
-from dualsft.runs.context import RunContext, pass_settings
+from dualsft.runs.context import RunContext
 from dualsft.storage.vectors import Vector, accumulation_dtype
-from dualsft.system.paths import Place
 from dualsft.system.usage import Smaller, give_back, is_out_of_memory
 
 PAPER_LAYERS, PAPER_DEPTH = (3, 8, 10, 14, 16, 21, 24, 27), 28
@@ -53,7 +59,9 @@ TOP = 0.05
 """Share of the ranking whose overlap is reported."""
 BATCH_TOKENS = 2048
 """Most tokens per batch in double backward, which keeps the graph of the first backward."""
-PIECE = "hessian"
+
+Sums = dict[str, np.ndarray]
+"""[3, |B|] for the parameter of each slice B: v, H_B G_B and (H G)_B."""
 
 
 @dataclass(frozen=True)
@@ -67,52 +75,51 @@ class Slice:
     coordinates: Tensor
     """Flat indices, ascending."""
 
+    def of(self, block: Tensor) -> np.ndarray:
+        """The entries of the slice in a tensor of the parameter's shape, in fp64."""
+        flat = block.detach().reshape(-1)
+        return flat[self.coordinates.to(flat.device)].double().cpu().numpy()
 
-def run(job: DiagnosticJob) -> dict[str, Any]:
+
+def hessian(job: DiagnosticJob) -> dict[str, Any]:
     """Compare at both checkpoints; a finished checkpoint is saved and reused after a kill."""
-    ctx = job.ctx
-    slices = choose_slices(job)
-    piece = ctx.pieces.load(PIECE)
-    rows: list[dict[str, Any]] = piece.facts["rows"] if piece else []
-    folders: dict[str, Place] = {
-        "init": ctx.model_folder,
-        "warmup": ctx.folder("warmup") / "theta_bar",
-    }
-    if not ctx.warmed_up:
+    slices, roles = choose_slices(job), job.roles
+    names = ("init", "warmup")
+    if not job.ctx.warmed_up:
         job.reporter.say("no warmup, so θ̄ = θ_old and ĉ is undefined: u_diag is first-order")
-        del folders["init"]
-    for name, folder in folders.items():
-        if any(row["checkpoint"] == name for row in rows):
-            continue
-        dtype = accumulation_dtype(ctx.dtype)
-        model = load_model(ctx.local(folder), dtype, ctx.device, "eager", ctx.trusted)
-        rows += _Checkpoint(job, name, model, slices).rows()
-        del model
-        with ctx.pieces.loop():
-            where = f"diagonal against full Hessian: {name}"
-            ctx.pieces.tick(PIECE, lambda rows=rows: ({}, {"rows": rows}), where)
+        names = ("warmup",)
+    for name in names:
+        if name not in job.records:
+            rows = _Checkpoint(job, name, slices).rows()
+            job.record(name, rows, f"diagonal against full Hessian: {name}")
+    rows = [row for name in names for row in job.records[name]]
     return {
         "slice_size": max(len(s.coordinates) for s in slices),
-        "pool_rows": min(job.options.pool_rows, len(job.roles["pool"])),
-        "val_rows": min(job.options.val_rows, len(job.roles["val"])),
+        "pool_rows": min(job.options.pool_rows, len(roles["pool"])),
+        "val_rows": min(job.options.val_rows, len(roles["val"])),
         "lam_effective": job.scoring.scored.terms.lam_effective,
         "rows": rows,
         "means": _means(rows),
     }
 
 
+def eager_model(ctx: RunContext, name: str) -> PreTrainedModel:
+    """θ_old ("init") or θ̄ ("warmup") for second derivatives: in fp32 or fp64, eager attention."""
+    folder = ctx.model_folder if name == "init" else ctx.folder("warmup") / "theta_bar"
+    dtype = accumulation_dtype(ctx.dtype)
+    return load_model(ctx.local(folder), dtype, ctx.device, "eager", ctx.trusted)
+
+
 def choose_slices(job: DiagnosticJob) -> list[Slice]:
     """Draw the slices by the scores of the run."""
-    options, scored = job.options, job.scoring.scored
-    names = job.scoring.engine.candidates.names
-    placed = {name: locate(name) for name in names}
+    options, scores = job.options, warm_surrogate(job).scores()
+    placed = {name: locate(name) for name in scores}
     depth = 1 + max((layer for layer, _ in placed.values() if layer is not None), default=0)
     if options.layers:
         layers = counts(options.layers, "diagnose.hessian.layers")
     else:
         layers = sorted({round(n * (depth - 1) / (PAPER_DEPTH - 1)) for n in PAPER_LAYERS})
     wanted = [word.strip() for word in (options.modules or _last_matrices(job)).split(",")]
-    scores = param_scores(scored.terms.eta_sc, scored.projection, scored.grad_sum)
     slices = []
     for name, (layer, module) in placed.items():
         if layer in layers and any(module == w or module.endswith(f".{w}") for w in wanted):
@@ -156,134 +163,103 @@ def stratified_slice(rng: np.random.Generator, scores: Tensor, size: int) -> Ten
 class _Checkpoint:
     """Gradients and Hessian-vector products of all slices at one θ."""
 
-    def __init__(
-        self, job: DiagnosticJob, name: str, model: PreTrainedModel, slices: Sequence[Slice]
-    ) -> None:
+    def __init__(self, job: DiagnosticJob, name: str, slices: Sequence[Slice]) -> None:
         self.job, self.ctx, self.name, self.slices = job, job.ctx, name, slices
-        self.model, self.parameters = model, dict(model.named_parameters())
-        self.engine = GhostEngine(model, job.ctx.candidates(model))
-        self.pool = sample(job.rng("hessian pool"), job.roles["pool"], job.options.pool_rows)
+        self.model = eager_model(job.ctx, name)
+        self.engine = GhostEngine(self.model, job.ctx.candidates(self.model))
+        self.pool = self._sample("pool", job.options.pool_rows)
         self.lam = job.scoring.scored.terms.lam_effective
         self.preservation = job.ctx.config.score.preservation if self.lam else "none"
-        self.teacher: PreTrainedModel | None = None
-        if self.preservation != "none":
-            dtype = accumulation_dtype(self.ctx.dtype)
-            folder = self.ctx.model_folder
-            self.teacher = load_model(folder, dtype, self.ctx.device, "eager", self.ctx.trusted)
+
+    def _sample(self, role: str, count: int, purpose: str | None = None) -> list[Example]:
+        return sample(self.job.rng(f"hessian {purpose or role}"), self.job.roles[role], count)
 
     def rows(self) -> list[dict[str, Any]]:
-        each = self._examples()  # g_n,B: [N, |B|] for each slice
-        sums = blank(self.engine.candidates, self.engine.candidates.dtype)
-        ctx = quiet(self.ctx)
-        objective = loss_objective(self.model)
-        walk(self.engine, self.pool, objective, pass_settings(ctx), ctx.reporter, "G", sums=sums)
-        gradient, in_slice, in_model = self._second(each, sums)
+        each = self.gradients(self.model, self.pool, "gradients of examples")
+        grad_sum = gradient_sum(quiet(self.ctx), self.engine, self.pool, "G")
+        sums = self.second_order(each, grad_sum)
         curvature = self.ctx.curvature(self.engine.candidates)
         scale = self.ctx.config.score.curvature_scale
-        told = []
+        eta_sc = self.ctx.config.finetune.lr / len(self.pool)
+        rows = []
         for one in self.slices:
-            name, index = one.parameter, one.coordinates
-            diagonal = np.zeros(len(index))
+            name = one.parameter
+            diagonal = np.zeros(len(one.coordinates))
             if curvature is not None:
-                diagonal = scale * _at(curvature[name], index)
-            for reference, products in (("slice", in_slice), ("model", in_model)):
-                found = compared(
-                    gradient[name],
-                    products[name],
-                    diagonal,
-                    each[name],
-                    self.ctx.config.finetune.lr / len(self.pool),
-                )
-                told.append(
+                diagonal = scale * one.of(curvature[name])
+            v, in_slice, in_model = sums[name]
+            for reference, product in (("slice", in_slice), ("model", in_model)):
+                rows.append(
                     {"checkpoint": self.name, "parameter": name, "layer": one.layer}
                     | {"region": one.region, "module": one.module, "reference": reference}
-                    | found
+                    | compared(v, product, diagonal, each[name], eta_sc)
                 )
-        return told
+        return rows
 
-    def _examples(self) -> dict[str, np.ndarray]:
-        """g_n of the sampled pool at every slice: [N, |B|] per slice."""
-        label = f"gradients of examples at the slices ({self.name})"
-        return self._at_slices(self.model, self.pool, label)
-
-    def _at_slices(
-        self, model: PreTrainedModel, rows: list[Example], label: str
+    def gradients(
+        self, model: PreTrainedModel, rows: list[Example], what: str
     ) -> dict[str, np.ndarray]:
-        """Gradient of each row's loss at every slice, computed one row at a time."""
-        found: dict[str, list[np.ndarray]] = {s.parameter: [] for s in self.slices}
-        where = {s.parameter: s.coordinates for s in self.slices}
+        """g_n at every slice, computed one row at a time: [N, |B|] per slice."""
+        slices = {s.parameter: s for s in self.slices}
+        found: dict[str, list[np.ndarray]] = {name: [] for name in slices}
         every = self.ctx.candidates(model)
         some = Candidates({name: every[name] for name in found}, every.spec)
+        label = f"{what} at the slices ({self.name})"
         with self.job.reporter.track(label, len(rows), "examples") as progress:
             for example in rows:
-                batch = _collate(self.ctx, [example], model)
-                alone(model, some, batch, lambda n, g: found[n].append(_at(g, where[n])))
+                batch = batch_of(self.ctx, [example])
+                alone(model, some, batch, lambda n, g: found[n].append(slices[n].of(g)))
                 progress.advance(1, tokens=example.num_tokens)
         return {name: np.stack(values) for name, values in found.items()}
 
-    def _second(
-        self, each: Mapping[str, np.ndarray], grad_sum: Vector
-    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """(v, H_B G_B, (H G)_B) of every slice."""
-        job, roles = self.job, self.job.roles
-        totals = _Totals(self, each, grad_sum)
-        val = sample(job.rng("hessian validation"), roles["val"], job.options.val_rows)
-        self._over(val, lambda b: plain_example_loss(self.model, b) / len(val), "L_new", totals)
+    def second_order(self, each: Mapping[str, np.ndarray], grad_sum: Vector) -> Sums:
+        """v, H_B G_B and (H G)_B of every slice."""
+        count = self.job.options.val_rows
+        own = {name: torch.from_numpy(rows.sum(0)) for name, rows in each.items()}
+        sums: Sums = {s.parameter: np.zeros((3, len(s.coordinates))) for s in self.slices}
+        val = self._sample("val", count, "validation")
+        self._add(sums, val, lambda b: plain_example_loss(self.model, b) / len(val), own, grad_sum)
+        if self.preservation == "none":
+            return sums
+        teacher, anchors = eager_model(self.ctx, "init"), self._sample("anchor", count, "anchors")
         if self.preservation == "cwsd":
-            anchors = sample(job.rng("hessian anchors"), roles["anchor"], job.options.val_rows)
-            teacher, tau = self.teacher, self.ctx.config.score.tau
-            assert teacher is not None
-            scale = self.lam / len(anchors)
-            self._over(
-                anchors,
-                lambda b: scale * plain_cwsd(teacher, self.model, b, tau),
-                "L_prior",
-                totals,
-            )
-        elif self.preservation != "none":
-            self._quadratic(each, grad_sum, totals)
-        return totals.gradient, totals.in_slice, totals.in_model
+            scale, tau = self.lam / len(anchors), self.ctx.config.score.tau
 
-    def _quadratic(self, each: Mapping[str, np.ndarray], grad_sum: Vector, totals: _Totals) -> None:
-        """Add the terms of ½ Σ F (θ − θ_old)², whose Hessian is Diag(F): F = 1 for l2, the Fisher
-        diagonal for fisher."""
-        assert self.teacher is not None
-        old, weights = dict(self.teacher.named_parameters()), self._fisher()
+            def prior(batch: Batch) -> Tensor:
+                return scale * plain_cwsd(teacher, self.model, batch, tau)
+
+            self._add(sums, anchors, prior, own, grad_sum)
+            return sums
+        # ½ Σ F (θ − θ_old)² has the Hessian Diag(F): F = 1 for l2, and for fisher the mean squared
+        # gradient of the sampled anchors at θ_old
+        squares = {name: np.ones((1, 1)) for name in each}
+        if self.preservation == "fisher":
+            squares = self.gradients(teacher, anchors, "Fisher")
+        new, old = (dict(model.named_parameters()) for model in (self.model, teacher))
         for one in self.slices:
-            name, index = one.parameter, one.coordinates
-            factor = self.lam * weights[name]
-            moved = self.parameters[name].detach() - old[name].detach()
-            totals.gradient[name] += factor * _at(moved, index)
-            totals.in_slice[name] += factor * each[name].sum(0)
-            totals.in_model[name] += factor * _at(grad_sum[name], index)
+            name = one.parameter
+            moved = one.of(new[name].detach() - old[name].detach())
+            factors = np.stack([moved, each[name].sum(0), one.of(grad_sum[name])])
+            sums[name] += self.lam * (squares[name] ** 2).mean(0) * factors
+        return sums
 
-    def _fisher(self) -> dict[str, np.ndarray]:
-        """F at the slices: mean squared gradient of the sampled anchors at θ_old; ones for l2."""
-        assert self.teacher is not None
-        if self.preservation == "l2":
-            return {s.parameter: np.ones(len(s.coordinates)) for s in self.slices}
-        job = self.job
-        anchors = sample(job.rng("hessian anchors"), job.roles["anchor"], job.options.val_rows)
-        found = self._at_slices(self.teacher, anchors, f"Fisher at the slices ({self.name})")
-        return {name: (rows**2).mean(0) for name, rows in found.items()}
-
-    def _over(
+    def _add(
         self,
+        sums: Sums,
         rows: list[Example],
         loss: Callable[[Batch], Tensor],
-        what: str,
-        totals: _Totals,
+        own: Mapping[str, Tensor],
+        grad_sum: Vector,
     ) -> None:
         """Add the gradients and Hessian-vector products of a loss over rows, in batches."""
-        label = f"Hessian-vector products of {what} ({self.name})"
-        budget = min(self.ctx.batch_tokens, BATCH_TOKENS)
+        label = f"Hessian-vector products ({self.name})"
+        waiting = make_batches(rows, min(self.ctx.batch_tokens, BATCH_TOKENS))
         with self.job.reporter.track(label, len(rows), "examples") as progress:
-            waiting = make_batches(rows, budget)
             while waiting:
                 chosen = waiting.pop(0)
-                batch = _collate(self.ctx, [rows[i] for i in chosen], self.model)
+                batch = batch_of(self.ctx, [rows[i] for i in chosen])
                 try:
-                    found = totals.of(loss(batch))
+                    found = self.products(loss(batch), own, grad_sum)
                 except Exception as problem:
                     if not is_out_of_memory(problem):
                         raise
@@ -295,74 +271,48 @@ class _Checkpoint:
                     problem.__traceback__ = None  # it keeps the autograd graph alive
                     give_back(self.engine.device)
                     continue
-                totals.add(found)
+                for name, values in found.items():
+                    sums[name] += values
                 progress.advance(len(chosen))
 
-
-class _Totals:
-    """Sums over batches of gradients and of Hessian-vector products at the slices."""
-
-    def __init__(self, at: _Checkpoint, each: Mapping[str, np.ndarray], grad_sum: Vector) -> None:
-        self.slices, self.grad_sum = at.slices, grad_sum
-        self.parameters: dict[str, nn.Parameter] = at.engine.candidates
-        self.device, self.dtype = at.engine.device, at.engine.candidates.dtype
-        self.own = {name: torch.from_numpy(rows.sum(0)) for name, rows in each.items()}
-        self.gradient, self.in_slice, self.in_model = (
-            {s.parameter: np.zeros(len(s.coordinates)) for s in at.slices} for _ in range(3)
-        )
-
-    def of(self, loss: Tensor) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """(∇loss, its Hessian times G_B, its Hessian times G) of every slice."""
-        names = list(self.parameters)
-        firsts = torch.autograd.grad(loss, list(self.parameters.values()), create_graph=True)
-        first = dict(zip(names, firsts, strict=True))
-        blocks = [self.parameters[s.parameter] for s in self.slices]
+    def products(self, loss: Tensor, own: Mapping[str, Tensor], grad_sum: Vector) -> Sums:
+        """∇loss, its Hessian times G_B (`own`) and times G, at every slice."""
+        device, candidates = self.engine.device, self.engine.candidates
+        parameters = candidates
+        firsts = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
+        first = dict(zip(parameters, firsts, strict=True))
+        blocks = [parameters[s.parameter] for s in self.slices]
         # ∇⟨∇loss, G⟩ = H G with the G of all candidates, for all slices at once
-        along = torch.stack(
-            [(first[n] * self.grad_sum[n].to(self.device)).sum() for n in names]
-        ).sum()
+        along = torch.stack([(g * grad_sum[n].to(device)).sum() for n, g in first.items()]).sum()
         second = torch.autograd.grad(along, blocks, retain_graph=True)
         found = {}
         for one, whole, block in zip(self.slices, second, blocks, strict=True):
-            name, index = one.parameter, one.coordinates
+            name = one.parameter
             # H_B G_B: the same with G restricted to the slice, which needs one backward per slice
-            flat = first[name].reshape(-1)[index.to(self.device)]
-            along = (flat * self.own[name].to(self.device, self.dtype)).sum()
+            flat = first[name].reshape(-1)[one.coordinates.to(device)]
+            along = (flat * own[name].to(device, candidates.dtype)).sum()
             (part,) = torch.autograd.grad(along, block, retain_graph=True)
-            found[name] = _at(first[name], index), _at(part, index), _at(whole, index)
+            found[name] = np.stack([one.of(tensor) for tensor in (first[name], part, whole)])
         return found
-
-    def add(self, found: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> None:
-        """Add the result of a batch."""
-        for name, values in found.items():
-            totals = (self.gradient, self.in_slice, self.in_model)
-            for total, value in zip(totals, values, strict=True):
-                total[name] += value
 
 
 def compared(
-    gradient: np.ndarray,
-    full: np.ndarray,
-    diagonal: np.ndarray,
-    each: np.ndarray,
-    eta_sc: float,
+    v: np.ndarray, full: np.ndarray, diagonal: np.ndarray, each: np.ndarray, eta_sc: float
 ) -> dict[str, Any]:
     """Rank agreement of example and entry scores, and of the second-order terms.
 
-    `gradient` is v, `full` is H G, `diagonal` is ĉ, `each` are the example gradients [N, |B|].
+    `full` is H G, `diagonal` is ĉ, `each` are the example gradients [N, |B|].
     """
     total = each.sum(0)
-    second = {"full": full, "diag": diagonal * total}
-    u = {kind: gradient - 0.5 * eta_sc * term for kind, term in second.items()}
-    size, of_full, of_diag = (
-        float(np.linalg.norm(x)) for x in (gradient, second["full"], second["diag"])
-    )
+    diag = diagonal * total
+    u_full, u_diag = (v - 0.5 * eta_sc * term for term in (full, diag))
+    size, of_full, of_diag = (float(np.linalg.norm(x)) for x in (v, full, diag))
     return {
-        "data": _ranks(each @ u["full"], each @ u["diag"]),
-        "param": _ranks(u["full"] * total, u["diag"] * total),
+        "data": _ranks(each @ u_full, each @ u_diag),
+        "param": _ranks(u_full * total, u_diag * total),
         "second": {
-            "rho": spearman(second["full"], second["diag"]),
-            "cosine": cosine(second["full"], second["diag"]),
+            "rho": spearman(full, diag),
+            "cosine": cosine(full, diag),
             "norm_ratio": of_diag / of_full if of_full > 0 else None,
             "share_full": 0.5 * eta_sc * of_full / size if size > 0 else None,
             "share_diag": 0.5 * eta_sc * of_diag / size if size > 0 else None,
@@ -380,19 +330,50 @@ def _ranks(full: np.ndarray, diag: np.ndarray) -> dict[str, float | None]:
 
 def _means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Means over all slices of a checkpoint, and over each region and module in it."""
-    keys: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
+    keys = ("checkpoint", "reference", "region", "module")
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        head = (row["checkpoint"], row["reference"])
-        keys.setdefault((*head, "all", "all"), []).append(row)
-        keys.setdefault((*head, row["region"], row["module"]), []).append(row)
-    told = []
-    for (checkpoint, reference, where, module), mine in keys.items():
-        entry: dict[str, Any] = {"checkpoint": checkpoint, "reference": reference}
-        entry |= {"region": where, "module": module, "slices": len(mine)}
+        groups[row["checkpoint"], row["reference"], "all", "all"].append(row)
+        groups[tuple(row[key] for key in keys)].append(row)
+    means = []
+    for group, mine in groups.items():
+        entry: dict[str, Any] = {**dict(zip(keys, group, strict=True)), "slices": len(mine)}
         for part in ("data", "param", "second"):
             entry[part] = {key: mean_of([r[part][key] for r in mine]) for key in mine[0][part]}
-        told.append(entry)
-    return told
+        means.append(entry)
+    return means
+
+
+def draw_hessian(result: Result) -> Figures:
+    """Agreement of the scores and of the second-order terms, by region and module."""
+    means = [m for m in result["means"] if m["region"] != "all" and m["reference"] == "slice"]
+    short = canvas.short_names(list(dict.fromkeys(m["module"] for m in means)))
+    places = list(dict.fromkeys((m["region"], m["module"]) for m in means))
+    figure, columns = canvas.panels(1, 3, 3.6, 1.6 + 0.4 * len(places))
+    shown = {
+        "data": "ρ of example scores",
+        "param": "ρ of entry scores",
+        "second": "ρ of the terms H G and ĉ ⊙ G",
+    }
+    for axes, (part, title) in zip(columns, shown.items(), strict=True):
+        for number, checkpoint in enumerate(dict.fromkeys(m["checkpoint"] for m in means)):
+            mine = [m for m in means if m["checkpoint"] == checkpoint]
+            axes.barh(
+                [places.index((m["region"], m["module"])) + 0.2 * (2 * number - 1) for m in mine],
+                [m[part]["rho"] or 0.0 for m in mine],
+                height=0.36,
+                color=COLOURS[number],
+                hatch=canvas.HATCHES[number],
+                edgecolor="white",
+                label=checkpoint,
+            )
+        axes.set_title(title, fontsize=9)
+        canvas.guide(axes, x=0.0)
+        axes.set_xlim(-1.02, 1.02)
+        axes.set_xlabel("Spearman ρ")
+    canvas.rows_axis(columns, [f"{region}, {short[module]}" for region, module in places])
+    columns[-1].legend(fontsize=7, loc="lower left")
+    return {"": figure}
 
 
 def plain_cwsd(
@@ -416,11 +397,5 @@ def plain_cwsd(
     return (kl * weight.to(kl.dtype)).sum()
 
 
-def _at(block: Tensor, index: Tensor) -> np.ndarray:
-    """The entries at these flat indices, in fp64."""
-    flat = block.detach().reshape(-1)
-    return flat[index.to(flat.device)].double().cpu().numpy()
-
-
-def _collate(ctx: RunContext, rows: list[Example], model: PreTrainedModel) -> Batch:
-    return collate(rows, ctx.pad_id, ctx.config.data.padding_side, model.device)
+def batch_of(ctx: RunContext, rows: list[Example]) -> Batch:
+    return collate(rows, ctx.pad_id, ctx.config.data.padding_side, ctx.device)

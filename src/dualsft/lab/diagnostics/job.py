@@ -1,10 +1,13 @@
-"""Runs diagnostics on a run folder and stores their results.
+"""Runs diagnostics on a run folder; what they compute from: the job, and u and G at a checkpoint.
 
 A diagnostic reads a run folder and never modifies its stages. Its numbers are written to
 RUN/diagnostics/NAME.json with a fingerprint of its inputs (the fingerprints of the stages it reads,
 and its options). If nothing has changed, a second call only redraws the figure from the JSON.
-Progress of long diagnostics is saved as pieces (`storage/resume.py`) and resumed after a kill. Not
-part of Algorithm 1.
+Progress of long diagnostics is saved as pieces (`storage/resume.py`) and resumed after a kill.
+
+The local surrogate (Algorithm 1 lines 3 to 8) at θ̄ ("warmup") is read from the run folder. At θ_old
+("init") the gradients are computed, v_prior is zero and ĉ is that of the warmup's optimizer. Values
+are in units of u / eta_sc until a result is reported.
 """
 
 from __future__ import annotations
@@ -12,78 +15,43 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from transformers import PreTrainedModel
+import torch
+from torch import Tensor
 
+from dualsft.algorithm.projection import Scored, param_scores, projection_terms
+from dualsft.algorithm.scores import exact_dots
+from dualsft.algorithm.selection import product_source
+from dualsft.algorithm.topk import TopK, top_b, topk_signed
 from dualsft.config import settings
 from dualsft.config.methods import load_target
 from dualsft.data.examples import Example, digest
 from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.walk import loss_objective, walk
+from dualsft.engine.walk_state import PassResult
 from dualsft.errors import RunError
 from dualsft.lab.diagnostics import Diagnostic, Wanted
-from dualsft.memory.placement import at_hand
-from dualsft.runs.context import RunContext
+from dualsft.lab.diagnostics.canvas import save
+from dualsft.memory.placement import at_hand, blank
+from dualsft.runs.context import RunContext, pass_settings
 from dualsft.runs.folder import RunDir, atomic_write_text
-from dualsft.runs.method import Job, Scoring
+from dualsft.runs.method import Scoring
 from dualsft.runs.preflight import outdated, read_manifests
-from dualsft.runs.stages.selection import final_folder
+from dualsft.runs.stages.selection import data_budget, final_folder, param_budget, read_mask
 from dualsft.storage.resume import Pieces
+from dualsft.storage.vectors import ParamVector, Vector
 from dualsft.system.paths import Place, RunPath, run_path
 from dualsft.system.peak_memory import PeakMemory
 from dualsft.system.progress import Reporter
 from dualsft.system.signals import Interrupted
 
 FOLDER = "diagnostics"
-
-
-@dataclass
-class DiagnosticJob:
-    """Input of a diagnostic: the run and the options. Properties are loaded on first use."""
-
-    ctx: RunContext
-    options: Any
-
-    @property
-    def reporter(self) -> Reporter:
-        return self.ctx.reporter
-
-    @cached_property
-    def roles(self) -> dict[str, list[Example]]:
-        """The examples of val, anchor, warm and pool."""
-        return self.ctx.roles()
-
-    @cached_property
-    def scoring(self) -> Scoring:
-        """u, G, the engine at θ̄ and the pool, as in the selection stage."""
-        return Scoring.of(self.ctx, at_hand)
-
-    @cached_property
-    def selected_ids(self) -> set[str]:
-        """Ids of D_sel as used by fine-tuning."""
-        return set((self.final / "ids.json").read_json())
-
-    @property
-    def final(self) -> RunPath:
-        """Folder of the selection that fine-tuning uses (the last round, or 5_selection itself)."""
-        return final_folder(self.ctx.folder("selection"))
-
-    def engine(self, model: PreTrainedModel) -> GhostEngine:
-        return GhostEngine(model, self.ctx.candidates(model))
-
-    def rng(self, purpose: str) -> np.random.Generator:
-        """A random generator that depends only on the seed and the purpose."""
-        words = np.frombuffer(digest(self.ctx.config.seed, purpose), np.uint32)
-        return np.random.default_rng(words.tolist())
-
-    def losses(self, model: PreTrainedModel, examples: Sequence[Example], label: str) -> np.ndarray:
-        """Loss of each example (one forward pass)."""
-        return Job(self.ctx, "data", self.ctx.rundir.path).losses(model, examples, label)
 
 
 def diagnose(
@@ -112,25 +80,19 @@ def diagnose(
                     f"`dualsft run {run}/config.yaml --out {run}` first"
                 )
             options = one.options(**wanted.options.get(one.name, {}))
-            made_from = _fingerprint(one, options, manifests)
-            files.append(_ensure(ctx, one, options, made_from, out))
+            files.append(_ensure(ctx, one, options, _inputs(one, options, manifests), out))
             files += draw(one, files[-1])
     return files
 
 
-def _fingerprint(one: Diagnostic, options: Any, manifests: Mapping[str, Any]) -> dict[str, Any]:
+def _inputs(one: Diagnostic, options: Any, manifests: Mapping[str, Any]) -> dict[str, Any]:
     """Options and stage fingerprints that the result depends on."""
     stages = {s: manifests[s]["fingerprint"]["hash"] for s in manifests if s != "evaluation"}
-    read = _before(one, stages) | {*one.needs, *one.tells}
-    read = {stage: value for stage, value in stages.items() if stage in read}
-    return {"options": asdict(options), "stages": read}
-
-
-def _before(one: Diagnostic, stages: Mapping[str, str]) -> set[str]:
-    """Stages up to and including the last one it needs."""
     order = list(stages)
-    last = max((order.index(s) for s in one.needs if s in order), default=-1)
-    return set(order[: last + 1])
+    last = max(order.index(stage) for stage in one.needs)
+    read = {*order[: last + 1], *one.reports}
+    found = {stage: value for stage, value in stages.items() if stage in read}
+    return json.loads(json.dumps({"options": asdict(options), "stages": found}))
 
 
 def _ensure(
@@ -144,8 +106,7 @@ def _ensure(
         except (ValueError, RecursionError):
             ctx.reporter.warn(f"{path}: cannot be read; it is computed again")
             stored = None
-        wanted = json.loads(json.dumps(made_from))  # compare as JSON: tuples become lists
-        if isinstance(stored, dict) and stored.get("made_from") == wanted:
+        if isinstance(stored, dict) and stored.get("made_from") == made_from:
             ctx.reporter.say(f"[{one.name}] reused: nothing it depends on has changed")
             return path
     ctx.reporter.say(f"[{one.name}] started: {one.summary}")
@@ -178,7 +139,242 @@ def _ensure(
 
 def draw(one: Diagnostic, path: RunPath) -> list[RunPath]:
     """Draw the figures of a diagnostic from its JSON; returns the files."""
-    if one.figure is None:
-        return []
     result = path.read_json()["result"]
-    return load_target(one.figure)(result, path.with_suffix(""))
+    if "note" in result:  # says why there are no numbers
+        return []
+    figures = load_target(one.figure)(result)
+    return [
+        file
+        for ending, figure in figures.items()
+        for file in save(figure, path.with_name(f"{one.name}{ending}"))
+    ]
+
+
+@dataclass
+class DiagnosticJob:
+    """Input of a diagnostic: the run and the options. Properties are loaded on first use."""
+
+    ctx: RunContext
+    options: Any
+
+    @property
+    def reporter(self) -> Reporter:
+        return self.ctx.reporter
+
+    @cached_property
+    def roles(self) -> dict[str, list[Example]]:
+        """The examples of val, anchor, warm and pool."""
+        return self.ctx.roles()
+
+    @cached_property
+    def scoring(self) -> Scoring:
+        """u, G, the engine at θ̄ and the pool, as in the selection stage."""
+        return Scoring.of(self.ctx, at_hand)
+
+    @cached_property
+    def selected_ids(self) -> set[str] | None:
+        """Ids of D_sel as used by fine-tuning; None if the run selects no examples."""
+        path = self.final / "ids.json"
+        return set(path.read_json()) if path.is_file() else None
+
+    @property
+    def mask(self) -> dict[str, Tensor] | None:
+        """m_θ as used by fine-tuning; None if the run trains every parameter."""
+        return read_mask(self.final) if (self.final / "mask.safetensors").is_file() else None
+
+    @property
+    def final(self) -> RunPath:
+        """Folder of the selection that fine-tuning uses (the last round, or 5_selection itself)."""
+        return final_folder(self.ctx.folder("selection"))
+
+    @property
+    def budgets(self) -> tuple[int, int]:
+        """(k, b) from the run's settings, also for a side that the run does not restrict."""
+        scoring, shapes = self.scoring, self.ctx.candidate_shapes
+        b = data_budget(self.ctx, scoring.num_full, len(scoring.pool))
+        return param_budget(self.ctx, shapes), b
+
+    def rng(self, purpose: str) -> np.random.Generator:
+        """A random generator that depends only on the seed and the purpose."""
+        words = np.frombuffer(digest(self.ctx.config.seed, purpose), np.uint32)
+        return np.random.default_rng(words.tolist())
+
+    @cached_property
+    def records(self) -> dict[str, Any]:
+        """Results of finished parts, as JSON values, including those saved before a kill."""
+        piece = self.ctx.pieces.load("records")
+        return piece.facts["records"] if piece else {}
+
+    def record(self, key: str, value: Any, where: str) -> None:
+        """Store the result of a part, and save all of them if that is due."""
+        self.records[key] = value
+        with self.ctx.pieces.loop():
+            self.ctx.pieces.tick("records", lambda: ({}, {"records": self.records}), where)
+
+    def each(
+        self, label: str, unit: str, keys: Sequence[str], make: Callable[[str], Any]
+    ) -> list[Any]:
+        """make(key) for every key; finished ones are saved and reused after a kill."""
+        done = sum(key in self.records for key in keys)
+        with self.reporter.track(label, len(keys), unit, done) as progress:
+            for key in keys:
+                if key not in self.records:
+                    done += 1
+                    self.record(key, make(key), f"{label}: {done:,} of {len(keys):,} {unit}")
+                    progress.advance(1)
+        return [self.records[key] for key in keys]
+
+    def kept(self, label: str, make: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
+        """(array, seconds to compute it); saved as a piece and read from it after a kill."""
+        pieces = self.ctx.pieces
+        name = "kept-" + "".join(c if c.isalnum() else "-" for c in label.lower())
+        piece = pieces.load(name)
+        if piece is not None:
+            return piece.tensors["values"].numpy(), piece.facts["seconds"]
+        start = time.perf_counter()
+        values = make()
+        seconds = time.perf_counter() - start
+        if pieces.folder is not None:
+            tensor = torch.from_numpy(np.ascontiguousarray(values))
+            pieces.save(name, {"values": tensor}, {"seconds": seconds})
+        return values, seconds
+
+    def known_scores(self) -> tuple[np.ndarray | None, np.ndarray]:
+        """(best known s_D of the pool, error bound of each); None if examples were not scored."""
+        table = (self.ctx.folder("scores") / "examples.parquet").read_table()
+        if table["score"].null_count:
+            return None, np.zeros(len(table))
+        score, bound = table["score"].to_numpy().copy(), table["bound"].to_numpy().copy()
+        rescored = self.ctx.folder("selection") / "rescored.parquet"
+        if rescored.is_file():
+            again = rescored.read_table()
+            place = {e.id: i for i, e in enumerate(self.scoring.pool)}
+            at = [place[name] for name in again["id"].to_pylist()]
+            score[at], bound[at] = again["score"].to_numpy(), 0.0
+        return score, bound
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """u and G at one checkpoint, and the engine that computes gradients there."""
+
+    job: DiagnosticJob
+    name: str
+    engine: GhostEngine
+    scored: Scored
+
+    @property
+    def eta_sc(self) -> float:
+        return self.scored.terms.eta_sc
+
+    @property
+    def grad_sum(self) -> Vector:
+        return self.scored.grad_sum
+
+    @property
+    def projection(self) -> Vector:
+        return self.scored.projection
+
+    def scores(self, projection: Vector | None = None, grad_sum: Vector | None = None) -> Vector:
+        """s_θ = u ⊙ G, evaluated lazily; with another u or G if given."""
+        return param_scores(self.eta_sc, projection or self.projection, grad_sum or self.grad_sum)
+
+    def mask(
+        self, k: int, projection: Vector | None = None, grad_sum: Vector | None = None
+    ) -> TopK:
+        """The top k entries of u ⊙ G; with another u or G if given."""
+        vectors = projection or self.projection, grad_sum or self.grad_sum
+        return topk_signed(product_source(*vectors, self.eta_sc), k)
+
+    def varied(self, v_val: Vector, second_order: bool = True) -> Vector:
+        """u / eta_sc with another v_val, with or without the second-order term."""
+        terms = self.scored.terms
+        curvature = terms.curvature if second_order else None
+        return replace(terms, v_val=v_val, curvature=curvature).projection(self.grad_sum)
+
+    def dots(
+        self, direction: Vector, label: str, examples: Sequence[Example] | None = None
+    ) -> np.ndarray:
+        """⟨direction, g_n⟩ of the pool (or `examples`), from a separate walk; saved as a piece."""
+        return self.timed_dots(direction, label, examples)[0]
+
+    def timed_dots(
+        self, direction: Vector, label: str, examples: Sequence[Example] | None = None
+    ) -> tuple[np.ndarray, float]:
+        """(products, seconds of the walk)."""
+        rows = list(self.job.scoring.pool if examples is None else examples)
+        label, ctx = f"{label} ({self.name})", self.job.ctx
+        passes = pass_settings(ctx)
+        return self.job.kept(
+            label, lambda: exact_dots(self.engine, rows, direction, passes, ctx.reporter, label)
+        )
+
+    def pool_scores(self) -> np.ndarray:
+        """Exact ⟨u, g_n⟩ of the whole pool, without eta_sc; read from the run if stored exactly."""
+        if self.name == "warmup":
+            stored, bound = self.job.known_scores()
+            if stored is not None and not bound.any():
+                return stored / self.eta_sc
+        return self.dots(self.projection, "one-shot scores")
+
+    def subset_sum(self, positions: np.ndarray, label: str) -> ParamVector:
+        """G_S, the sum of the gradients of these pool examples."""
+        examples = [self.job.scoring.pool[i] for i in positions]
+        return gradient_sum(self.job.ctx, self.engine, examples, f"{label} ({self.name})")
+
+    def best(
+        self, scores: np.ndarray, b: int, examples: Sequence[Example] | None = None
+    ) -> np.ndarray:
+        """Positions of the top b of the pool (or `examples`), ascending; ties by source row."""
+        rows = self.job.scoring.pool if examples is None else examples
+        return np.sort(top_b(scores, np.array([e.index for e in rows]), b))
+
+
+def loss_walk(
+    ctx: RunContext,
+    engine: GhostEngine,
+    examples: Sequence[Example],
+    label: str,
+    precision: Literal["directions", "pool"] = "pool",
+    **collected: Any,
+) -> PassResult:
+    """A walk over the examples' losses (`engine/walk.py`) in the precision of such a walk."""
+    objective, passes = loss_objective(engine.model), pass_settings(ctx)
+    with ctx.precise(precision, label, engine.model):
+        return walk(engine, examples, objective, passes, ctx.reporter, label, **collected)
+
+
+def gradient_sum(
+    ctx: RunContext,
+    engine: GhostEngine,
+    examples: Sequence[Example],
+    label: str,
+    precision: Literal["directions", "pool"] = "pool",
+) -> ParamVector:
+    """Sum of the example gradients, from a walk that resumes after a kill."""
+    sums = blank(engine.candidates, engine.candidates.dtype)
+    loss_walk(ctx, engine, examples, label, precision, sums=sums)
+    return sums
+
+
+def warm_surrogate(job: DiagnosticJob) -> Surrogate:
+    """The surrogate of the run, at θ̄."""
+    return Surrogate(job, "warmup", job.scoring.engine, job.scoring.scored)
+
+
+def init_surrogate(job: DiagnosticJob) -> Surrogate | None:
+    """u at θ_old with v_prior = 0 and the warmup's ĉ; None, with a log line, without a warmup."""
+    ctx, val, pool = job.ctx, job.roles["val"], job.roles["pool"]
+    if not ctx.warmed_up:
+        job.reporter.say("no warmup, so θ̄ = θ_old: init and warmup are the same checkpoint")
+        return None
+    model = ctx.theta_old()
+    engine = GhostEngine(model, ctx.candidates(model))
+    val_sum = gradient_sum(ctx, engine, val, "v_new (init)", "directions")
+    val_grad = val_sum.scaled(1.0 / len(val))
+    grad_sum = gradient_sum(ctx, engine, pool, "pool (G, init)")
+    nothing = val_grad.combine(torch.zeros_like)
+    curvature = ctx.curvature(engine.candidates)
+    score, lr = ctx.config.score, ctx.config.finetune.lr
+    terms = projection_terms(score, lr, len(pool), val_grad, nothing, curvature)
+    return Surrogate(job, "init", engine, Scored.of(terms, grad_sum, nothing))

@@ -1,14 +1,16 @@
-"""Agreement of rankings: Spearman, Jaccard, sums over a selection, and samples of long vectors.
+"""Agreement of rankings and selections, with bootstrap intervals, and samples of long vectors.
 
-Used by the diagnostics of the paper's appendices `local_regret` and `conditional_reselection`.
-Ranks have ties averaged. A vector over the candidates is ranked completely up to `RANKED` entries,
-and by an evenly spread sample of that size beyond; the result includes the number of ranked
-entries.
+Spearman's ρ has ties averaged. Pairwise agreement is the percentage of pairs that both rankings put
+in the same order; a tie on either side counts half. Intervals are 95 % percentile bootstraps over
+the items. Undefined values (all values equal) are None. A vector over the candidates is ranked
+completely up to `RANKED` entries, and by an evenly spread sample of that size beyond. These are the
+measures of the paper's diagnostic tables (`lab/diagnostics/__init__.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,26 +27,17 @@ BLOCK = 1 << 20
 
 def ranks(values: np.ndarray) -> np.ndarray:
     """Ranks from 1; equal values get the mean of their ranks."""
-    order = np.argsort(values)
-    ordered, found = values[order], np.empty(len(values))
-    new = np.ones(len(values), bool)
-    new[1:] = ordered[1:] != ordered[:-1]
-    first = np.flatnonzero(new)
-    last = np.append(first, len(values))[1:]
-    found[order] = np.repeat((first + 1 + last) / 2, last - first)
-    return found
-
-
-def pearson(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Correlation; None if either is constant."""
-    a, b = a - a.mean(), b - b.mean()
-    size = float(np.sqrt((a @ a) * (b @ b)))
-    return float(a @ b) / size if size > 0 else None
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(count)
+    return ((last - count + 1 + last) / 2)[place]
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
     """Rank correlation; None if either is constant."""
-    return pearson(ranks(np.asarray(a, np.float64)), ranks(np.asarray(b, np.float64)))
+    a, b = ranks(a), ranks(b)
+    a, b = a - a.mean(), b - b.mean()
+    size = float(np.sqrt((a @ a) * (b @ b)))
+    return float(a @ b) / size if size > 0 else None
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float | None:
@@ -69,6 +62,80 @@ def mask_jaccard(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     return shared / (sizes - shared)
 
 
+def top_overlap(x: np.ndarray, y: np.ndarray, share: float) -> float:
+    """Percentage of the top share (at least one item) of x that is in the top share of y."""
+    count = max(1, int(share * len(x)))
+    first, second = (np.argsort(-v, kind="stable")[:count] for v in (x, y))
+    return 100.0 * len(np.intersect1d(first, second)) / count
+
+
+def pair_agreement(x: np.ndarray, y: np.ndarray) -> float | None:
+    """Percentage of pairs in the same order; None for a single item."""
+    found = float(Bootstrap(np.ones((1, len(x)))).pairs(x, y)[0])
+    return None if np.isnan(found) else found
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """Bootstrap resamples of n items, as the number of times each was drawn: [draws, n]."""
+
+    weights: np.ndarray
+
+    @classmethod
+    def of(cls, count: int, draws: int, rng: np.random.Generator) -> Bootstrap:
+        return cls(rng.multinomial(count, np.full(count, 1.0 / count), draws).astype(float))
+
+    def spearman(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """ρ in each resample; NaN if all values of one side are equal."""
+        a, b = self._ranks(x), self._ranks(y)
+        w = self.weights / self.weights.sum(1, keepdims=True)
+        a, b = (r - (w * r).sum(1, keepdims=True) for r in (a, b))
+        variances = (w * a * a).sum(1) * (w * b * b).sum(1)
+        flat = variances <= 1e-18
+        found = (w * a * b).sum(1) / np.sqrt(np.where(flat, 1.0, variances))
+        return np.where(flat, np.nan, found)
+
+    def pairs(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Pairwise agreement in each resample; copies of the same item are not a pair."""
+        signs = np.sign(x[:, None] - x[None, :]) * np.sign(y[:, None] - y[None, :])
+        same = (signs + 1.0) / 2.0
+        np.fill_diagonal(same, 0.0)
+        every = 1.0 - np.eye(len(x))
+        agreed = ((self.weights @ same) * self.weights).sum(1)
+        total = ((self.weights @ every) * self.weights).sum(1)
+        return np.where(total > 0, 100.0 * agreed / np.where(total > 0, total, 1.0), np.nan)
+
+    def _ranks(self, x: np.ndarray) -> np.ndarray:
+        """Ranks of the n items within each resample, ties averaged: [draws, n]."""
+        less = (x[:, None] < x[None, :]).astype(float)
+        equal = (x[:, None] == x[None, :]).astype(float)
+        return self.weights @ less + (self.weights @ equal + 1.0) / 2.0
+
+
+def interval(values: np.ndarray) -> list[float | None]:
+    """[low, high] of the 95 % interval over the finite values; [None, None] if there are none."""
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return [None, None]
+    return [float(v) for v in np.percentile(finite, [2.5, 97.5])]
+
+
+def mean_of(values: Sequence[float | None]) -> float | None:
+    """Mean of the values that are not None."""
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
+
+
+# --- vectors over the candidates -----------------------------------------------------------------
+
+
+def chunks(vector: Vector) -> Iterator[tuple[str, Tensor]]:
+    """(parameter, some of its entries) in flat order, with only one chunk in memory."""
+    for name, form in vector.forms.items():
+        for start, stop in form.chunks():
+            yield name, vector.piece(name, start, stop)
+
+
 def sum_at(scores: Vector, mask: Mapping[str, Tensor]) -> float:
     """Sum of the entries that a mask selects, in fp64."""
     total = 0.0
@@ -87,8 +154,7 @@ def sampled(
     All entries if there are at most `count`, otherwise a sample of `count` without replacement.
     """
     forms = vectors[0].forms
-    total = sum(form.num_entries for form in forms.values())
-    places = _places(total, count, rng)
+    places = _places(vectors[0].num_entries, count, rng)
     found: list[list[np.ndarray]] = [[] for _ in vectors]
     offset = 0
     for name, form in forms.items():
@@ -122,15 +188,18 @@ def _places(total: int, count: int, rng: np.random.Generator) -> np.ndarray:
     return np.concatenate(found)
 
 
-def vector_spearman(
-    a: Vector, b: Vector, rng: np.random.Generator, count: int = RANKED
-) -> tuple[float | None, int]:
+def vector_spearman(a: Vector, b: Vector, rng: np.random.Generator) -> tuple[float | None, int]:
     """(rank correlation of two vectors, number of entries ranked)."""
-    (left, right), places = sampled([a, b], count, rng)
+    (left, right), places = sampled([a, b], RANKED, rng)
     return spearman(left, right), len(places)
 
 
-def numbers(text: str, field: str) -> list[float]:
+# --- lists of numbers in options -----------------------------------------------------------------
+
+
+def numbers(
+    text: str, field: str, allowed: Callable[[float], bool] = lambda _: True, rule: str = ""
+) -> list[float]:
     """Parse a comma-separated list of numbers in an option of a diagnostic."""
     found = []
     for word in text.split(","):
@@ -140,12 +209,13 @@ def numbers(text: str, field: str) -> list[float]:
             raise ConfigError(
                 f"{field}: {word.strip()!r} is not a number; give numbers separated by commas"
             ) from None
+    if not all(allowed(number) for number in found):
+        raise ConfigError(f"{field}: {text!r} must be {rule}")
     return found
 
 
 def counts(text: str, field: str) -> list[int]:
     """Parse a comma-separated list of whole numbers; sorted, without duplicates."""
-    found = numbers(text, field)
-    if any(n != int(n) or n < 0 for n in found):
-        raise ConfigError(f"{field}: {text!r} must be whole numbers of at least 0")
+    rule = "whole numbers of at least 0"
+    found = numbers(text, field, lambda n: n >= 0 and n.is_integer(), rule)
     return sorted({int(n) for n in found})

@@ -2,22 +2,21 @@
 
 Each trial is MaskedFT (Algorithm 1 line 12) as in the run itself (`train/loop.py`, SparseAdamW), on
 given examples and entries, for a given number of steps. Afterwards the trained weights are restored
-bit for bit, so all trials use one loaded model.
+bit for bit, so all trials use one loaded model. Methods that train a reference model use
+`masked_finetune` as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dualsft.data.examples import Example, collate, make_batches
-from dualsft.engine.losses import distillation_objective
+from dualsft.data.examples import Example
 from dualsft.errors import RunError
 from dualsft.model.load import text_parameters
 from dualsft.runs.context import RunContext
@@ -29,8 +28,6 @@ from dualsft.train.loop import Hooks, TrainingPlan, train
 from dualsft.train.optimizer import SparseAdamW
 
 Indices = Mapping[str, Tensor | None]
-Memory = tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], None]]
-"""(get state, set state) of an `after_step` hook, saved with the progress of a trial."""
 
 
 class Quiet(Reporter):
@@ -49,17 +46,36 @@ def quiet(ctx: RunContext) -> RunContext:
     return replace(ctx, reporter=Quiet(ctx.reporter), pieces=Pieces(), plans={})
 
 
-def steps_plan(ctx: RunContext, steps: int, lr: float | None, batch: int | None) -> TrainingPlan:
+def steps_plan(
+    ctx: RunContext, steps: int, lr: float | None = None, batch_size: int | None = None
+) -> TrainingPlan:
     """The fine-tuning plan of the run, with exactly this many steps."""
     plan = finetune_plan(ctx)
-    return replace(
-        plan,
-        lr=lr or plan.lr,
-        batch_size=batch or plan.batch_size,
-        epochs=1,
-        min_steps=steps,
-        max_steps=steps,
-    )
+    lr, batch_size = lr or plan.lr, batch_size or plan.batch_size
+    return replace(plan, lr=lr, batch_size=batch_size, epochs=1, min_steps=steps, max_steps=steps)
+
+
+def masked_finetune(
+    ctx: RunContext,
+    model: PreTrainedModel,
+    examples: Sequence[Example],
+    indices: Indices | None,
+    plan: TrainingPlan,
+    label: str,
+    pieces: Pieces | None = None,
+    hooks: Hooks = Hooks(),  # noqa: B008
+) -> None:
+    """Train these entries (None: all) on these examples, with the run's optimizer settings."""
+    with SparseAdamW(
+        text_parameters(model),
+        indices,
+        lr=plan.lr,
+        weight_decay=ctx.config.finetune.weight_decay,
+        moments=ctx.config.finetune.moments,
+        seed=ctx.config.seed,
+        free_gradients=True,
+    ) as optimizer:
+        train(model, examples, optimizer, plan, ctx.reporter, label, pieces=pieces, hooks=hooks)
 
 
 class Trials:
@@ -78,62 +94,32 @@ class Trials:
         indices: Indices | None,
         plan: TrainingPlan,
         label: str,
-        after_step: Callable[[int], None] | None = None,
+        observe: Callable[[int], None] | None = None,
         constant: bool = False,
-        memory: Memory | None = None,
+        hooks: Hooks = Hooks(),  # noqa: B008
     ) -> None:
         """Train the model; call `reset` to restore the weights.
 
-        `after_step` is called with the model in eval mode. `constant` keeps the learning rate at
-        its peak, so that the first K steps do not depend on the total number of steps. `memory`
-        saves and restores the results of `after_step` together with the weights.
+        `observe` is called after every step, with the model in eval mode. `constant` keeps the
+        learning rate at its peak, so that the first K steps do not depend on the total number of
+        steps. `hooks` may save and restore the state of `observe` together with the weights.
         """
-        ctx = self.ctx
 
-        def observe(done: int) -> None:
-            if after_step is not None:
+        def after_step(done: int) -> None:
+            if observe is not None:
                 self.model.eval()
-                after_step(done)
+                observe(done)
                 self.model.train()
 
         def hold(optimizer: SparseAdamW) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = plan.lr
 
-        state, load_state = memory or (None, None)
-        hooks = Hooks(
-            after_step=observe,
-            before_update=hold if constant else None,
-            state=state,
-            load_state=load_state,
-        )
-        with SparseAdamW(
-            text_parameters(self.model),
-            indices,
-            lr=plan.lr,
-            weight_decay=ctx.config.finetune.weight_decay,
-            moments=ctx.config.finetune.moments,
-            seed=ctx.config.seed,
-            free_gradients=True,
-        ) as optimizer:
-            self._keep(optimizer.names)
-            train(
-                self.model,
-                examples,
-                optimizer,
-                plan,
-                ctx.reporter,
-                label,
-                pieces=self.pieces,
-                hooks=hooks,
-            )
-
-    def _keep(self, names: Sequence[str]) -> None:
-        """Copy the initial weights of these parameters to the CPU, once."""
-        own = dict(text_parameters(self.model))
-        for name in names:
-            if name not in self._start:
-                self._start[name] = own[name].detach().to("cpu", copy=True)
+        own = replace(hooks, after_step=after_step, before_update=hold if constant else None)
+        for name, weight in text_parameters(self.model):
+            if (indices is None or name in indices) and name not in self._start:
+                self._start[name] = weight.detach().to("cpu", copy=True)
+        masked_finetune(self.ctx, self.model, examples, indices, plan, label, self.pieces, own)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -141,25 +127,6 @@ class Trials:
         own = dict(text_parameters(self.model))
         for name, weight in self._start.items():
             own[name].copy_(weight)
-
-
-def new_losses(ctx: RunContext, model: PreTrainedModel, rows: Sequence[Example]) -> np.ndarray:
-    """ℓ of each row; L_new is their mean."""
-    return Job(ctx, "data", ctx.rundir.path).losses(model, rows, "validation")
-
-
-@torch.no_grad()
-def prior_losses(
-    ctx: RunContext, teacher: PreTrainedModel, model: PreTrainedModel, rows: Sequence[Example]
-) -> np.ndarray:
-    """ω τ² KL(θ_old ‖ model) of each anchor; L_prior (CWSD) is their mean."""
-    found = np.empty(len(rows))
-    for chosen in make_batches(rows, ctx.batch_tokens):
-        batch = [rows[i] for i in chosen]
-        tensors = collate(batch, ctx.pad_id, ctx.config.data.padding_side, model.device)
-        _, divergence, omega = distillation_objective(teacher, model, tensors, ctx.config.score.tau)
-        found[chosen] = (divergence * omega).cpu().numpy()
-    return found
 
 
 def sample(rng: np.random.Generator, rows: Sequence[Example], count: int | None) -> list[Example]:
@@ -170,26 +137,27 @@ def sample(rng: np.random.Generator, rows: Sequence[Example], count: int | None)
 
 
 def stratified_mask(
-    rng: np.random.Generator, sizes: Mapping[str, int], k: int, varied: bool
+    rng: np.random.Generator, sizes: Mapping[str, int], k: int, varied: bool = False
 ) -> dict[str, Tensor]:
     """k random entries, with a count per parameter in proportion to its size.
 
     `varied` also draws a random density per parameter (exponential), so that masks differ in their
-    distribution over layers as well. The total stays k.
+    distribution over layers as well. The total stays k. Parameters without entries are left out.
     """
-    room = np.array(list(sizes.values()), dtype=np.int64)
-    weights = room * (rng.exponential(size=len(room)) if varied else 1.0)
-    quota = np.zeros(len(room), dtype=np.int64)
+    limits = np.array(list(sizes.values()), dtype=np.int64)
+    weights = limits * (rng.exponential(size=len(limits)) if varied else 1.0)
+    quota = np.zeros(len(limits), dtype=np.int64)
     while (left := k - int(quota.sum())) > 0:  # redistribute what exceeded a parameter's size
-        open_ = np.where(quota < room, weights, 0.0)
+        open_ = np.where(quota < limits, weights, 0.0)
         exact = left * open_ / open_.sum()
         more = np.floor(exact).astype(np.int64)
         rest = left - int(more.sum())
         more[np.argsort(-(exact - more), kind="stable")[:rest]] += 1
-        quota = np.minimum(quota + more, room)
+        quota = np.minimum(quota + more, limits)
     return {
         name: torch.from_numpy(rng.choice(size, count, replace=False, shuffle=False)).sort().values
         for (name, size), count in zip(sizes.items(), quota.tolist(), strict=True)
+        if count
     }
 
 

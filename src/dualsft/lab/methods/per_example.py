@@ -24,13 +24,11 @@ from transformers import PreTrainedModel
 
 from dualsft.data.examples import Batch, Example, named
 from dualsft.errors import RunError
-from dualsft.model.load import text_parameters
+from dualsft.lab.diagnostics.trials import masked_finetune
 from dualsft.runs.method import DataChoice, DataMethod, Job
 from dualsft.runs.stages.finetune import finetune_plan
 from dualsft.storage.vectors import accumulation_dtype
 from dualsft.system.usage import Smaller, give_back, is_out_of_memory
-from dualsft.train.loop import train
-from dualsft.train.optimizer import SparseAdamW
 
 
 def top(scores: np.ndarray, pool: Sequence[Example], b: int) -> np.ndarray:
@@ -86,20 +84,11 @@ class DavIR(DataMethod):
 
     def _reference(self, job: Job, examples: list[Example], label: str) -> PreTrainedModel:
         """θ_old with all parameters fine-tuned on these examples, with the run's settings."""
-        ctx, settings = job.ctx, job.ctx.config.finetune
+        ctx = job.ctx
         model = ctx.theta_old()
         # plain fine-tuning: the learning-rate ratio of method.params does not apply
-        plan = replace(finetune_plan(ctx), lr=settings.lr)
-        with SparseAdamW(
-            text_parameters(model),
-            None,
-            lr=plan.lr,
-            weight_decay=settings.weight_decay,
-            moments=settings.moments,
-            seed=ctx.config.seed,
-            free_gradients=True,
-        ) as optimizer:
-            train(model, examples, optimizer, plan, ctx.reporter, label, pieces=ctx.pieces)
+        plan = replace(finetune_plan(ctx), lr=ctx.config.finetune.lr)
+        masked_finetune(ctx, model, examples, None, plan, label, ctx.pieces)
         job.accounts.backward_examples += plan.epochs * len(examples)
         return model
 

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from dualsft.algorithm.scores import dot_alone
 from dualsft.data.examples import Example, collate
-from dualsft.engine.ghost import GhostEngine, widened
+from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import last_hidden
+from dualsft.engine.precision import widened
 from dualsft.engine.walk import loss_objective, remaining_batches, walk
 from dualsft.lab.diagnostics.job import DiagnosticJob
 from dualsft.lab.diagnostics.ranking import sampled

@@ -23,7 +23,8 @@ from dualsft.algorithm.selection import product_source
 from dualsft.algorithm.topk import top_b, topk_signed
 from dualsft.data.examples import Example
 from dualsft.engine.fused import HALF_DTYPES, fused_blocks
-from dualsft.engine.ghost import GhostEngine, widened
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.precision import widened
 from dualsft.engine.walk import PassResult, cwsd_objective, loss_objective, walk
 from dualsft.model.load import find_candidates
 from dualsft.storage.vectors import ParamVector, Vector

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dualsft.engine import kernels
-from dualsft.engine.fused import Gated, RmsNorm, _rotated
+from dualsft.engine.fused import gated, rms_norm, rotated
 
 
 def near(ours: Tensor, expected: Tensor, dtype: torch.dtype, factor: float = 8.0) -> None:
@@ -56,7 +56,7 @@ def check_rms(device: str, dtype: torch.dtype) -> None:
         weight = torch.randn(width, device=device).to(dtype)
         grad = torch.randn_like(x)
         y, rstd = kernels.rms_forward(x, weight, 1e-5, offset)
-        plain = Plain(lambda a, b, o=offset: RmsNorm.apply(a, b, 1e-5, o), x, weight)
+        plain = Plain(lambda a, b, o=offset: rms_norm(a, b, 1e-5, o), x, weight)
         near(y, plain.value.to(dtype), dtype)
         grad_x, grad_weight = kernels.rms_backward(grad, x, weight, rstd, offset, True)
         expected_x, expected_weight = plain.gradients(grad)
@@ -74,7 +74,7 @@ def check_rms(device: str, dtype: torch.dtype) -> None:
 def check_gated(device: str, dtype: torch.dtype) -> None:
     for gelu in (False, True):
         gate, up, grad = (3 * torch.randn(3, 1500, device=device).to(dtype) for _ in range(3))
-        plain = Plain(lambda a, b, g=gelu: Gated.apply(a, b, g), gate, up)
+        plain = Plain(lambda a, b, g=gelu: gated(a, b, g), gate, up)
         near(kernels.gated_forward(gate, up, gelu), plain.value.to(dtype), dtype)
         for ours, expected in zip(
             kernels.gated_backward(grad, gate, up, gelu), plain.gradients(grad), strict=True
@@ -89,10 +89,10 @@ def check_rotate(device: str, dtype: torch.dtype) -> None:
     for heads, width, rows in ((3, 64, 2), (8, 80, 1)):
         x = torch.randn(2, 11, heads, width, device=device).to(dtype).transpose(1, 2)
         cos, sin = (torch.randn(rows, 11, width, device=device).to(dtype) for _ in range(2))
-        for back in (False, True):
-            wide = [t.double().cpu() for t in (x, cos, sin)]
-            expected = _rotated(*wide, back=back).to(dtype)
-            near(kernels.rotate(x, cos, sin, back), expected, dtype)
+        plain = Plain(lambda a, c=cos, s=sin: rotated(a, c.double().cpu(), s.double().cpu()), x)
+        near(kernels.rotate(x, cos, sin, False), plain.value.to(dtype), dtype)
+        (expected,) = plain.gradients(x)
+        near(kernels.rotate(x, cos, sin, True), expected.to(dtype), dtype)
 
 
 def check_cross_entropy(device: str, dtype: torch.dtype) -> None:

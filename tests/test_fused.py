@@ -1,4 +1,5 @@
 """Fused norms, gated activations and rotations: what the modules compute, and nothing left behind.
+Checkpointed blocks: the same bits with less kept, and restored afterwards.
 
 The plain expressions run here against the models' own modules in fp64; the Triton kernels run in a
 process of their own under Triton's interpreter, against the plain expressions.
@@ -9,21 +10,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from architectures import ARCHITECTURES as FAMILIES
 from models import ARCHITECTURES, tiny_model
-from test_ghost import QUIET, examples_for
+from test_ghost import QUIET, engine_of, examples_for, random_direction
 
 from dualsft.data.examples import Batch, collate
-from dualsft.engine.fused import HALF_DTYPES, _rotation, fused_blocks, fused_forward
+from dualsft.engine.fused import HALF_DTYPES, _rotation, checkpointed, fused_blocks, fused_forward
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import example_objective, last_hidden
 from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.memory.placement import DevicePlacement
-from dualsft.model.load import find_candidates
+from dualsft.model.load import decoder_blocks
 from dualsft.storage.vectors import ParamVector
 
 TESTS = Path(__file__).parent
@@ -124,7 +127,7 @@ def test_a_model_that_cannot_take_it_keeps_its_own_stream() -> None:
 def test_only_some_candidates(arch: str) -> None:
     """`only` observes those candidates alone, to the same numbers, and starts where they do."""
     model = tiny_model(arch, dtype=torch.float64).eval()
-    engine = GhostEngine(model, find_candidates(model, "block_linear"))
+    engine = engine_of(model, "block_linear")
     rows = examples_for(model)
     settings = PassSettings(batch_tokens=64, pad_id=0, padding_side="right")
     whole = ParamVector.zeros(engine.candidates)
@@ -201,3 +204,104 @@ def test_another_rotation_is_left_to_the_model() -> None:
     rotate(q.transpose(1, 2), q.transpose(1, 2), wide, wide, unsqueeze_dim=2)
     rotate(q, q, wide, wide, 2)
     assert calls == [(2, 3, 4), (2, 3, 8), (2, 3, 8)]
+
+
+# --- recomputed activations -------------------------------------------------------------------
+
+
+def recomputed_or_not(arch: str, training: bool, on: bool) -> dict[str, torch.Tensor]:
+    model = tiny_model(arch, torch.float32, dropout=0.3 if training else 0.0).train(training)
+    torch.manual_seed(4)
+    with checkpointed(model, on):
+        objective, losses = example_objective(model, collate(examples_for(model, 5), 0))
+        objective.backward()
+    drawn = {"losses": losses.detach(), "next draw": torch.rand(3)}
+    return drawn | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_gradients_keep_every_bit(arch: str, training: bool) -> None:
+    plain, ours = (
+        recomputed_or_not(arch, training, False),
+        recomputed_or_not(arch, training, True),
+    )
+    assert plain.keys() == ours.keys() and len(plain) > 10
+    assert all(torch.equal(plain[name], ours[name]) for name in plain)
+
+
+def test_dropout_is_really_on_in_the_training_case() -> None:
+    noisy, clean = (
+        recomputed_or_not("gpt2", True, True),
+        recomputed_or_not("gpt2", False, True),
+    )
+    assert not torch.equal(noisy["losses"], clean["losses"])
+
+
+def tapped(arch: str, on: bool) -> tuple[ParamVector, torch.Tensor, torch.Tensor]:
+    model = tiny_model(arch, torch.float32)
+    engine = engine_of(model)
+    sums, direction = ParamVector.zeros(engine.candidates), random_direction(engine)
+    batch = collate(examples_for(model, 5), 0)
+    with (
+        checkpointed(model, on),
+        engine.tapped(DevicePlacement(sums, direction), bounds=True) as taps,
+    ):
+        taps.begin(len(batch.input_ids))
+        example_objective(model, batch, observer=engine.head_observer(taps))[0].backward()
+    outputs = taps.outputs()
+    return sums, outputs["dots"], outputs["inner_sums"]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_taps_see_every_use_once(arch: str) -> None:
+    plain, ours = tapped(arch, False), tapped(arch, True)
+    assert all(torch.equal(block, ours[0][name]) for name, block in plain[0].items())
+    assert torch.equal(plain[1], ours[1]) and torch.equal(plain[2], ours[2])
+    assert float(plain[1].abs().min()) > 0
+
+
+@contextmanager
+def counted_saves() -> Iterator[list[int]]:
+    """Entries of the tensors that autograd keeps."""
+    kept = [0]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[0] += tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+def test_less_is_kept() -> None:
+    model = tiny_model("llama", torch.float32)
+    batch = collate(examples_for(model, 5), 0)
+    totals = []
+    for on in (False, True):
+        with checkpointed(model, on), counted_saves() as kept:
+            example_objective(model, batch)
+        totals.append(kept[0])
+    assert totals[1] < 0.5 * totals[0]
+
+
+def test_blocks_are_restored_even_after_a_failure() -> None:
+    model = tiny_model("llama", torch.float32)
+    blocks = decoder_blocks(model)[1]
+    own = blocks[0].forward
+    blocks[1].forward = patched = lambda *a, **k: own(*a, **k)
+    with pytest.raises(RuntimeError, match="failed"), checkpointed(model):
+        assert "forward" in vars(blocks[0])
+        raise RuntimeError("failed")
+    assert "forward" not in vars(blocks[0]) and blocks[1].forward is patched
+
+
+def test_nothing_is_recomputed_without_gradients() -> None:
+    model = tiny_model("llama", torch.float32)
+    batch = collate(examples_for(model, 5), 0)
+    calls = [0]
+    block = decoder_blocks(model)[1][0]
+    block.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    with checkpointed(model), torch.no_grad():
+        example_objective(model, batch)
+    assert calls == [1]

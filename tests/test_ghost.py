@@ -49,13 +49,20 @@ def random_direction(engine: GhostEngine, seed: int = 3) -> ParamVector:
     )
 
 
+def engine_of(model: Any, spec: str = "all") -> GhostEngine:
+    return GhostEngine(model, find_candidates(model, spec))
+
+
+def walked(
+    engine: GhostEngine, rows: list[Example], how: PassSettings | None = None, **taps: Any
+) -> PassResult:
+    objective = loss_objective(engine.model)
+    return walk(engine, rows, objective, how or settings(), QUIET, "test", **taps)
+
+
 def full_pass(engine: GhostEngine, rows: list[Example], how: PassSettings) -> tuple:
     sums, direction = ParamVector.zeros(engine.candidates), random_direction(engine)
-    objective = loss_objective(engine.model)
-    result: PassResult = walk(
-        engine, rows, objective, how, QUIET, "test", sums=sums, direction=direction, bounds=True
-    )
-    return sums, direction, result
+    return sums, direction, walked(engine, rows, how, sums=sums, direction=direction, bounds=True)
 
 
 def worst(got: ParamVector, true: dict[str, torch.Tensor]) -> float:
@@ -74,7 +81,7 @@ def test_sums_dots_and_bounds(arch: str, spec: str, dtype: torch.dtype) -> None:
     tolerance = 1e-10 if dtype == torch.float64 else 1e-4
     exact_model = tiny_model(arch, dtype=torch.float64).eval()
     model = tiny_model(arch, dtype=dtype).eval()
-    engine = GhostEngine(model, find_candidates(model, spec))
+    engine = engine_of(model, spec)
     rows, names = examples_for(model), engine.candidates.names
     grads = [oracle.example_gradient(exact_model, e.input_ids, e.labels, names) for e in rows]
     for batch_tokens, side in ((64, "right"), (64, "left"), (1, "right"), (10_000, "left")):
@@ -117,7 +124,7 @@ def test_bounds_are_not_vacuous(arch: str) -> None:
     cancel: 1 to 4.6 times in these rows of 4 to 14 tokens, and 10 is allowed.
     """
     model = tiny_model(arch).eval()
-    engine = GhostEngine(model, find_candidates(model, "block_linear"))
+    engine = engine_of(model, "block_linear")
     rows = examples_for(model)
     _, _, result = full_pass(engine, rows, settings())
     names = engine.candidates.names
@@ -133,7 +140,7 @@ def test_bounds_are_not_vacuous(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_cwsd_gradient(arch: str, tau: float) -> None:
     teacher, student = tiny_model(arch, seed=0).eval(), tiny_model(arch, seed=7).eval()
-    engine = GhostEngine(student, find_candidates(student, "all"))
+    engine = engine_of(student)
     rows = examples_for(student, seed=2)
     sums = ParamVector.zeros(engine.candidates)
     result = walk(
@@ -149,7 +156,7 @@ def test_cwsd_gradient(arch: str, tau: float) -> None:
 def test_cwsd_is_exactly_zero_at_the_teacher(arch: str) -> None:
     model = tiny_model(arch, dtype=torch.float32).eval()
     twin = tiny_model(arch, dtype=torch.float32).eval()
-    engine = GhostEngine(model, find_candidates(model, "all"))
+    engine = engine_of(model)
     sums = ParamVector.zeros(engine.candidates)
     objective = cwsd_objective(twin, model, 1.0)
     walk(engine, examples_for(model), objective, settings(), QUIET, "t", sums=sums)
@@ -161,7 +168,7 @@ def test_alone_agrees_and_leaves_no_trace(arch: str) -> None:
     model = tiny_model(arch).eval()
     flags = [p.requires_grad for p in model.parameters()]
     patched = ["forward" in vars(m) for m in model.modules()]
-    engine = GhostEngine(model, find_candidates(model, "all"))
+    engine = engine_of(model)
     rows = examples_for(model)
     _, direction, result = full_pass(engine, rows, settings())
     exact, norm = dot_alone(engine, rows[4], direction, settings())
@@ -213,24 +220,13 @@ def test_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on mps: fp32 sums on the device, fp64 on the host; the same numbers to fp32 rounding."""
     model = tiny_model("llama", dtype=torch.float32).eval()
     teacher = tiny_model("llama", dtype=torch.float32, seed=5).eval()
-    engine = GhostEngine(model, find_candidates(model, "all"))
+    engine = engine_of(model)
     rows, batch_of = examples_for(model), settings()
     direction = random_direction(engine)
 
     def everything() -> tuple:
         sums, prior = (ParamVector.zeros(engine.candidates) for _ in range(2))
-        objective = loss_objective(model)
-        result = walk(
-            engine,
-            rows,
-            objective,
-            batch_of,
-            QUIET,
-            "t",
-            sums=sums,
-            direction=direction,
-            bounds=True,
-        )
+        result = walked(engine, rows, batch_of, sums=sums, direction=direction, bounds=True)
         distil = cwsd_objective(teacher, model, 2.0)
         anchors = walk(engine, rows, distil, batch_of, QUIET, "v", sums=prior)
         exact, norm = dot_alone(engine, rows[0], direction, batch_of)
@@ -289,7 +285,7 @@ def test_uncovered_matrix_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.extra\.mixing.*_Odd"):
         find_candidates(model, "block_linear")
     with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.extra.*no exact rule"):
-        GhostEngine(model, find_candidates(model, "all"))
+        engine_of(model)
     left_out = find_candidates(model, "block_linear,!*.extra.mixing")
     assert GhostEngine(model, left_out).candidates.num_entries > 0
 
@@ -305,7 +301,7 @@ def test_norm_that_is_not_affine_is_refused() -> None:
 
     model = tiny_model("llama").eval()
     model.model.norm = CubicRMSNorm(model.model.norm.weight)
-    engine = GhostEngine(model, find_candidates(model, "all"))
+    engine = engine_of(model)
     with pytest.raises(RunError, match=r"model\.norm\.weight.*not affine"):
         full_pass(engine, examples_for(model), settings())
 
@@ -318,7 +314,7 @@ def test_bypassed_layer_is_caught_by_scoring_alone() -> None:
         torch.nn.functional.silu(mlp.gate_proj(x))
         * torch.nn.functional.linear(x, mlp.up_proj.weight)
     )
-    engine = GhostEngine(model, find_candidates(model, "block_linear"))
+    engine = engine_of(model, "block_linear")
     rows = examples_for(model)
     _, direction, result = full_pass(engine, rows, settings())
     exact, norm = dot_alone(engine, rows[0], direction, settings())
@@ -352,6 +348,74 @@ def test_nonfinite_example_is_named() -> None:
     rows = examples_for(model)
     with torch.no_grad():
         model.get_input_embeddings().weight[rows[3].input_ids[0]] = float("nan")
-    engine = GhostEngine(model, find_candidates(model, "block_linear"))
+    engine = engine_of(model, "block_linear")
     with pytest.raises(RunError, match="not finite"):
         full_pass(engine, rows, settings())
+
+
+# --- squares and norms of per-example gradients -------------------------------------------------
+
+
+def squares_alone(
+    engine: GhostEngine, examples: list[Example]
+) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+    """(Σ g ⊙ g, ‖g_n‖ of every candidate: [N, L]) by plain autograd."""
+    squares = {name: torch.zeros_like(p) for name, p in engine.candidates.items()}
+    norms = np.zeros((len(examples), len(engine.columns)))
+    for number, example in enumerate(examples):
+
+        def visit(name: str, grad: torch.Tensor, number: int = number) -> None:
+            squares[name] += grad**2
+            norms[number, engine.columns[name]] = float(grad.norm())
+
+        batch = collate([example], 0)
+        ghost.alone(engine.model, engine.candidates, batch, visit)
+    return squares, norms
+
+
+@pytest.mark.parametrize("several", [1, 7])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("whole", [False, True], ids=["block_linear", "everything in the blocks"])
+def test_squares_and_norms(
+    arch: str, whole: bool, several: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many gradients are made at a time."""
+    everything = "*.h.*" if arch == "gpt2" else "*.layers.*"  # norms and biases too
+    engine = engine_of(tiny_model(arch), everything if whole else "block_linear")
+    assert engine.separable
+    biggest = max(p.numel() for p in engine.candidates.values())
+    monkeypatch.setattr(ghost_rules, "APART_BYTES", several * biggest * 8)
+    examples = examples_for(engine.model)
+    squares, norms = squares_alone(engine, examples)
+    direction = random_direction(engine)
+    sums = ParamVector.zeros(engine.candidates)
+    found = walked(engine, examples, sums=sums, direction=direction, bounds=True, squared=True)
+    for name, square in squares.items():
+        torch.testing.assert_close(sums[name], square, rtol=1e-9, atol=1e-18)
+    np.testing.assert_allclose(found.inner_sums, norms, rtol=1e-6, atol=1e-12)
+    plain = walked(engine, examples, direction=direction)
+    np.testing.assert_allclose(found.dots, plain.dots, rtol=1e-12)
+
+
+@pytest.mark.parametrize("arch", ["llama", "llama_tied_bias", "gpt2"])
+def test_a_gradient_in_several_parts_is_refused(arch: str) -> None:
+    """Embeddings and heads: their squares are not the squares of the parts."""
+    engine = engine_of(tiny_model(arch), "all")
+    assert not engine.separable
+    with (
+        pytest.raises(AssertionError, match="squared needs engine.separable"),
+        engine.tapped(squared=True),
+    ):
+        pass
+
+
+def test_a_module_that_is_used_twice_is_refused() -> None:
+    """A layer in two places of the decoder: the second part of its gradient would be lost."""
+    model = tiny_model("llama")
+    layers = model.model.layers
+    layers[1] = layers[0]
+    engine = engine_of(model, "block_linear")
+    examples = examples_for(model, 3)
+    sums = ParamVector.zeros(engine.candidates)
+    with pytest.raises(RunError, match=r"used more than once in a pass.*leave it out"):
+        walked(engine, examples, sums=sums, squared=True)

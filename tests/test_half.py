@@ -18,7 +18,8 @@ from places import place
 
 from dualsft.algorithm.gradients import rounding_norm
 from dualsft.algorithm.scores import dot_alone, rounding_scales
-from dualsft.engine.ghost import GhostEngine, widened
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.precision import widened
 from dualsft.engine.walk import PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.model.load import find_candidates, load_model
 from dualsft.runs.stages.gradients import read_pool

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import tiny_examples, tiny_model
+from models import tiny_model
+from test_ghost import engine_of, examples_for, random_direction
 
-from dualsft.data.examples import Batch, Example
-from dualsft.engine.ghost import GhostEngine
+from dualsft.data.examples import Batch
 from dualsft.engine.rules import LinearRule
 from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.errors import RunError
-from dualsft.model.load import find_candidates
 from dualsft.storage.resume import Pieces
 from dualsft.storage.vectors import ParamVector
 from dualsft.system.progress import Reporter
@@ -25,11 +24,6 @@ from dualsft.train.loop import TrainingPlan, train
 from dualsft.train.optimizer import SparseAdamW
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
-def examples(count: int) -> list[Example]:
-    rows = tiny_examples(count, 97, 3)
-    return [Example(e.id, e.index, list(e.input_ids), list(e.labels)) for e in rows]
 
 
 @pytest.mark.parametrize(
@@ -49,26 +43,18 @@ def test_what_counts_as_out_of_memory(problem: Exception, expected: bool) -> Non
 
 def scored(said: list[str], spoil: Callable[[Any], Any] | None = None, **changes: Any) -> Any:
     model = tiny_model("llama")
-    engine = GhostEngine(model, find_candidates(model, "all"))
-    generator = torch.Generator().manual_seed(0)
-    direction = ParamVector(
-        {
-            n: torch.randn(p.shape, generator=generator, dtype=torch.float64)
-            for n, p in engine.candidates.items()
-        }
-    )
-    sums = ParamVector.zeros(engine.candidates)
-    objective = loss_objective(model)
+    engine = engine_of(model)
+    sums, objective = ParamVector.zeros(engine.candidates), loss_objective(model)
     values: dict[str, Any] = {"batch_tokens": 80, "pad_id": 0, "padding_side": "right"}
     result = walk(
         engine,
-        examples(19),
+        examples_for(model, 19, 3),
         spoil(objective) if spoil else objective,
         PassSettings(**(values | changes)),
         Reporter(said.append),
         "pool",
         sums=sums,
-        direction=direction,
+        direction=random_direction(engine),
         bounds=True,
     )
     return sums, result
@@ -144,7 +130,9 @@ def trained(said: list[str]) -> dict[str, torch.Tensor]:
         padding_side="right",
     )
     with SparseAdamW(model.named_parameters(), None, lr=1e-2, free_gradients=True) as optimizer:
-        train(model, examples(13), optimizer, plan, Reporter(said.append), "fine-tuning")
+        train(
+            model, examples_for(model, 13, 3), optimizer, plan, Reporter(said.append), "fine-tuning"
+        )
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 

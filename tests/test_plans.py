@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import Runner
-from models import ARCHITECTURES, tiny_examples, tiny_model
+from models import ARCHITECTURES, tiny_model
 from places import place
+from test_ghost import engine_of, examples_for, random_direction
 
-from dualsft.data.examples import Batch, Example
-from dualsft.engine.ghost import GhostEngine
+from dualsft.data.examples import Batch
 from dualsft.engine.walk import (
     PassSettings,
     cwsd_objective,
@@ -41,10 +41,8 @@ from dualsft.memory.plans import (
     cut,
     unmeasured,
 )
-from dualsft.model.load import find_candidates
 from dualsft.storage.manifest import read_manifest
 from dualsft.storage.resume import Pieces
-from dualsft.storage.vectors import ParamVector
 from dualsft.system.progress import Reporter
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -253,11 +251,6 @@ def test_plans_say_what_they_are() -> None:
 # --- every plan, the same numbers ---------------------------------------------------------------
 
 
-def examples(count: int) -> list[Example]:
-    rows = tiny_examples(count, 97, 3)
-    return [Example(e.id, e.index, list(e.input_ids), list(e.labels)) for e in rows]
-
-
 def walked(
     model: Any,
     spec: str,
@@ -267,22 +260,14 @@ def walked(
     **changes: Any,
 ) -> dict[str, torch.Tensor]:
     """G, values, products and bounds of a walk, by name."""
-    engine = GhostEngine(model, find_candidates(model, spec))
-    generator = torch.Generator().manual_seed(0)
-    direction = ParamVector(
-        {
-            n: torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
-            for n, p in engine.candidates.items()
-        }
-    )
+    engine = engine_of(model, spec)
     sums = blank(engine.candidates, engine.candidates.dtype)
     settings = PassSettings(
         batch_tokens=60, pad_id=0, padding_side="right", wishes=wishes, **changes
     )
     reporter = Reporter((said if said is not None else []).append)
     objective = spoil(loss_objective(model))
-    rows = examples(13)
-    lazy = direction.scaled(1.0)
+    rows, lazy = examples_for(model, 13, 3), random_direction(engine).scaled(1.0)
     found = walk(
         engine, rows, objective, settings, reporter, "pool", sums=sums, direction=lazy, bounds=True
     )
@@ -436,7 +421,9 @@ def test_a_killed_walk_gives_the_same_bits(
     model = tiny_model("gemma3", torch.float32)
     wishes = Wishes(placement=placement, checkpointing=checkpointing)
     expected = walked(model, "all", wishes)
-    count = len(remaining_batches(examples(13), 60, 0)) * (2 if placement == "blocks" else 1)
+    count = len(remaining_batches(examples_for(model, 13, 3), 60, 0)) * (
+        2 if placement == "blocks" else 1
+    )
     assert count >= 3
     for kill_at in range(1, count + 1):
         first = Interrupting(tmp_path / f"{kill_at}.work", "abc", every=0)
@@ -458,7 +445,7 @@ def test_a_killed_walk_goes_on_under_another_plan(
 ) -> None:
     model = tiny_model("llama")
     expected = walked(model, "all", Wishes())
-    count = len(remaining_batches(examples(13), 60, 0))
+    count = len(remaining_batches(examples_for(model, 13, 3), 60, 0))
     done = min(kill_at, count)
     pieces = Interrupting(tmp_path / "s.work", "abc", every=0)
     pieces.ticks_left = done

@@ -21,9 +21,9 @@ from dualsft.algorithm.projection import Scored
 from dualsft.config.settings import ScoreConfig
 from dualsft.data.examples import Example
 from dualsft.engine.fused import HALF_DTYPES, checkpointed
-from dualsft.engine.ghost import GhostEngine, alone, widened
+from dualsft.engine.ghost import GhostEngine, alone
 from dualsft.engine.losses import both_logits
-from dualsft.engine.precision import precise
+from dualsft.engine.precision import precise, widened
 from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.errors import ConfigError, RunError
 from dualsft.memory.placement import at_hand

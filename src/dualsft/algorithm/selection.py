@@ -26,7 +26,8 @@ from dualsft.algorithm.scores import exact_dots
 from dualsft.algorithm.topk import TopK, top_b, topk_signed
 from dualsft.data.examples import Example
 from dualsft.distributed.world import world
-from dualsft.engine.ghost import GhostEngine, widened
+from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.precision import widened
 from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.memory.placement import at_hand, blank
 from dualsft.storage.vectors import CHUNK, ParamVector, Vector

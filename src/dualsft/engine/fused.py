@@ -1,11 +1,17 @@
-"""Fused elementwise operations of a decoder block: RMS norm, gated activation, rotary embedding.
+"""Contexts that change how decoder blocks run: fused operations, and recomputed activations.
 
-Not part of Algorithm 1: a model computes these between its matrix products anyway, in scoring
-(lines 3 to 8) and in training (lines 1 and 12). Eager PyTorch reads and writes each tensor many
-times and keeps fp32 copies for the backward pass. The operations here save only their inputs and
-compute the gradient directly. `fused_blocks` replaces a model's own modules on CUDA with Triton,
-and only where module and replacement agree on random inputs; modules that are not recognised are
-not replaced. Each operation also has a plain PyTorch expression, which the tests compare with.
+Not part of Algorithm 1. A model computes norms, gated activations and rotary embeddings between its
+matrix products, in scoring (lines 3 to 8) and in training (lines 1 and 12). Eager PyTorch reads and
+writes each tensor many times and keeps fp32 copies for the backward pass; the Triton kernels save
+only their inputs. `fused_blocks` replaces a model's own modules on CUDA, and only where module and
+replacement agree on random inputs; modules that are not recognised are not replaced. Each operation
+also has a plain PyTorch expression, for this comparison and for the tests.
+
+`checkpointed` stores only the input of each block and recomputes its activations in the backward
+pass: less memory for one more forward pass, and on a CPU the same bits. Unlike the models' own
+`gradient_checkpointing_enable` it works in eval mode, in which Algorithm 1 takes its gradients, and
+with the taps of the ghost engine: each use of a parameter is observed once, because no backward
+runs through the graph of the recomputed forward.
 """
 
 from __future__ import annotations
@@ -18,7 +24,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from inspect import signature
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -45,9 +50,7 @@ def triton_works() -> bool:
 
         row = torch.zeros(1, 16, device="cuda")
         kernels.cross_entropy(row, row.new_zeros(1, dtype=torch.int64), row.new_ones(1), None)
-    except (
-        Exception
-    ) as problem:  # no Triton, no compiler, unknown GPU: each raises another exception type
+    except Exception as problem:  # no Triton, no compiler, unknown GPU raise different types
         if is_out_of_memory(problem):
             raise
         log.warning(
@@ -61,40 +64,53 @@ def triton_works() -> bool:
     return True
 
 
-@cache
-def _kernels() -> ModuleType | None:
-    if not triton_works():
+def kernels_for(x: Tensor) -> Any:
+    """The kernel module if it supports this tensor; None: use the plain expressions."""
+    if not x.is_cuda or x.dtype not in KERNEL_DTYPES or not triton_works():
         return None
     from dualsft.engine import kernels
 
     return kernels
 
 
-def kernels_for(x: Tensor) -> Any:
-    """The kernel module if it supports this tensor; None: use the plain expressions."""
-    return _kernels() if x.is_cuda and x.dtype in KERNEL_DTYPES else None
-
-
 # --- the operations ----------------------------------------------------------------------------
 
 
-class RmsNorm(torch.autograd.Function):
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
     """x̂ ⊙ w, or with `offset` x̂ ⊙ (1 + w) (Gemma), in the weight's dtype; x̂ = x / rms(x)."""
+    if kernels_for(x) is not None:
+        return _RmsNorm.apply(x, weight, eps, offset)  # pyright: ignore[reportReturnType]
+    wide = x.to(accumulation_dtype(x.dtype))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if offset:
+        return (normed * (1.0 + weight.to(wide.dtype))).to(weight.dtype)
+    return normed.to(weight.dtype) * weight
+
+
+def gated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+    """act(gate) ⊙ up with SiLU or tanh-GELU."""
+    if kernels_for(gate) is not None:
+        return _Gated.apply(gate, up, gelu)  # pyright: ignore[reportReturnType]
+    act = partial(nn.functional.gelu, approximate="tanh") if gelu else nn.functional.silu
+    return act(gate) * up
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of q or k: x ⊙ cos + rotate_half(x) ⊙ sin, in x's dtype."""
+    if kernels_for(x) is not None:
+        return _Rotate.apply(x, cos, sin)  # pyright: ignore[reportReturnType]
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), -1)
+    return (x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)).to(x.dtype)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """`rms_norm` by kernels; saves its inputs and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
-        x, kernels = x.contiguous(), kernels_for(x)
-        if kernels is not None:
-            y, rstd = kernels.rms_forward(x, weight, eps, offset)
-        else:
-            wide = x.to(accumulation_dtype(x.dtype))
-            rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-            normed = wide * rstd
-            narrow = weight.dtype
-            if offset:
-                y = (normed * (1.0 + weight.to(wide.dtype))).to(narrow)
-            else:
-                y = normed.to(narrow) * weight
+        x = x.contiguous()
+        y, rstd = kernels_for(x).rms_forward(x, weight, eps, offset)
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset = offset
         return y
@@ -102,78 +118,44 @@ class RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, rstd = ctx.saved_tensors
-        with_weight, kernels = ctx.needs_input_grad[1], kernels_for(x)
-        if kernels is not None:
-            grad_x, grad_weight = kernels.rms_backward(
-                grad.contiguous(), x, weight, rstd, ctx.offset, with_weight
-            )
-            return grad_x, grad_weight, None, None
-        normed = x.to(rstd.dtype) * rstd
-        wide = grad.to(rstd.dtype)
-        grad_weight = None
-        if with_weight:
-            grad_weight = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        wide = wide * (weight.to(rstd.dtype) + (1.0 if ctx.offset else 0.0))
-        mean = (wide * normed).mean(-1, keepdim=True)
-        return (rstd * (wide - normed * mean)).to(x.dtype), grad_weight, None, None
+        grad_x, grad_weight = kernels_for(x).rms_backward(
+            grad.contiguous(), x, weight, rstd, ctx.offset, ctx.needs_input_grad[1]
+        )
+        return grad_x, grad_weight, None, None
 
 
-class Gated(torch.autograd.Function):
-    """act(gate) ⊙ up with SiLU or tanh-GELU; saves gate and up, not the activation."""
+class _Gated(torch.autograd.Function):
+    """`gated` by kernels; saves gate and up, not the activation."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         ctx.gelu = gelu
-        kernels = kernels_for(gate)
-        if kernels is not None:
-            return kernels.gated_forward(gate, up, gelu)
-        return _activation(gelu)(gate) * up
+        return kernels_for(gate).gated_forward(gate, up, gelu)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         gate, up = ctx.saved_tensors
-        kernels = kernels_for(gate)
-        if kernels is not None:
-            return *kernels.gated_backward(grad.contiguous(), gate, up, ctx.gelu), None
-        with torch.enable_grad():
-            wide = gate.detach().to(accumulation_dtype(gate.dtype)).requires_grad_()
-            value = _activation(ctx.gelu)(wide)
-            (slope,) = torch.autograd.grad(value.sum(), wide)
-        grad_up = (grad * value.detach()).to(up.dtype)
-        return (grad * up * slope).to(gate.dtype), grad_up, None
+        return *kernels_for(gate).gated_backward(grad.contiguous(), gate, up, ctx.gelu), None
 
 
-def _activation(gelu: bool) -> Callable[[Tensor], Tensor]:
-    return partial(nn.functional.gelu, approximate="tanh") if gelu else nn.functional.silu
-
-
-class Rotate(torch.autograd.Function):
-    """Rotary embedding of q or k: x ⊙ cos + rotate_half(x) ⊙ sin, in x's dtype."""
+class _Rotate(torch.autograd.Function):
+    """`rotated` by a kernel; its backward is the transposed rotation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, back=False)
+        return _rotate(x, cos, sin, back=False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _rotated(grad, *ctx.saved_tensors, back=True), None, None
+        return _rotate(grad, *ctx.saved_tensors, back=True), None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    kernels = kernels_for(x)
-    if kernels is not None:
-        return kernels.rotate(x if x.stride(-1) == 1 else x.contiguous(), cos, sin, back)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    half = x.shape[-1] // 2
-    turned = x * sin if back else x
-    first, second = turned[..., :half], turned[..., half:]
-    if back:
-        return (x * cos + torch.cat((second, -first), -1)).to(x.dtype)
-    return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    return kernels_for(x).rotate(x if x.stride(-1) == 1 else x.contiguous(), cos, sin, back)
 
 
 # --- replacing a model's modules ---------------------------------------------------------------
@@ -245,10 +227,7 @@ def fused_forward(module: nn.Module, dtype: torch.dtype) -> Callable[..., Tensor
     """A fused replacement for the module's forward that passed the comparison, or None."""
     if any(p.dtype != dtype for p in module.parameters()):
         return None
-    for made in (_norm_forward(module), _gated_forward(module)):
-        if made is not None:
-            return made
-    return None
+    return _norm_forward(module) or _gated_forward(module)
 
 
 def _norm_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
@@ -259,8 +238,8 @@ def _norm_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     if module.get_parameter("weight").ndim != 1 or not _takes_one_tensor(module):
         return None
 
-    def forward_of(norm: nn.Module, offset: bool) -> Callable[[Tensor], Tensor]:
-        return lambda x: RmsNorm.apply(x, norm.weight, eps, offset)  # pyright: ignore
+    def forward_of(norm: Any, offset: bool) -> Callable[[Tensor], Tensor]:
+        return lambda x: rms_norm(x, norm.weight, eps, offset)
 
     width = module.get_parameter("weight").shape[0]
     twin = _twin(module)
@@ -282,7 +261,7 @@ def _gated_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         return None
 
     def forward_of(mlp: Any, gelu: bool) -> Callable[[Tensor], Tensor]:
-        return lambda x: mlp.down_proj(Gated.apply(mlp.gate_proj(x), mlp.up_proj(x), gelu))
+        return lambda x: mlp.down_proj(gated(mlp.gate_proj(x), mlp.up_proj(x), gelu))
 
     twin = _twin(module)
     noise = torch.Generator().manual_seed(1)
@@ -354,7 +333,7 @@ def _rotation(own: Rotary) -> Rotary:
         whole = cos.ndim == 3 and all(x.ndim == 4 and x.shape[-1] == cos.shape[-1] for x in (q, k))
         if not plain or not whole or sin.shape != cos.shape:
             return own(q, k, cos, sin, *more, **named)
-        return Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin)  # pyright: ignore
+        return rotated(q, cos, sin), rotated(k, cos, sin)
 
     return rotate_both
 

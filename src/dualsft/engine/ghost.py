@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from dualsft.data.examples import Batch
-from dualsft.engine.fused import HALF_DTYPES, fused_blocks
+from dualsft.engine.fused import fused_blocks
 from dualsft.engine.losses import HeadObserver, last_hidden, plain_example_loss
 from dualsft.engine.rules import MIXED, EmbeddingRule, HeadRule, LinearRule, NormRule, Rule
 from dualsft.engine.sketch import Sketch
@@ -48,10 +48,8 @@ from dualsft.model.load import (
 from dualsft.model.sharded import (
     device_of,
     gathered_parameters,
-    is_sharded,
     set_requires_grad,
     through,
-    wide_copy,
 )
 from dualsft.storage.vectors import reduction_dtype
 
@@ -267,24 +265,23 @@ class GhostEngine:
             sketch,
         )
         with ExitStack() as stack:
-            stack.enter_context(_frozen(self.model))
+            stack.enter_context(frozen(self.model))
             stack.enter_context(fused_blocks(self.model, wide=True))
             for rule in self.rules:
                 if taps.observes(rule):
                     stack.enter_context(rule.attached(taps))
-            handle = self._start(only)
-            stack.callback(handle.remove)
+            stack.callback(self._start(only).remove)
             yield taps
 
     def _start(self, only: Collection[str] | None) -> RemovableHandle:
-        """Hook that starts the autograd graph, since all parameters are frozen: at the token
-        embeddings, or at the first block that holds an observed candidate."""
+        """Start the autograd graph at the token embeddings, or at the first block that holds an
+        observed candidate."""
         prefix, blocks = decoder_blocks(self.model) if only is not None else ("", [])
         depths = [_depth(name, prefix) for name in only or ()]
         if depths and None not in depths:
             block = blocks[min(d for d in depths if d is not None)]
             return block.register_forward_pre_hook(_start_at_block, with_kwargs=True)
-        return self.model.get_input_embeddings().register_forward_hook(_start_graph)
+        return start_graph(self.model.get_input_embeddings())
 
     def head_observer(self, taps: Taps) -> HeadObserver | None:
         """Callback for `losses` to call per chunk of logits; None if the head is not observed."""
@@ -306,8 +303,13 @@ def _rule_for(module: nn.Module, used: dict[str, str]) -> Rule | None:
     return None
 
 
-def _start_graph(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
-    return output if output.requires_grad else output.requires_grad_()
+def start_graph(embedding: nn.Module) -> RemovableHandle:
+    """Hook that starts the autograd graph at the output of a module with frozen parameters."""
+
+    def after_forward(_: nn.Module, __: object, output: Tensor) -> Tensor:
+        return output if output.requires_grad else output.requires_grad_()
+
+    return embedding.register_forward_hook(after_forward)
 
 
 def _start_at_block(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -324,7 +326,7 @@ def _depth(name: str, prefix: str) -> int | None:
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
+def frozen(model: nn.Module) -> Iterator[None]:
     """Turn `requires_grad` off for all parameters; restores it on exit."""
     every = {*model.parameters(), *gathered_parameters(model).values()}
     state = [(p, p.requires_grad) for p in every]
@@ -335,44 +337,6 @@ def _frozen(model: nn.Module) -> Iterator[None]:
     finally:
         for p, flag in state:
             p.requires_grad_(flag)
-
-
-@contextmanager
-def widened(
-    *models: PreTrainedModel, tensor_cores: bool = False
-) -> Iterator[tuple[PreTrainedModel, ...]]:
-    """Convert half-precision models to fp32 weights (the same values) inside the context.
-
-    Used to measure and to avoid the effect of rounding on scores. `tensor_cores` allows TF32
-    products on CUDA: three more bits than bf16 at about half its speed. Yields the models to
-    compute with: the same objects, except for sharded models, which are loaded again as fp32
-    copies.
-    """
-    sharded = [m for m in models if is_sharded(m)]
-    half = any(p.dtype in HALF_DTYPES for m in models for p in m.parameters())
-    whole = [m for m in models if m not in sharded]
-    own = {p: p.dtype for m in whole for p in m.parameters() if p.dtype in HALF_DTYPES}
-    scales = {  # Gemma multiplies its embeddings by a number rounded to the weight's dtype
-        b: b.data
-        for m in whole
-        for b in m.get_input_embeddings().buffers()
-        if own and b.is_floating_point()
-    }
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = tensor_cores and half or before
-    try:
-        for buffer, value in scales.items():
-            buffer.data = value.to(next(iter(own.values()))).float()
-        for p in own:
-            p.data = p.data.float()
-        copies = {id(m): wide_copy(m) if half else m for m in sharded}
-        yield tuple(copies.get(id(m), m) for m in models)
-    finally:
-        for p, dtype in own.items():
-            p.data = p.data.to(dtype)
-        for buffer, value in scales.items():
-            buffer.data = value
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def alone(
@@ -396,7 +360,7 @@ def alone(
         p.grad = None
 
     with ExitStack() as stack:
-        stack.enter_context(_frozen(model))
+        stack.enter_context(frozen(model))
         for p, name in names.items():
             set_requires_grad(model, name, True)
             stack.callback(p.register_post_accumulate_grad_hook(hand_over).remove)

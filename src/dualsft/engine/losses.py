@@ -189,6 +189,10 @@ class CrossEntropy:
     ) -> None:
         self.target_M, self.weight_M, self.weigh = target_M, weight_M, weigh
 
+    @classmethod
+    def unweighted(cls, positions: Positions) -> CrossEntropy:
+        return cls(positions.target_M, torch.ones_like(positions.target_M, dtype=torch.float32))
+
     def _weights(self, rows: slice, value_C: Tensor) -> Tensor:
         weight = self.weight_M[rows].to(value_C.dtype)
         return weight if self.weigh is None else weight * self.weigh(value_C)
@@ -377,8 +381,7 @@ def weighted_objective(
 def token_losses(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, ...]:
     """−log p of every response token, one tensor per example."""
     positions = Positions.of(batch)
-    unit = torch.ones(len(positions.row_M), device=positions.row_M.device)
-    loss = CrossEntropy(positions.target_M, unit)
+    loss = CrossEntropy.unweighted(positions)
     _, value_M = head_objective(model, last_hidden(model, batch), positions, loss)
     return value_M.split(positions.count_B.tolist())
 
@@ -425,23 +428,20 @@ class Comparison:
 @torch.no_grad()
 def comparison(before: PreTrainedModel, after: PreTrainedModel, batch: Batch) -> Comparison:
     """Losses of both models and the KL between them, with one forward pass of each."""
-    return through(before, lambda: through(after, lambda: _comparison(before, after, batch)))
-
-
-def _comparison(before: PreTrainedModel, after: PreTrainedModel, batch: Batch) -> Comparison:
     positions = Positions.of(batch)
-    hidden = {m: last_hidden(m, batch) for m in (before, after)}
-    unit = torch.ones(len(positions.row_M), device=positions.row_M.device)
-    loss = CrossEntropy(positions.target_M, unit)
-    head = Head.of(before)
-    teacher_MD = hidden[before][positions.row_M, positions.column_M]
-    divergence = Distillation(teacher_MD, head, tau=1.0)
-    values = [
-        head_objective(before, hidden[before], positions, loss)[1],
-        head_objective(after, hidden[after], positions, loss)[1],
-        head_objective(after, hidden[after], positions, divergence)[1],
-    ]
-    return Comparison(*(positions.per_example_mean(v) for v in values))
+
+    def work() -> Comparison:
+        hidden = {m: last_hidden(m, batch) for m in (before, after)}
+        loss = CrossEntropy.unweighted(positions)
+        teacher_MD = hidden[before][positions.row_M, positions.column_M]
+        divergence = Distillation(teacher_MD, Head.of(before), tau=1.0)
+        values = [
+            head_objective(model, hidden[model], positions, pointwise)[1]
+            for model, pointwise in ((before, loss), (after, loss), (after, divergence))
+        ]
+        return Comparison(*(positions.per_example_mean(v) for v in values))
+
+    return through(before, lambda: through(after, work))
 
 
 @torch.no_grad()

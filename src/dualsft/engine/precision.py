@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Literal
 
+import torch
 from transformers import PreTrainedModel
 
 from dualsft.distributed.world import world
 from dualsft.engine.fused import HALF_DTYPES
-from dualsft.engine.ghost import widened
-from dualsft.model.sharded import local_rows
+from dualsft.model.sharded import is_sharded, local_rows, wide_copy
 from dualsft.system.usage import free_memory
 
 MOST_OF_FREE = 0.45  # maximum fraction of free memory for fp32 weights; the walk needs the rest
@@ -59,3 +59,41 @@ def precise(
     used = widened(*models, tensor_cores=True) if wanted and fits else nullcontext(models)
     with used as wide:
         yield wide
+
+
+@contextmanager
+def widened(
+    *models: PreTrainedModel, tensor_cores: bool = False
+) -> Iterator[tuple[PreTrainedModel, ...]]:
+    """Convert half-precision models to fp32 weights (the same values) inside the context.
+
+    Used to measure and to avoid the effect of rounding on scores. `tensor_cores` allows TF32
+    products on CUDA: three more bits than bf16 at about half its speed. Yields the models to
+    compute with: the same objects, except for sharded models, which are loaded again as fp32
+    copies.
+    """
+    sharded = [m for m in models if is_sharded(m)]
+    half = any(p.dtype in HALF_DTYPES for m in models for p in m.parameters())
+    whole = [m for m in models if m not in sharded]
+    own = {p: p.dtype for m in whole for p in m.parameters() if p.dtype in HALF_DTYPES}
+    scales = {  # Gemma multiplies its embeddings by a number rounded to the weight's dtype
+        b: b.data
+        for m in whole
+        for b in m.get_input_embeddings().buffers()
+        if own and b.is_floating_point()
+    }
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tensor_cores and half or before
+    try:
+        for buffer, value in scales.items():
+            buffer.data = value.to(next(iter(own.values()))).float()
+        for p in own:
+            p.data = p.data.float()
+        copies = {id(m): wide_copy(m) if half else m for m in sharded}
+        yield tuple(copies.get(id(m), m) for m in models)
+    finally:
+        for p, dtype in own.items():
+            p.data = p.data.to(dtype)
+        for buffer, value in scales.items():
+            buffer.data = value
+        torch.backends.cuda.matmul.allow_tf32 = before

@@ -17,10 +17,10 @@ Shape letters: B examples, T positions, I inputs, O outputs.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 MIXED = "its input is not (example, token, feature), so the examples of a batch cannot be separated"
-
 
 APART_BYTES = 256 << 20
 """Maximum bytes of per-example gradients formed at a time."""
@@ -72,7 +71,7 @@ def token_norms(x: Tensor) -> Tensor:
     return kept
 
 
-class Rule(ABC):
+class Rule:
     """A module and the candidates it owns."""
 
     def __init__(self, module: nn.Module, used: dict[str, str]) -> None:
@@ -86,9 +85,9 @@ class Rule(ABC):
         """Whether the examples are the first of three or more dimensions of this input."""
         return x.ndim >= 3 and len(x) == num_examples
 
-    @abstractmethod
-    def attached(self, taps: Taps) -> Any:
+    def attached(self, taps: Taps) -> AbstractContextManager[None]:
         """Context in which the uses of the module are observed."""
+        raise NotImplementedError(f"{type(self).__name__} is observed in another way")
 
     def observe_vector(self, taps: Taps, name: str, gradient_BO: Tensor) -> None:
         """Observe a 1-D parameter, whose per-example gradients are small enough to be formed."""
@@ -320,14 +319,14 @@ def _per_example(gradient: Tensor) -> Tensor:
 class HeadRule(Rule):
     """Rule of the output head; `losses.HeadLoss` calls it per chunk of (hidden, logit gradient)."""
 
-    def attached(self, taps: Taps) -> Any:
-        raise AssertionError("the head is observed through losses.HeadLoss, not through hooks")
-
     def observe(self, taps: Taps, hidden: Tensor, grad: Tensor, example: Tensor) -> None:
         if self.bias is not None:
             shape = (taps.num_examples, grad.shape[-1])
             gradient = torch.zeros(shape, dtype=taps.dtype, device=grad.device)
-            self._observe_bias(taps, gradient.index_add_(0, example, grad.to(taps.dtype)))
+            # a chunk may hold only some tokens of an example: by the triangle inequality the norms
+            # of the chunks still add up to a bound
+            gradient.index_add_(0, example, grad.to(taps.dtype))
+            self.observe_vector(taps, self.bias, gradient)
         name = self.weight
         if name is None:
             return
@@ -343,9 +342,3 @@ class HeadRule(Rule):
             value = torch.linalg.vector_norm(grad, dim=-1, dtype=taps.dtype) * norms
             total = torch.zeros(taps.num_examples, dtype=taps.dtype, device=value.device)
             taps.add_bound(name, total.index_add_(0, example, value))
-
-    def _observe_bias(self, taps: Taps, gradient_BV: Tensor) -> None:
-        """Observe the bias for one chunk, which may hold only some tokens of an example; by the
-        triangle inequality the norms of the chunks still add up to a bound."""
-        assert self.bias is not None
-        self.observe_vector(taps, self.bias, gradient_BV)

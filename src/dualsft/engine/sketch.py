@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 from dualsft.data.examples import Batch, digest
 from dualsft.distributed.world import world
 from dualsft.engine.fused import checkpointed, fused_blocks
+from dualsft.engine.ghost import frozen, start_graph
 from dualsft.engine.losses import example_objective
 from dualsft.engine.rules import LinearRule
 from dualsft.storage.vectors import accumulation_dtype
@@ -261,15 +262,11 @@ class Sketcher:
         """Observe every backward pass inside the context; restores the model on exit."""
         taps = SketchTaps(self.sketch, transform, self.dtype, self.model.device)
         with ExitStack() as stack:
-            for p in self.model.parameters():
-                if p.requires_grad:
-                    stack.callback(p.requires_grad_, True)
-                    p.requires_grad_(False)
+            stack.enter_context(frozen(self.model))
             stack.enter_context(fused_blocks(self.model, wide=True))
             for rule in self.rules:
                 stack.enter_context(rule.attached(taps))  # pyright: ignore[reportArgumentType]
-            handle = self.model.get_input_embeddings().register_forward_hook(_start_graph)
-            stack.callback(handle.remove)
+            stack.callback(start_graph(self.model.get_input_embeddings()).remove)
             yield taps
 
     def of_batch(self, taps: SketchTaps, batch: Batch) -> Tensor:
@@ -289,7 +286,3 @@ class Sketcher:
             objective, _ = example_objective(self.model, batch)
             objective.backward()
         return taps.total
-
-
-def _start_graph(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
-    return output if output.requires_grad else output.requires_grad_()

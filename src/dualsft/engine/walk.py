@@ -8,7 +8,7 @@ on the batch size, the padding side or the order (up to rounding).
 
 Where G and the direction are stored is up to the `Placement` (`memory/placement.py`) of the plan
 that was chosen for the memory at hand (`engine/trial.py`). After running out of memory the walk is
-repeated from its last saved state with less (`memory/fallback.py`). The state is saved after a
+repeated from its last saved state with less (`memory/plans.py`). The state is saved after a
 batch if due (`storage/resume.py`), and an interrupted walk resumes after it with bit-identical
 results.
 """
@@ -40,9 +40,8 @@ from dualsft.engine.sketch import Sketch
 from dualsft.engine.trial import plans_for
 from dualsft.engine.walk_state import PassResult, PassSettings, Span, WalkState
 from dualsft.errors import RunError
-from dualsft.memory.fallback import Fallback, OutOfMemory, memory_errors_shared
 from dualsft.memory.placement import DevicePlacement, Placement, placed
-from dualsft.memory.plans import Plan, cut
+from dualsft.memory.plans import Fallback, OutOfMemory, Plan, cut, memory_errors_shared
 from dualsft.storage.vectors import ParamVector, Vector
 from dualsft.system.progress import Reporter
 from dualsft.system.usage import give_back

@@ -8,14 +8,17 @@ free memory, and returns the fastest plan that fits, followed by smaller ones to
     host     G and U in host memory, copied one parameter at a time (`memory/placement.py`)
     blocks   candidates in groups of layers, one walk per group; the group's G and U on the device
 
-each with activations kept or recomputed (`engine/fused.py`). A plan changes results by
-rounding only. This module never touches a device: a run and `dualsft estimate` call the same
-function.
+each with activations kept or recomputed (`engine/fused.py`). A plan changes results by rounding
+only. This module never touches a device: a run and `dualsft estimate` call the same function.
+
+`Fallback` is what follows when a walk runs out of memory all the same: half the batch, then the
+next plan, from the last saved state. All processes change their plan together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
@@ -24,7 +27,9 @@ from typing import Any, Literal
 import torch
 
 from dualsft.distributed.world import world
+from dualsft.errors import RunError
 from dualsft.model.load import locate
+from dualsft.system.usage import Smaller, is_out_of_memory
 
 PlacementName = Literal["device", "host", "blocks"]
 
@@ -45,7 +50,6 @@ NUM_SLOTS = 4
 """Blocks of a streamed vector on the device: in use, copied in, copied out, previously used."""
 SHARDED_TOKENS = 8192
 """Padded tokens per batch of a sharded model on a GPU, for which memory is not measured."""
-MAX_GROUPS = 64
 GIB = 2**30
 
 
@@ -210,15 +214,22 @@ def choose(
     even if it is predicted not to fit on the device. Plans that exceed the host memory are dropped.
     """
     room = int(device_bytes * (1 - HEADROOM))
-    ladder = list(_ladder(demand, wishes))
+    ladder = _steps(len(demand.shapes), wishes)
+    if not demand.sum_itemsize and not demand.direction_itemsize:  # nothing to place elsewhere
+        ladder = [plan for plan in ladder if plan.placement in ("device", wishes.placement)]
     hosted = [p for p in ladder if demand.host(p.placement) <= HOST_SHARE * host_bytes]
     plans = [_sized(plan, demand, room, batch_tokens, wishes) for plan in hosted or ladder[-1:]]
     fitting = [i for i, plan in enumerate(plans) if plan.peak is not None]
     enough = min(SMALL_BATCH, batch_tokens)
     good = [i for i in fitting if plans[i].batch_tokens >= enough]
     if wishes.placement != "auto" or wishes.checkpointing is not None:
-        asked = [i for few in (good, fitting) for i in few if _is_wished(plans[i], wishes)]
-        first = asked[0] if asked else 0
+        asked = (
+            i
+            for i in [*good, *fitting]
+            if wishes.placement in ("auto", plans[i].placement)
+            and wishes.checkpointing in (None, plans[i].checkpointing)
+        )
+        first = next(asked, 0)
     elif good:
         first = good[0]
     elif fitting:  # every batch is too small to be fast: take the largest
@@ -264,41 +275,20 @@ def unmeasured(
     return [replace(plans[0], batch_tokens=tokens, checkpointing=again)]
 
 
-def _is_wished(plan: Plan, wishes: Wishes) -> bool:
-    placed = wishes.placement in ("auto", plan.placement)
-    return placed and wishes.checkpointing in (None, plan.checkpointing)
-
-
-def _ladder(demand: Demand, wishes: Wishes) -> Iterator[Plan]:
-    """The plans to consider, in order; without G and U only the placement "device" is useful."""
-    something = demand.sum_itemsize or demand.direction_itemsize
-    for plan in _steps(len(demand.shapes), wishes):
-        if something or plan.placement in ("device", wishes.placement):
-            yield plan
-
-
-def _steps(num_parameters: int, wishes: Wishes) -> Iterator[Plan]:
+def _steps(num_parameters: int, wishes: Wishes) -> list[Plan]:
     """All combinations of placement, recomputation and number of groups, fastest first."""
-    counts = [2**i for i in range(1, 7) if 2**i <= min(MAX_GROUPS, max(2, num_parameters))]
-    kept = [("device", 1), ("host", 1)]
-    groups = [("blocks", count) for count in counts]
-    steps: list[tuple[Any, bool, int]] = []
-    for placement, count in kept:
-        steps += [(placement, False, count), (placement, True, count)]
-    if wishes.placement == "blocks":
-        steps.append(("blocks", False, 2))
-    steps += [(placement, True, count) for placement, count in groups]
-    if wishes.checkpointing is True:
-        steps = [step for step in steps if step[1]]
-    elif wishes.checkpointing is False:
-        plain = [(placement, False, count) for placement, count in (*kept, *groups)]
-        steps = plain + [step for step in steps if step[1]]
-    if wishes.placement != "auto":
-        order = ("device", "host", "blocks")
-        first = order.index(wishes.placement)
-        steps = [step for step in steps if order.index(step[0]) >= first]
-    for placement, again, count in steps:
-        yield Plan(placement, again, 0, count)
+    counts = [count for count in (2, 4, 8, 16, 32, 64) if count <= max(2, num_parameters)]
+    kept = [Plan("device", False, 0), Plan("host", False, 0)]
+    kept += [Plan("blocks", False, 0, count) for count in counts]
+    recomputed = [replace(plan, checkpointing=True) for plan in kept]
+    if wishes.checkpointing is None:
+        blocks = kept[2:3] if wishes.placement == "blocks" else []
+        plans = [kept[0], recomputed[0], kept[1], recomputed[1], *blocks, *recomputed[2:]]
+    else:
+        plans = recomputed if wishes.checkpointing else kept + recomputed
+    order = ("device", "host", "blocks")
+    first = 0 if wishes.placement == "auto" else order.index(wishes.placement)
+    return [plan for plan in plans if order.index(plan.placement) >= first]
 
 
 def _sized(plan: Plan, demand: Demand, room: int, batch_tokens: int, wishes: Wishes) -> Plan:
@@ -350,3 +340,107 @@ def cut(shapes: Mapping[str, Sequence[int]], num_groups: int) -> list[list[str]]
         groups[-1] += names
         passed += size
     return groups
+
+
+# --- running out of memory ---------------------------------------------------------------------
+
+Shape = tuple[int, int]
+"""Examples and tokens per example of a padded batch."""
+
+
+class OutOfMemory(Exception):
+    """Out of memory with a batch of `shape`; None: before the first batch.
+
+    Raised with the message of the original error: its traceback would keep tensors alive.
+    """
+
+    def __init__(self, message: str, shape: Shape | None) -> None:
+        super().__init__(message)
+        self.shape = shape
+
+
+@contextmanager
+def memory_errors_shared(label: str, shape: Shape | None = None) -> Iterator[None]:
+    """Turn an out-of-memory error inside the context into `OutOfMemory` on all processes.
+
+    Every process must enter it, with the shape of its batch, so that all choose the same next plan.
+    """
+    failed: str | None = None
+    try:
+        yield
+    except Exception as problem:
+        if not is_out_of_memory(problem):
+            raise
+        failed = str(problem)
+    if failed is not None and shape is not None and world().sharded:
+        # the other processes wait in the collectives of the batch and cannot agree on a retry
+        raise RunError(
+            f"{label}: {world().name} ran out of memory with {shape[0]} examples of "
+            f"{shape[1]:,} tokens ({failed}); lower score.batch_tokens, or start more processes"
+        ) from None
+    if not any(world().any(failed is not None)):
+        return
+    reports = world().answers(None if failed is None else (failed, shape))
+    failures = [report for report in reports if report is not None]
+    # of several shapes the one with the fewest tokens once its batch is halved
+    shapes = [shape for _, shape in failures if shape is not None]
+    least = min(shapes, key=lambda shape: shape[0] // 2 * shape[1], default=None)
+    raise OutOfMemory(failures[0][0], least)
+
+
+@dataclass
+class Fallback:
+    """The plans of a walk: the first is in use, smaller ones follow."""
+
+    label: str
+    plans: list[Plan]
+    memory: int
+    """Device memory that may be used, in bytes; 0 if it was not measured."""
+    batch_tokens: int
+    """Maximum tokens per batch."""
+    warn: Callable[..., None]
+    note: Callable[[str, Plan, int], None]
+    """Called with the label, each plan and the memory."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.plans[0]
+
+    def start(self, saved: Mapping[str, Any] | None, keep_placement: bool) -> None:
+        """Begin with the first plan; when resuming, with the batches and groups of the saved walk.
+
+        The saved walk may have fallen back: plans with fewer groups are then skipped, unless
+        `keep_placement` (the user set one without groups).
+        """
+        if saved is not None:
+            skip = (
+                i for i, plan in enumerate(self.plans) if plan.num_groups >= saved["num_groups"]
+            )
+            del self.plans[: 0 if keep_placement else next(skip, 0)]
+            tokens = min(self.plan.batch_tokens, saved["batch_tokens"])
+            self.plans[0] = replace(self.plan, batch_tokens=tokens)
+        self.note(self.label, self.plan, self.memory)
+
+    def shrink(self, problem: OutOfMemory) -> None:
+        """Half the batch while batches stay large enough, then the next plan; with no plan left,
+        half the batch again."""
+        rows, tokens = problem.shape or (1, 0)
+        floor = min(SMALL_BATCH, self.batch_tokens // 16)
+        if len(self.plans) > 1 and (rows == 1 or rows // 2 * tokens < floor):
+            failed = self.plans.pop(0)
+            self.warn(
+                f"{self.label}: out of memory with {failed.describe()}; continuing with "
+                f"{self.plan.describe(self.memory)}, the same sums in another order (set "
+                f"{self.plan.settings} to start so)",
+                code="out_of_memory",
+            )
+            self.note(self.label, self.plan, self.memory)
+            return
+        if problem.shape is None:
+            raise RunError(
+                f"{self.label}: out of memory before the first batch ({problem}); choose fewer "
+                "parameters with score.candidates, free memory, or use a machine with more memory"
+            ) from None
+        smaller = Smaller.than(problem.shape, problem, "score.batch_tokens")
+        self.warn(f"{self.label}: {smaller}", code="out_of_memory")
+        self.plans[0] = replace(self.plan, batch_tokens=smaller.batch_tokens)

@@ -4,7 +4,7 @@ Each process holds its rows of every parameter (DTensors). FSDP2 gathers a block
 its forward and its backward pass and frees them afterwards. Losses (Algorithm 1 lines 1, 3, 5, 6, 8
 and 12) are computed inside `through`, so that the weights outside the blocks are gathered too.
 Autograd stores gradients on the `gathered_parameters`. The sharded G and direction are in
-`memory/sharded_placement.py`, the optimizer is `ShardedAdamW` in `train/optimizer.py`.
+`memory/placement.py`, the optimizer is `ShardedAdamW` in `train/optimizer.py`.
 
 FSDP2's gradient reduction is not used: it averages, in the parameters' dtype, and sends all
 entries. It finds no gradient to reduce, because each one is taken as soon as it is computed.

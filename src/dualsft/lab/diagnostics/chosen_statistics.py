@@ -24,8 +24,8 @@ from torch import Tensor
 
 from dualsft.algorithm.scores import dot_alone
 from dualsft.data.examples import collate
-from dualsft.engine.ghost import widened
 from dualsft.engine.losses import last_hidden
+from dualsft.engine.precision import widened
 from dualsft.engine.walk import loss_objective, remaining_batches, walk
 from dualsft.lab.compare.plots import COLOURS
 from dualsft.lab.diagnostics import canvas

@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 
 from dualsft.data.examples import Batch, Example, collate
 from dualsft.engine.fused import HALF_DTYPES, checkpointed, fused_blocks
-from dualsft.engine.ghost import GhostEngine, widened
+from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import CHUNK_BYTES, example_objective
+from dualsft.engine.precision import widened
 from dualsft.engine.trial import measure
 from dualsft.engine.walk import cwsd_objective, loss_objective
 from dualsft.errors import ConfigError, RunError

@@ -209,7 +209,7 @@ def report(
     ] = None,
 ) -> None:
     """Write report.html, report.md and a model card; several runs are shown side by side."""
-    for path in later("dualsft.lab.report.side_by_side").write_reports(folders, out):
+    for path in later("dualsft.lab.report.markdown").write_reports(folders, out):
         console.print(str(path), markup=False)
 
 

@@ -25,7 +25,7 @@ from dualsft.data.examples import source_lines
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import loss_objective, walk
 from dualsft.errors import ConfigError
-from dualsft.lab.report.markdown import peak_gib
+from dualsft.lab.report.facts import peak_gib
 from dualsft.runs import pipeline
 from dualsft.runs.context import RunContext, pass_settings
 from dualsft.runs.folder import RunDir

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dualsft.lab.compare.matrix import Cell, Matrix, Table
-from dualsft.lab.report.markdown import peak_gib
+from dualsft.lab.report.facts import peak_gib
 from dualsft.runs.pipeline import finished
 from dualsft.runs.summaries import read_manifests
 from dualsft.system.paths import RunPath

@@ -24,7 +24,6 @@ from dualsft.config import settings as config
 from dualsft.config.methods import AXES, names_of, registry, row_name
 from dualsft.errors import ConfigError
 from dualsft.lab.compare import matrix as comparison_matrix
-from dualsft.lab.compare import pages as comparison_tables
 from dualsft.lab.compare import tables as comparison
 from dualsft.lab.compare.cells import run_matrix
 from dualsft.lab.compare.matrix import Matrix, load_matrix
@@ -71,7 +70,7 @@ def test_the_whole_method_list_runs_through_compare(tmp_path: Path, words: list[
     matrix = matrix_of(tmp_path, words, methods=named, settings=settings)
     out = tmp_path / "out"
     assert run_matrix(matrix, out, quiet(), strict=True) == {}
-    files = comparison_tables.write_tables(matrix, out, "dualsft")
+    files = comparison.write_tables(matrix, out, "dualsft")
     assert files and all(path.location.stat().st_size > 0 for path in files)
     tables = json.loads((out / "comparison.json").read_text())["tables"]
     for table in tables:
@@ -251,7 +250,7 @@ def test_only_results_are_kept_when_asked(tmp_path: Path, words: list[str]) -> N
     assert not [line for line in said if line.endswith(" started")]
     values = []
     for matrix, folder in ((whole, tmp_path / "whole"), (lean, out)):
-        comparison_tables.write_tables(matrix, folder, "dualsft")
+        comparison.write_tables(matrix, folder, "dualsft")
         [results, _] = json.loads((folder / "comparison.json").read_text())["tables"]
         values.append([row["values"] for row in results["rows"]])
     assert values[0] == values[1]
@@ -269,10 +268,10 @@ def test_a_failing_cell_does_not_stop_the_rest(tmp_path: Path, words: list[str])
     assert len(failed) == 1
     [(title, why)] = failed.items()
     assert "greedy" in title and "select.data_budget" in why
-    comparison_tables.write_tables(matrix, out, "random")
+    comparison.write_tables(matrix, out, "random")
     text = (out / "comparison.md").read_text()
     assert "Not finished: default · default · default · greedy" in text
-    comparison_tables.write_tables(matrix, out, "dualsft")
+    comparison.write_tables(matrix, out, "dualsft")
     assert "`dualsft` has no finished cell here" in (out / "comparison.md").read_text()
     status = json.loads((out / "cells.json").read_text())["cells"]
     assert [bool(cell["failed"]) for cell in status.values()] == [True, False]
@@ -285,14 +284,14 @@ def test_other_settings_are_not_mixed_into_one_table(tmp_path: Path, words: list
     for change in ("evaluation.limit=3", "finetune.lr=3e-3"):
         other = load_matrix(tmp_path / "matrix.yaml", [*words, change])
         run_matrix(other, out, quiet(), only="sft", strict=True)
-        comparison_tables.write_tables(other, out, "random")
+        comparison.write_tables(other, out, "random")
         results, _ = json.loads((out / "comparison.json").read_text())["tables"]
         assert [row["name"] for row in results["rows"]] == [comparison.BASE, "sft"]
         assert results["missing"] == [
             "default · default · default · random · seed 42 (made with other settings)"
         ]
         run_matrix(other, out, quiet(), strict=True)
-        comparison_tables.write_tables(other, out, "random")
+        comparison.write_tables(other, out, "random")
         results, _ = json.loads((out / "comparison.json").read_text())["tables"]
         assert results["missing"] == [] and len(results["rows"]) == 3
 
@@ -307,7 +306,7 @@ def test_cells_judged_on_other_examples_are_left_out(tmp_path: Path, words: list
     free = [word for word in words if not word.startswith("split.val")]
     matrix = matrix_of(tmp_path, free, methods=methods)
     assert run_matrix(matrix, tmp_path / "out", quiet(), strict=True) == {}
-    comparison_tables.write_tables(matrix, tmp_path / "out", "random")
+    comparison.write_tables(matrix, tmp_path / "out", "random")
     results, _ = json.loads((tmp_path / "out/comparison.json").read_text())["tables"]
     assert [row["name"] for row in results["rows"]] == [comparison.BASE, "random"]
     first = "default · default · default · random · seed 42"
@@ -384,7 +383,7 @@ def test_tables_are_means_and_places_of_the_cells(tmp_path: Path, words: list[st
     )
     out = tmp_path / "out"
     run_matrix(matrix, out, quiet(), strict=True)
-    comparison_tables.write_tables(matrix, out, "random")
+    comparison.write_tables(matrix, out, "random")
     losses: dict[str, list[float]] = {}
     for cell in matrix.cells():
         results = json.loads((out / cell.path / "7_evaluation/results.json").read_text())
@@ -500,7 +499,7 @@ def test_compare_by_the_command_line(tmp_path: Path, words: list[str]) -> None:
     assert done.exit_code == 0, done.output
     page = (out / "comparison.html").read_text()
     assert "<script" not in page and "http" not in page.replace("http://www.w3.org", "")
-    assert page.count("<svg") == len(list(out.glob("*.svg"))) > 0
+    assert page.count("data:image/svg+xml;base64,") == len(list(out.glob("*.svg"))) > 0
     assert os.path.getsize(out / "comparison.md") > 0
     again = CliRunner().invoke(app, ["compare", str(path), "--out", str(out), "--tables", *words])
     assert again.exit_code == 0 and "cell 1" not in again.output

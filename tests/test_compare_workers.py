@@ -20,8 +20,8 @@ from conftest import corpus_rows, small_run, write_jsonl
 
 from dualsft.config import settings
 from dualsft.config.settings import Config, DataConfig
-from dualsft.lab.compare import pages as comparison_tables
-from dualsft.lab.compare import workers as comparing_workers
+from dualsft.lab.compare import cells as comparing
+from dualsft.lab.compare import tables as comparison
 from dualsft.lab.compare.cells import run_matrix
 from dualsft.lab.compare.matrix import Cell, Matrix, load_matrix
 from dualsft.runs import fingerprints
@@ -45,17 +45,17 @@ def many(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A comparison of METHODS by three real workers, none of which writes a word."""
     folder = tmp_path_factory.mktemp("many")
     matrix = load_matrix(write_matrix(folder, methods=METHODS), words)
-    start, made, beside = comparing_workers._start, list[comparing_workers.Worker](), list[int]()
+    start, made, beside = comparing._start, list[comparing.Worker](), list[int]()
 
-    def counted(*given: Any) -> comparing_workers.Worker:
+    def counted(*given: Any) -> comparing.Worker:
         made.append(start(*given))
         beside.append(sum(worker.process.poll() is None for worker in made))
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comparing_workers, "_start", counted)
+        patch.setattr(comparing, "_start", counted)
         mute = "import os; [os.dup2(os.open(os.devnull, os.O_WRONLY), n) for n in (1, 2)]; "
-        patch.setattr(comparing_workers, "START", mute + comparing_workers.START)
+        patch.setattr(comparing, "START", mute + comparing.START)
         assert run_matrix(matrix, folder / "many", Reporter([].append), workers=3) == {}
     logs = [log.read_bytes() for log in folder.glob("many/logs/**/*.log")]
     assert logs == [b""] * len(METHODS) and max(beside) > 1, "cells ran beside each other"
@@ -70,7 +70,7 @@ def write_matrix(tmp_path: Path, **content: object) -> Path:
 
 def tables_of(matrix: Matrix, out: Path) -> list[object]:
     """What the result table says, cell by cell."""
-    comparison_tables.write_tables(matrix, out, "dualsft")
+    comparison.write_tables(matrix, out, "dualsft")
     results, _ = json.loads((out / "comparison.json").read_text())["tables"]
     assert results["missing"] == []
     return [(row["name"], row["values"]) for row in results["rows"]]
@@ -188,10 +188,10 @@ def stages_of(run: Path, last: str, target: Path) -> RunPath:
     return RunPath(target)
 
 
-def running(cell: Cell, config: Config, folder: RunPath) -> comparing_workers.Worker:
+def running(cell: Cell, config: Config, folder: RunPath) -> comparing.Worker:
     """A worker that is known by its run folder alone: it has no process and no log."""
     none: Any = None
-    return comparing_workers.Worker(cell, none, None, none, Finished(config, folder))
+    return comparing.Worker(cell, none, None, none, Finished(config, folder))
 
 
 def test_who_waits_for_whom(tmp_path: Path, words: list[str], many: Path) -> None:
@@ -199,10 +199,10 @@ def test_who_waits_for_whom(tmp_path: Path, words: list[str], many: Path) -> Non
     names = [*METHODS, "smt", "top_loss"]
     matrix = load_matrix(write_matrix(tmp_path, methods=names), words)
     cells = {c.method.name: c for c in matrix.cells()}
-    shared = {c: comparing_workers.shared_work(c, matrix.config(c)) for c in matrix.cells()}
+    shared = {c: comparing.shared_work(c, matrix.config(c)) for c in matrix.cells()}
 
-    def waiting(worker: comparing_workers.Worker) -> set[str]:
-        found = {n for n, c in cells.items() if comparing_workers._awaits(c, [worker], shared)}
+    def waiting(worker: comparing.Worker) -> set[str]:
+        found = {n for n, c in cells.items() if comparing._awaits(c, [worker], shared)}
         return found - {worker.cell.method.name}
 
     def awaiting(name: str, last: str) -> set[str]:
@@ -340,13 +340,13 @@ def test_workers_share_the_gpus(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-    monkeypatch.setattr(comparing_workers, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(comparing, "choose_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     card = type("Card", (), {"total_memory": 80 * 2**30})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    gpus = comparing_workers.Gpus.here(4)
+    gpus = comparing.Gpus.here(4)
     assert gpus.names == names and gpus.memory == 38.0
-    assert comparing_workers.Gpus.here(2).memory is None
+    assert comparing.Gpus.here(2).memory is None
     plain, limited = (settings.load(None, [*words, *w]) for w in ([], ["model.memory=10"]))
     assert gpus.place(plain, [])[0] == names[0]
     assert gpus.place(plain, [names[0], names[1], names[0]])[0] == names[1]

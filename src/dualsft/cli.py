@@ -360,7 +360,7 @@ def compare(
     for title, why in failed.items():
         errors.print(f"error: {title}: {why}", markup=False)
     if until is None and (tables or len(failed) < len(matrix.cells(only))):
-        for path in later("dualsft.lab.compare.pages").write_tables(matrix, out, reference):
+        for path in later("dualsft.lab.compare.tables").write_tables(matrix, out, reference):
             console.print(str(path), markup=False)
     if failed:
         raise typer.Exit(1)

@@ -11,7 +11,9 @@ import difflib
 import fnmatch
 import importlib.resources
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,10 @@ from dualsft.errors import ConfigError
 
 SEEDS = (42, 123, 2026)
 KEYS = (
-    *("name", "base", "settings", "methods", "models", "data", "budgets", "seeds", "tables"),
-    "keep",
+    *("name", "base", "settings", "methods", "models"),
+    *("data", "budgets", "seeds", "tables", "keep"),
 )
-_TABLE_KEYS = {"title", "kind", "groups", "mark", "reference", "within"}
+TABLE_KEYS = ("title", "kind", "groups", "mark", "reference", "within")
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,14 @@ class Cell:
         return " · ".join((*self.path.parts[1:-1], f"seed {self.seed}"))
 
     def words(self) -> list[str]:
+        """Settings of the cell as key=value words."""
         chosen = (self.model, self.data, self.budget, self.method)
         words = [word for one in chosen for word in one.words]
-        trains = [w.partition("=")[2] for w in self.method.words if w.startswith("method.params=")]
+        given = dict(word.split("=", 1) for word in self.method.words)
         rates = dict((*self.model.rates, *self.data.rates))
-        own = any(word.startswith("method.lr_ratio=") for word in self.method.words)
-        if trains and trains[-1] in rates and not own:
-            words.append(f"method.lr_ratio={rates[trains[-1]]}")
+        trained = given.get("method.params")
+        if trained in rates and "method.lr_ratio" not in given:
+            words.append(f"method.lr_ratio={rates[trained]}")
         return [*words, f"seed={self.seed}"]
 
 
@@ -157,7 +160,7 @@ def load_matrix(source: str | Path, overrides: Sequence[str] = ()) -> Matrix:
     )
     if matrix.keep not in ("all", "results"):
         problems.append(f"keep: {matrix.keep!r} is not allowed; give all or results")
-    problems += _owned(matrix)
+    problems += _varied(matrix)
     known = {choice.name for choice in matrix.methods}
     for table in matrix.tables:
         for group, rows in {**table.groups, "reference": table.reference}.items():
@@ -190,14 +193,11 @@ def _recipe(source: str | Path) -> Path:
     return Path(source)
 
 
-def _owned(matrix: Matrix) -> list[str]:
+def _varied(matrix: Matrix) -> list[str]:
     """Refuse overrides of settings that the matrix varies: all cells would get the same value."""
-    axes = {"models": matrix.models, "data": matrix.data, "budgets": matrix.budgets}
-    axes |= {"methods": matrix.methods}
-    owner = {
-        w.partition("=")[0]: axis for axis, many in axes.items() for c in many for w in c.words
-    }
-    owner |= {"seed": "seeds"}
+    owner = {"seed": "seeds"}
+    for axis in ("models", "data", "budgets", "methods"):
+        owner |= {w.partition("=")[0]: axis for one in getattr(matrix, axis) for w in one.words}
     fixed = ("model.path", "data.path", "select.data_budget", "select.param_budget", "seed")
     problems = []
     for word in matrix.overrides:
@@ -222,8 +222,14 @@ def _config_problems(matrix: Matrix) -> list[str]:
         except ConfigError as problem:
             for text in problem.problems:
                 found.setdefault(text, []).append(cell.title)
-    more = {text: f" and {len(c) - 1} more" if len(c) > 1 else "" for text, c in found.items()}
-    return [f"{text} (in {cells[0]}{more[text]})" for text, cells in found.items()]
+    return [
+        f"{text} (in {cells[0]}{f' and {len(cells) - 1} more' if len(cells) > 1 else ''})"
+        for text, cells in found.items()
+    ]
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
 class _Parser:
@@ -270,8 +276,9 @@ class _Parser:
             value = [value]
         if isinstance(value, Sequence):
             names = [_short_name(str(v)) for v in value]
-            twice = sorted({name for name in names if names.count(name) > 1})
-            self.problems += [f"{key}: two are called {n!r}; give name -> path" for n in twice]
+            self.problems += [
+                f"{key}: two are called {name!r}; give name -> path" for name in _repeated(names)
+            ]
             value = dict(zip(names, value, strict=True))
         if not isinstance(value, Mapping) or not value:
             self.problems.append(f"{key}: {show(value)} is not allowed; give name -> path")
@@ -293,17 +300,16 @@ class _Parser:
                     f"{key}.{name}.lr_ratios: {show(rates)} is not allowed; give method -> ratio"
                 )
                 rates = {}
-            unknown = [m for m in rates if m not in methods.registry()["params"]]
             self.problems += [
-                f"{key}.{name}.lr_ratios: {m!r} is not a `params` method" for m in unknown
+                f"{key}.{name}.lr_ratios: {method!r} is not a `params` method"
+                for method in rates
+                if method not in methods.registry()["params"]
             ]
             pairs = tuple((str(m), str(ratio)) for m, ratio in rates.items())
             found.append(Choice(str(name), tuple(words), pairs))
-        folders = [_folder(c.name) for c in found]
         self.problems += [
-            f"{key}: {c.name!r} has the same folder name as another; rename it"
-            for c in found
-            if folders.count(_folder(c.name)) > 1
+            f"{key}: two have the folder name {name!r}; rename one"
+            for name in _repeated(_folder(choice.name) for choice in found)
         ]
         return tuple(found)
 
@@ -331,11 +337,9 @@ class _Parser:
             words = [f"method.{axis}={method}" for axis, method in axes.items()]
             words += self.words(f"methods.{name}.settings", one.get("settings") or {})
             found.append(Choice(name, tuple(words)))
-        folders = [_folder(c.name) for c in found]
-        twice = sorted({c.name for c in found if folders.count(_folder(c.name)) > 1})
         self.problems += [
             f"methods: {name!r} is given twice (by folder name); give one another `name`"
-            for name in twice
+            for name in _repeated(_folder(choice.name) for choice in found)
         ]
         return tuple(found)
 
@@ -356,29 +360,27 @@ class _Parser:
             keys = {"data": "select.data_budget", "params": "select.param_budget"}
             words = tuple(f"{keys[k]}={v}" for k, v in one.items())
             found.append(Choice("-".join(f"{k}{v}" for k, v in one.items()), words))
-        names = [choice.name for choice in found]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        self.problems += [f"budgets: {name} is given twice; leave one out" for name in twice]
+        names = _repeated(choice.name for choice in found)
+        self.problems += [f"budgets: {name} is given twice; leave one out" for name in names]
         return tuple(found)
 
     def seeds(self, value: Any) -> tuple[int, ...]:
         value = SEEDS if value is None else value
         value = [value] if isinstance(value, str | int) else value
-        try:
-            if found := tuple(dict.fromkeys(int(v) for v in value)):
-                return found
-            raise ValueError
-        except (TypeError, ValueError):
+        found: tuple[int, ...] = ()
+        with suppress(TypeError, ValueError):
+            found = tuple(dict.fromkeys(int(v) for v in value))
+        if not found:
             self.problems.append(f"seeds: {show(value)} is not allowed; give whole numbers")
-            return ()
+        return found
 
     def tables(self, value: Any) -> tuple[Table, ...]:
         if value is None:
             return (Table("Results"), Table("Resources", "resources"))
         found = []
         for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
-            if not isinstance(one, Mapping) or set(one) - _TABLE_KEYS:
-                keys = ", ".join(sorted(_TABLE_KEYS))
+            if not isinstance(one, Mapping) or set(one) - set(TABLE_KEYS):
+                keys = ", ".join(TABLE_KEYS)
                 self.problems.append(f"tables: {show(one)} is not allowed; give {keys}")
                 continue
             kind = str(one.get("kind", "results"))
@@ -401,17 +403,18 @@ class _Parser:
 
 
 def _flat_words(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Settings with dotted or nested keys as key=value words."""
     known = settings.keys()
     for key, value in mapping.items():
-        setting = f"{prefix}{key}" in known
-        if isinstance(value, Mapping) and not setting:
-            yield from _flat_words(value, f"{prefix}{key}.")
+        key = f"{prefix}{key}"
+        if isinstance(value, Mapping) and key not in known:
+            yield from _flat_words(value, f"{key}.")
         elif isinstance(value, Mapping):
-            yield f"{prefix}{key}=" + ",".join(f"{name}:{path}" for name, path in value.items())
+            yield f"{key}=" + ",".join(f"{name}:{path}" for name, path in value.items())
         elif isinstance(value, Sequence) and not isinstance(value, str):
-            yield f"{prefix}{key}=" + ",".join(str(v) for v in value)
+            yield f"{key}=" + ",".join(map(str, value))
         else:
-            yield f"{prefix}{key}={value}"
+            yield f"{key}={value}"
 
 
 def effective_rate(config: Config) -> float:

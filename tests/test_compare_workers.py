@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
-from conftest import corpus_rows, small_run, write_jsonl
+from matrices import GREEDY, evaluated_run, matrix_of, quiet, run_all, write_matrix
 
 from dualsft.config import settings
 from dualsft.config.settings import Config, DataConfig
@@ -29,22 +29,22 @@ from dualsft.runs.folder import RunDir
 from dualsft.runs.pipeline import Finished
 from dualsft.runs.preflight import FOLDERS
 from dualsft.system.paths import RunPath
-from dualsft.system.progress import Reporter
 
 METHODS = ["dualsft", "dualsft-param", "less", "less+s2ft", "random"]
 
 
 @pytest.fixture(scope="module")
-def words(model_folder, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:  # noqa: ANN001
-    extra = write_jsonl(tmp_path_factory.mktemp("extra") / "extra.jsonl", corpus_rows(15, seed=9))
-    return [*small_run(model_folder("llama"), corpus), f"evaluation.files=extra:{extra}"]
+def words(
+    model_folder: Callable[[str], Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[str]:
+    return evaluated_run(model_folder, corpus, tmp_path_factory.mktemp("extra"))
 
 
 @pytest.fixture(scope="module")
 def many(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A comparison of METHODS by three real workers, none of which writes a word."""
     folder = tmp_path_factory.mktemp("many")
-    matrix = load_matrix(write_matrix(folder, methods=METHODS), words)
+    matrix = matrix_of(folder, words, methods=METHODS)
     start, made, beside = comparing._start, list[comparing.Worker](), list[int]()
 
     def counted(*given: Any) -> comparing.Worker:
@@ -56,16 +56,10 @@ def many(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(comparing, "_start", counted)
         mute = "import os; [os.dup2(os.open(os.devnull, os.O_WRONLY), n) for n in (1, 2)]; "
         patch.setattr(comparing, "START", mute + comparing.START)
-        assert run_matrix(matrix, folder / "many", Reporter([].append), workers=3) == {}
+        run_all(matrix, folder / "many", workers=3)
     logs = [log.read_bytes() for log in folder.glob("many/logs/**/*.log")]
     assert logs == [b""] * len(METHODS) and max(beside) > 1, "cells ran beside each other"
     return folder / "many"
-
-
-def write_matrix(tmp_path: Path, **content: object) -> Path:
-    path = tmp_path / "matrix.yaml"
-    path.write_text(yaml.safe_dump({"name": "test", "seeds": [42], **content}))
-    return path
 
 
 def tables_of(matrix: Matrix, out: Path) -> list[object]:
@@ -78,8 +72,8 @@ def tables_of(matrix: Matrix, out: Path) -> list[object]:
 
 def test_the_same_comparison_as_in_turn(tmp_path: Path, words: list[str], many: Path) -> None:
     """And what two cells share is computed once: those that need it wait for it."""
-    matrix, out = load_matrix(write_matrix(tmp_path, methods=METHODS), words), many
-    assert run_matrix(matrix, tmp_path / "turn", Reporter([].append), strict=True) == {}
+    matrix, out = matrix_of(tmp_path, words, methods=METHODS), many
+    run_all(matrix, tmp_path / "turn")
     assert tables_of(matrix, out) == tables_of(matrix, tmp_path / "turn")
     folders = {c.method.name: out / c.path for c in matrix.cells()}
     assert set(folders) == set(METHODS)
@@ -95,16 +89,15 @@ def test_the_same_comparison_as_in_turn(tmp_path: Path, words: list[str], many: 
 
 def test_only_results_are_kept_and_failures_are_told(tmp_path: Path, words: list[str]) -> None:
     """Nothing is pruned that a later cell takes over; one that fails does not stop the rest."""
-    greedy = {"name": "greedy", "data": "random", "settings": {"select.data_budget": 5000}}
-    path = write_matrix(tmp_path, methods=[greedy, *METHODS[:2]], keep="results")
-    matrix, out = load_matrix(path, words), tmp_path / "out"
-    [(title, why)] = run_matrix(matrix, out, Reporter([].append), workers=2).items()
+    methods = [GREEDY, *METHODS[:2]]
+    matrix, out = matrix_of(tmp_path, words, methods=methods, keep="results"), tmp_path / "out"
+    [(title, why)] = run_matrix(matrix, out, quiet(), workers=2).items()
     assert "greedy" in title and "select.data_budget" in why
     kept = {p.name for p in out.rglob("*.safetensors")}
     assert kept == {"mask.safetensors", "delta.safetensors"}
     assert os.path.samefile(*out.glob("cells/**/3_gradients/manifest.json"))
     made = {path: path.stat().st_ino for path in out.glob("cells/**/[1-7]_*/manifest.json")}
-    run_matrix(matrix, out, Reporter([].append), workers=2)
+    run_matrix(matrix, out, quiet(), workers=2)
     assert made == {path: path.stat().st_ino for path in made}, "nothing is made again"
     assert kept == {p.name for p in out.rglob("*.safetensors")}
     status = json.loads((out / "cells.json").read_text())["cells"]
@@ -165,7 +158,7 @@ def test_a_stopped_comparison_goes_on(how: int, tmp_path: Path, words: list[str]
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     assert list(out.glob("cells/**/6_finetune.work"))
     short = load_matrix(path, [*words, "finetune.epochs=1"])
-    assert run_matrix(short, out, Reporter([].append), workers=2) == {}
+    run_all(short, out, workers=2)
 
 
 @pytest.mark.slow
@@ -197,7 +190,7 @@ def running(cell: Cell, config: Config, folder: RunPath) -> comparing.Worker:
 def test_who_waits_for_whom(tmp_path: Path, words: list[str], many: Path) -> None:
     """A cell waits for the stage that it can take over, and for nothing else."""
     names = [*METHODS, "smt", "top_loss"]
-    matrix = load_matrix(write_matrix(tmp_path, methods=names), words)
+    matrix = matrix_of(tmp_path, words, methods=names)
     cells = {c.method.name: c for c in matrix.cells()}
     shared = {c: comparing.shared_work(c, matrix.config(c)) for c in matrix.cells()}
 
@@ -227,14 +220,14 @@ def test_a_stage_of_other_settings_is_not_taken_for_the_cells_own(
 ) -> None:
     """Until it has been made again. What the cell does not need counts as past."""
     changed = [*words, "method.less.epochs=1"]
-    matrix = load_matrix(write_matrix(tmp_path, methods=["less"]), changed)
+    matrix = matrix_of(tmp_path, changed, methods=["less"])
     (cell,) = matrix.cells()
     folder = tmp_path / "out" / cell.path
     shutil.copytree(many / cell.path, folder)
     worker = running(cell, matrix.config(cell), RunPath(folder))
     stages = ("split", "warmup", "scores", "selection", "finetune")
     assert [worker.is_past(stage) for stage in stages] == [True, True, True, False, False]
-    assert run_matrix(matrix, tmp_path / "out", Reporter([].append), until="selection") == {}
+    assert run_matrix(matrix, tmp_path / "out", quiet(), until="selection") == {}
     assert [worker.is_past(stage) for stage in stages] == [True, True, True, True, False]
 
 
@@ -242,7 +235,7 @@ def test_a_stage_without_its_files_will_be_computed_again(
     tmp_path: Path, words: list[str], many: Path
 ) -> None:
     """`keep: results` leaves the manifests: a cell that needs the vectors again makes them."""
-    matrix = load_matrix(write_matrix(tmp_path, methods=["dualsft"]), words)
+    matrix = matrix_of(tmp_path, words, methods=["dualsft"])
     (cell,) = matrix.cells()
     config, folder = (
         matrix.config(cell),
@@ -265,7 +258,7 @@ def test_looking_is_cheap_and_harmless(
         return source_hash(path, *more)
 
     monkeypatch.setattr(fingerprints, "source_hash", counted)
-    matrix = load_matrix(write_matrix(tmp_path, methods=["random"]), words)
+    matrix = matrix_of(tmp_path, words, methods=["random"])
     (cell,) = matrix.cells()
     target = tmp_path / "run"
     worker = running(cell, matrix.config(cell), RunPath(target))
@@ -284,7 +277,7 @@ def test_looking_is_cheap_and_harmless(
 
 def test_the_progress_of_a_running_cell(tmp_path: Path, words: list[str]) -> None:
     """The first stage that is being written, and its last record if this process wrote it."""
-    matrix = load_matrix(write_matrix(tmp_path, methods=["random"]), words)
+    matrix = matrix_of(tmp_path, words, methods=["random"])
     (cell,) = matrix.cells()
     run = RunDir(tmp_path / "run")
     worker = running(cell, matrix.config(cell), run.path)
@@ -305,9 +298,9 @@ def test_the_progress_of_a_running_cell(tmp_path: Path, words: list[str]) -> Non
 
 def test_cells_that_no_budget_tells_apart_are_made_once(tmp_path: Path, words: list[str]) -> None:
     budgets = [{"data": 0.1, "params": 0.05}, {"data": 0.2, "params": 0.05}]
-    matrix = load_matrix(write_matrix(tmp_path, methods=["sft"], budgets=budgets), words)
+    matrix = matrix_of(tmp_path, words, methods=["sft"], budgets=budgets)
     out = tmp_path / "out"
-    assert run_matrix(matrix, out, Reporter([].append), workers=2) == {}
+    run_all(matrix, out, workers=2)
     assert os.path.samefile(*out.glob("cells/**/6_finetune/manifest.json"))
 
 
@@ -316,9 +309,8 @@ def test_a_file_with_the_name_of_a_module_is_not_imported(
 ) -> None:
     (tmp_path / "select.py").write_text("raise SystemExit('imported')")
     monkeypatch.chdir(tmp_path)
-    too_much = {"name": "greedy", "data": "random", "settings": {"select.data_budget": 5000}}
-    matrix = load_matrix(write_matrix(tmp_path, methods=["random", too_much]), words)
-    [(title, why)] = run_matrix(matrix, tmp_path / "out", Reporter([].append), workers=2).items()
+    matrix = matrix_of(tmp_path, words, methods=["random", GREEDY])
+    [(title, why)] = run_matrix(matrix, tmp_path / "out", quiet(), workers=2).items()
     assert "greedy" in title and "select.data_budget" in why
     assert not list(tmp_path.glob("out/logs/**/*.failed"))
 

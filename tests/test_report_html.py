@@ -27,12 +27,11 @@ from dualsft.lab.report.examples import (
     cut_off,
     density,
     pack,
-    shared_words,
     token_cap,
     unpack,
 )
-from dualsft.lab.report.facts import COUNTED, KNOWN, LOSS_NOTE, concerns
-from dualsft.lab.report.html import colour, histogram, outline
+from dualsft.lab.report.facts import COUNTED, LOSS_NOTE, concerns, flat, known_warnings, leaf
+from dualsft.lab.report.html import histogram
 from dualsft.lab.report.markdown import write_report, write_reports
 from dualsft.model.load import load_tokenizer
 from dualsft.runs.summaries import load_summaries
@@ -72,7 +71,7 @@ def test_every_example_is_in_the_page_as_the_run_has_it(finished: Path) -> None:
 def test_the_text_is_what_the_model_saw(finished: Path) -> None:
     _, data = read_page(finished)
     tokenizer = load_tokenizer(finished / "6_finetune/model")
-    rows = [row for at in range(1) for row in unpack(data[f"text-{at}"])]
+    rows = unpack(data["text-0"])
     tokens = pq.read_table(finished / "1_split/tokens.parquet").to_pylist()
     assert len(rows) == len(tokens)
     for parts, row in zip(rows, tokens, strict=True):
@@ -113,10 +112,6 @@ def test_the_mask_adds_up(finished: Path) -> None:
         assert sum(c["count"] for c in cells if c["module"] == module) == count
 
 
-def test_colours_go_from_light_to_dark() -> None:
-    assert colour(0) == "#f7fbff" and colour(1) == "#08306b" and colour(7) == colour(1)
-
-
 def test_density_against_the_dense_mask() -> None:
     rng = np.random.default_rng(0)
     for shape in ([50, 31], [3, 100], [7]):
@@ -138,21 +133,6 @@ def test_texts_are_cut_to_the_budget() -> None:
     assert token_cap(counts, 10_000) is None
     cap = token_cap(counts, 3060)
     assert cap == 1500 and np.minimum(counts, cap).sum() <= 3060
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "wanted"),
-    [
-        ("<|user|>\nHow far", "<|user|>\nHow many", "<|user|>\nHow "),
-        ("[INST]Hard", "[INST]Hello", "[INST]"),  # no word is cut
-        (f"👋🏽 {EMOJI}", "👋🏽 👩‍🚀", "👋🏽 "),  # and no character that is made of several
-        ("The cat", "To be", ""),
-        ("the same", "the same", ""),  # a preview of nothing helps nobody
-        ("", "any", ""),
-    ],
-)
-def test_what_texts_begin_with(first: str, last: str, wanted: str) -> None:
-    assert shared_words(first, last) == wanted
 
 
 def test_pack_keeps_every_character() -> None:
@@ -358,7 +338,7 @@ def test_every_code_that_the_package_warns_with_is_known_to_the_report() -> None
         for word in node.keywords
         if word.arg == "code" and isinstance(word.value, ast.Constant)
     }
-    assert given == {*KNOWN, *COUNTED}
+    assert given == {*known_warnings(), *COUNTED}
 
 
 def test_loss_and_perplexity_are_told_apart(finished: Path) -> None:
@@ -380,15 +360,11 @@ def test_benchmarks_are_in_every_report(make_run: Callable[..., Path]) -> None:
     assert "| gsm8k (acc, 5 shots) | 50.0 % | 75.0 % |" in (run / "model_card.md").read_text()
 
 
-def test_numbers_of_a_diagnostic_are_divided_into_tables() -> None:
-    value = {"a": 1, "deep": {"b": [{"c": 2, "d": "x"}, {"c": 3}]}, "many": [*range(99)]}
-    first, deep = outline(value)
-    assert first["rows"][0] == ("a", "1") and first["rows"][1][1].endswith("(99 in all)")
-    [group] = deep["nodes"]
-    assert (deep["text"], deep["open"], group["text"]) == ("deep", True, "b")
-    assert group["nodes"] == [{"head": ["c", "d"], "rows": [["2", "x"], ["3", "–"]]}]
-    [table, more] = outline([{"n": i} for i in range(250)])
-    assert len(table["rows"]) == 200 and more["text"].startswith("50 more rows")
+def test_nested_numbers_become_dotted_keys() -> None:
+    value = {"a": 1, "deep": {"b": [{"c": 2.5, "d": "x"}, {"c": True}]}, "many": [*range(99)]}
+    rows = {key: leaf(one) for key, one in flat(value)}
+    assert rows.pop("many").endswith("39, … (99 in all)")
+    assert rows == {"a": "1", "deep.b.1.c": "2.5", "deep.b.1.d": "x", "deep.b.2.c": "yes"}
 
 
 # --- the histogram of scores --------------------------------------------------------------------

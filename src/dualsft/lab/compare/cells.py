@@ -76,13 +76,11 @@ def run_matrix(
     reporter: Reporter,
     only: str | None = None,
     until: str | None = None,
-    strict: bool = False,
     workers: int = 1,
 ) -> dict[str, str]:
     """Run the unfinished cells. Returns the messages of failed cells, by title.
 
-    With `workers` > 1, that many cells run at a time, each in its own process. With one worker,
-    `strict` raises unexpected errors instead of recording them.
+    With `workers` > 1, that many cells run at a time, each in its own process.
     """
     cells = _chosen(matrix, only)
     configs = {cell: matrix.config(cell) for cell in cells}
@@ -93,7 +91,7 @@ def run_matrix(
     if workers > 1:
         made = _at_once(matrix, configs, out, reporter, until, workers)
     else:
-        made = _in_turn(matrix, configs, out, reporter, until, strict)
+        made = _in_turn(matrix, configs, out, reporter, until)
     failed: dict[str, str] = {}
     ended: set[Cell] = set()
     lean = matrix.keep == "results" and until is None
@@ -167,13 +165,12 @@ def _in_turn(
     out: RunPath,
     reporter: Reporter,
     until: str | None,
-    strict: bool,
 ) -> Ended:
     cached = _cached_runs(matrix, out)
     for number, (cell, config) in enumerate(configs.items(), 1):
         reporter.say(f"== cell {number} of {len(configs)}: {cell.title}")
         folder, keeps = out / cell.path, matrix.keep == "results"
-        why = _run_cell(config, folder, keeps, reporter, until, cached, out / ANSWERS, strict)
+        why = _run_cell(config, folder, keeps, reporter, until, cached, out / ANSWERS)
         if why is None and folder not in cached:
             cached.insert(0, folder)
         yield cell, why
@@ -187,7 +184,6 @@ def _run_cell(
     until: str | None,
     cached: Sequence[RunPath],
     answers: RunPath,
-    strict: bool = False,
 ) -> str | None:
     """Run the unfinished stages of one cell. Returns the reason if it failed, otherwise None.
 
@@ -202,8 +198,6 @@ def _run_cell(
     except DualsftError as problem:
         return str(problem)
     except Exception as problem:
-        if strict:
-            raise
         where = traceback.extract_tb(problem.__traceback__)[-1]
         return f"unexpected {type(problem).__name__}: {problem} ({where.name}:{where.lineno})"
     return None

@@ -30,6 +30,12 @@ KEYS = (
     *("data", "budgets", "seeds", "tables", "keep"),
 )
 TABLE_KEYS = ("title", "kind", "groups", "mark", "reference", "within")
+ALLOWED = {
+    "kind": ("results", "resources", "forgetting"),
+    "mark": ("1", "2", "3"),
+    "within": ("group", "table"),
+}
+"""Allowed values of the keys of a table that have a choice."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Table:
-    """A table to make."""
+    """A table of the comparison."""
 
     title: str
     kind: str = "results"
@@ -238,9 +244,12 @@ class _Parser:
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
 
+    def refuse(self, key: str, value: Any, allowed: str) -> None:
+        self.problems.append(f"{key}: {show(value)} is not allowed; give {allowed}")
+
     def text(self, key: str, value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
-            self.problems.append(f"{key}: {show(value)} is not allowed; give a word")
+            self.refuse(key, value, "a word")
             return "?"
         return str(value)
 
@@ -254,7 +263,7 @@ class _Parser:
     def words(self, key: str, value: Any) -> tuple[str, ...]:
         """Settings as key=value words, from a mapping with dotted or nested keys."""
         if not isinstance(value, Mapping):
-            self.problems.append(f"{key}: {show(value)} is not allowed; give settings as a mapping")
+            self.refuse(key, value, "settings as a mapping")
             return ()
         words = tuple(_flat_words(value))
         given = {word.partition("=")[0]: word for word in words}
@@ -281,31 +290,28 @@ class _Parser:
             ]
             value = dict(zip(names, value, strict=True))
         if not isinstance(value, Mapping) or not value:
-            self.problems.append(f"{key}: {show(value)} is not allowed; give name -> path")
+            self.refuse(key, value, "name -> path")
             return ()
         found = []
         for name, one in value.items():
+            place = f"{key}.{name}"
             one = {"path": one} if isinstance(one, str) else one
             if not isinstance(one, Mapping) or set(one) - {"path", "settings", "lr_ratios"}:
-                self.problems.append(
-                    f"{key}.{name}: {show(one)} is not allowed; give a path, or path, settings and "
-                    "lr_ratios"
-                )
+                self.refuse(place, one, "a path, or path, settings and lr_ratios")
                 continue
             words = [f"{setting}={one['path']}"] if "path" in one else []
-            words += self.words(f"{key}.{name}.settings", one.get("settings") or {})
+            words += self.words(f"{place}.settings", one.get("settings") or {})
             rates: Any = one.get("lr_ratios") or {}
             if not isinstance(rates, Mapping):
-                self.problems.append(
-                    f"{key}.{name}.lr_ratios: {show(rates)} is not allowed; give method -> ratio"
-                )
+                self.refuse(f"{place}.lr_ratios", rates, "method -> ratio")
                 rates = {}
+            known = methods.registry()["params"]
             self.problems += [
-                f"{key}.{name}.lr_ratios: {method!r} is not a `params` method"
+                f"{place}.lr_ratios: {method!r} is not a `params` method"
                 for method in rates
-                if method not in methods.registry()["params"]
+                if method not in known
             ]
-            pairs = tuple((str(m), str(ratio)) for m, ratio in rates.items())
+            pairs = tuple((str(method), str(ratio)) for method, ratio in rates.items())
             found.append(Choice(str(name), tuple(words), pairs))
         self.problems += [
             f"{key}: two have the folder name {name!r}; rename one"
@@ -322,10 +328,9 @@ class _Parser:
         for item in value:
             one: Mapping[str, Any] = {"name": item} if isinstance(item, str) else item
             if not isinstance(one, Mapping):
-                self.problems.append(f"methods: {show(item)} is not allowed; give a name")
+                self.refuse("methods", item, "a name")
                 continue
-            rest = {k: v for k, v in one.items() if k not in ("name", "settings", *methods.AXES)}
-            if rest:
+            if rest := [k for k in one if k not in ("name", "settings", *methods.AXES)]:
                 self.problems.append(f"methods: {show(item)} has {', '.join(map(str, rest))}")
             axes: dict[Axis, str] = {a: str(one[a]) for a in methods.AXES if a in one}
             try:
@@ -346,20 +351,18 @@ class _Parser:
     def budgets(self, value: Any) -> tuple[Choice, ...]:
         if value is None:
             return (Choice("default"),)
-        value = [value] if isinstance(value, Mapping) else value
-        found = []
+        allowed = "a list of {data: 0.1, params: 0.05}"
         if not value:
-            self.problems.append("budgets: empty; give a list of {data: 0.1, params: 0.05}")
-        for one in value if isinstance(value, Sequence) else [value]:
-            if not isinstance(one, Mapping) or not one or set(one) - {"data", "params"}:
-                self.problems.append(
-                    f"budgets: {show(one)} is not allowed; give a list of {{data: 0.1, params: "
-                    "0.05}"
-                )
+            self.refuse("budgets", value, allowed)
+        value = value if isinstance(value, Sequence) else [value]
+        keys = {"data": "select.data_budget", "params": "select.param_budget"}
+        found = []
+        for one in value:
+            if not isinstance(one, Mapping) or not one or set(one) - set(keys):
+                self.refuse("budgets", one, allowed)
                 continue
-            keys = {"data": "select.data_budget", "params": "select.param_budget"}
-            words = tuple(f"{keys[k]}={v}" for k, v in one.items())
-            found.append(Choice("-".join(f"{k}{v}" for k, v in one.items()), words))
+            words = tuple(f"{keys[axis]}={budget}" for axis, budget in one.items())
+            found.append(Choice("-".join(f"{axis}{v}" for axis, v in one.items()), words))
         names = _repeated(choice.name for choice in found)
         self.problems += [f"budgets: {name} is given twice; leave one out" for name in names]
         return tuple(found)
@@ -371,7 +374,7 @@ class _Parser:
         with suppress(TypeError, ValueError):
             found = tuple(dict.fromkeys(int(v) for v in value))
         if not found:
-            self.problems.append(f"seeds: {show(value)} is not allowed; give whole numbers")
+            self.refuse("seeds", value, "whole numbers")
         return found
 
     def tables(self, value: Any) -> tuple[Table, ...]:
@@ -380,25 +383,25 @@ class _Parser:
         found = []
         for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
             if not isinstance(one, Mapping) or set(one) - set(TABLE_KEYS):
-                keys = ", ".join(TABLE_KEYS)
-                self.problems.append(f"tables: {show(one)} is not allowed; give {keys}")
+                self.refuse("tables", one, ", ".join(TABLE_KEYS))
                 continue
-            kind = str(one.get("kind", "results"))
-            if kind not in ("results", "resources", "forgetting"):
-                self.problems.append(
-                    f"tables: kind {kind!r} is not known; use results, resources or forgetting"
-                )
+            for key, allowed in ALLOWED.items():
+                if key in one and str(one[key]) not in allowed:
+                    self.refuse(f"tables: {key}", one[key], ", ".join(allowed))
             groups = one.get("groups") or {}
             if not isinstance(groups, Mapping):
-                self.problems.append(f"tables: groups {show(groups)} must be name -> methods")
+                self.refuse("tables: groups", groups, "name -> methods")
                 groups = {}
-            lists = {str(g): tuple(map(str, rows)) for g, rows in groups.items()}
-            mark, within = str(one.get("mark", 2)), str(one.get("within", "group"))
-            if mark not in ("1", "2", "3") or within not in ("group", "table"):
-                self.problems.append("tables: mark is 1, 2 or 3, and within is group or table")
-                continue
-            title, shown = str(one.get("title", kind)), tuple(map(str, one.get("reference") or ()))
-            found.append(Table(title, kind, lists, int(mark), shown, within))
+            kind, mark = str(one.get("kind", "results")), str(one.get("mark", 2))
+            table = Table(
+                title=str(one.get("title", kind)),
+                kind=kind,
+                groups={str(group): tuple(map(str, rows)) for group, rows in groups.items()},
+                mark=int(mark) if mark in ALLOWED["mark"] else 2,
+                reference=tuple(map(str, one.get("reference") or ())),
+                within=str(one.get("within", "group")),
+            )
+            found.append(table)
         return tuple(found)
 
 

@@ -153,7 +153,6 @@ def resources(folder: RunPath, manifests: Mapping[str, Any]) -> dict[str, float 
     `passes` counts examples seen in forward and backward passes of the selection, relative to the
     size of the corpus.
     """
-    chosen = (folder / "5_selection/summary.json").read_json()
     tuned = (folder / "6_finetune/summary.json").read_json()
     counts = (folder / "1_split/summary.json").read_json()["counts"]
     num_full = sum(counts.values())
@@ -180,7 +179,6 @@ def resources(folder: RunPath, manifests: Mapping[str, Any]) -> dict[str, float 
         "total_seconds": sum(seconds[s] for s in (*reads, "split", "finetune")),
         "selection_gib": max(peak_gib(manifests[s]) for s in reads),
         "finetune_gib": peak_gib(manifests["finetune"]),
-        "budget_share": chosen.get("share"),
     }
 
 
@@ -253,7 +251,7 @@ def make_table(
         if table.kind == "forgetting":
             keys = ("data_share", "param_share", "total_seconds")
             columns = [*result_columns(part), *(c for c in RESOURCES if c.key in keys)]
-        rows: list[TableRow] = []
+        rows = []
         if part and table.kind != "resources":
             base = {record.cell.seed: record.base for record in part}
             rows.append(TableRow("", BASE, _values(list(base.values()), columns), len(base)))
@@ -264,8 +262,7 @@ def make_table(
                     values = _values([r.values for r in own], columns)
                     rows.append(TableRow(group, name, values, len(own)))
         _rank(rows, columns, table.within)
-        shown = [w for w in where if w != "default"]
-        title = " · ".join([table.title, *shown])
+        title = " · ".join([table.title, *(w for w in where if w != "default")])
         gone = [f"{c.title} ({why})" for c, why in missing.items() if place_of(c) == where]
         found.append(Result(title, table.kind, columns, rows, table.mark, gone, " · ".join(where)))
     return found
@@ -292,23 +289,27 @@ def _rank(rows: list[TableRow], columns: Sequence[Column], within: str) -> None:
     rivals = [row for row in rows if row.name != BASE and row.group != REFERENCE]
     most = max((row.seeds for row in rivals), default=0)
     competing = [row for row in rivals if row.seeds == most]
-    for column in columns:
-        have = [row for row in competing if column.better and column.key in row.values]
-        for row in have:
-            near = [o for o in have if within == "table" or o.group == row.group]
-            own = column.better * row.values[column.key].mean
-            row.place[column.key] = 1 + sum(
-                column.better * other.values[column.key].mean > own for other in near
-            )
+    groups: dict[str, list[TableRow]] = defaultdict(list)
+    for row in competing:
+        groups[row.group].append(row)
+    for near in [competing] if within == "table" else groups.values():
+        for column in columns:
+            for row, place in _places(near, column):
+                row.place[column.key] = place
     judged = [c for c in columns if c.better and c not in RESOURCES]
-    if not judged:
-        return
-    main = next((c for c in judged if c.key == "summary.overall"), judged[0])
-    for group in {row.group for row in competing}:
-        own = [row for row in competing if row.group == group and main.key in row.values]
-        for row in own:
-            mean = main.better * row.values[main.key].mean
-            row.rank = 1 + sum(main.better * o.values[main.key].mean > mean for o in own)
+    main = next((c for c in judged if c.key == "summary.overall"), judged[0] if judged else None)
+    if main is not None:
+        for near in groups.values():
+            for row, place in _places(near, main):
+                row.rank = place
+
+
+def _places(rows: Sequence[TableRow], column: Column) -> list[tuple[TableRow, int]]:
+    """The rows that have a value in a ranked column, with their place: 1 for the best."""
+    have = [row for row in rows if column.better and column.key in row.values]
+    means = [column.better * row.values[column.key].mean for row in have]
+    places = (1 + sum(other > own for other in means) for own in means)
+    return list(zip(have, places, strict=True))
 
 
 # --- paired differences --------------------------------------------------------------------------
@@ -438,7 +439,7 @@ def formatted(
     """The tables in one form: md, tex or html."""
     head = ["where", "method", "quantity", f"minus {reference}", "95 % interval", "examples"]
     rows = [
-        [d.where, d.method, d.what, f"{d.mean:+.4f}", f"[{d.low:+.4f}, {d.high:+.4f}]"]
+        [*(d.where, d.method, d.what, f"{d.mean:+.4f}", f"[{d.low:+.4f}, {d.high:+.4f}]")]
         + [f"{d.examples:,}"]
         for d in apart
     ]

@@ -10,9 +10,13 @@ ran out, a small corpus. A warning without a code is shown as it is. Not part of
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from typing import Any
+
+import yaml
 
 from dualsft.system.progress import NOTE
 
@@ -54,6 +58,32 @@ def peak_gib(manifest: Mapping[str, Any]) -> float:
     """Peak memory of a stage: of the GPU if one was used, otherwise resident host memory."""
     memory = manifest["peak_memory"]
     return (memory["cuda_bytes"] or memory["rss_bytes"] or 0) / 2**30
+
+
+def leaf(value: Any) -> str:
+    """Format a JSON value that has no nested values. Long lists are truncated."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "–"}[value]
+    if isinstance(value, int | float):
+        return number(value)
+    if isinstance(value, list):
+        shown = ", ".join(leaf(v) for v in value[:40])
+        return shown + (f", … ({len(value):,} in all)" if len(value) > 40 else "")
+    return str(value)
+
+
+def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested mappings and lists of them as dotted keys and their values."""
+    inner: Iterable[tuple[Any, Any]] | None = None
+    if isinstance(value, Mapping) and value:
+        inner = value.items()
+    elif isinstance(value, list) and any(isinstance(v, Mapping | list) for v in value):
+        inner = enumerate(value, 1)
+    if inner is None:
+        yield prefix, value
+        return
+    for key, one in inner:
+        yield from flat(one, f"{prefix}.{key}" if prefix else str(key))
 
 
 def methods_of(facts: Facts) -> dict[str, str]:
@@ -185,69 +215,22 @@ class Concern:
     cure: str
 
 
-KNOWN = {
-    "short_warmup": (
-        "Short warmup",
-        "The reference weights and the curvature come from a handful of steps. The scores are "
-        "those of an unsettled model, and another seed may choose differently.",
-        "Raise split.warm, lower warmup.batch_size, or set warmup.min_steps; then select again.",
-    ),
-    "rounded_theta_bar": (
-        "The warmup is near the rounding",
-        "The warmed-up weights are kept in half precision, and rounding them moved them almost as "
-        "far as the warmup did. All scores are taken there, alike, so the selection is "
-        "consistent, but it is that of a slightly random model: another precision or seed may "
-        "choose differently.",
-        "Set model.dtype=float32, or lengthen the warmup (split.warm, warmup.min_steps, "
-        "warmup.lr); then select again.",
-    ),
-    "few_steps": (
-        "Few fine-tuning steps",
-        "So few steps change the model little; that nothing was gained may say nothing about the "
-        "selection.",
-        "Lower finetune.batch_size, or raise finetune.epochs or select.data_budget.",
-    ),
-    "out_of_memory": (
-        "Memory ran out and the run went on",
-        "A smaller plan took over. The result is the same up to the order of sums; time was lost.",
-        "Set what the message names, so that the next run starts with it.",
-    ),
-    "half_precision": (
-        "Rounded gradients",
-        "There was no memory for fp32 weights, so the gradients that every score is measured "
-        "against are rounded. Examples near the boundary may be on the wrong side of it.",
-        "Use a GPU with more memory or a smaller score.plan, or accept it with "
-        "score.precision=half.",
-    ),
-    "static_mask": (
-        "The mask never moves",
-        "The method is meant to choose its entries anew while it trains; here it kept the first "
-        "ones, so this is not the method as published.",
-        "Lower its interval, or train longer.",
-    ),
-    "remote_code": (
-        "Code of the model's author ran",
-        "The model came with Python code that ran with the rights of the user.",
-        "Leave model.trust_remote_code off unless the source is known.",
-    ),
-    "small_corpus": (
-        "Fewer rows than the paper's",
-        "The gradients over these rows give the direction that every score is measured by: "
-        "split.val that of the new skill, split.anchor that of preservation. A mean over fewer "
-        "rows is noisier, so another seed may choose differently near the boundary.",
-        "Give more rows, or set split.val and split.anchor.",
-    ),
-}
-"""Title, meaning and cure of each code that a stage's warning may have."""
 COUNTED = ("nonpositive_scores", "preservation_dominates")
 """Codes whose concerns are computed from the numbers of the summaries instead."""
+
+
+@cache
+def known_warnings() -> dict[str, dict[str, str]]:
+    """Title, meaning and cure of each code that a stage's warning may have, in order of weight."""
+    file = resources.files("dualsft.lab.report") / "pages/warnings.yaml"
+    return yaml.safe_load(file.read_text("utf-8"))
 
 
 def concerns(facts: Facts) -> list[Concern]:
     """All warnings of a run: known warnings of stages, computed ones, a small corpus, others."""
     logged = _of_stages(facts)
     few, notes = logged.pop("small_corpus", []), logged.pop(NOTE, [])
-    found = [one for code in KNOWN for one in logged.get(code, [])]
+    found = [one for code in known_warnings() for one in logged.get(code, [])]
     if facts["outdated"]:
         found.append(
             Concern(
@@ -272,9 +255,8 @@ def _of_stages(facts: Facts) -> dict[str, list[Concern]]:
     for stage, texts in facts["warnings"].items():
         codes = facts["warning_codes"].get(stage) or [NOTE] * len(texts)  # runs made before codes
         for text, code in dict(zip(texts, codes, strict=False)).items():
-            if code in KNOWN:
-                title, meaning, cure = KNOWN[code]
-                found[code].append(Concern(title, f"{stage}: {text}", meaning, cure))
+            if code in known_warnings():
+                found[code].append(Concern(found=f"{stage}: {text}", **known_warnings()[code]))
             elif code not in COUNTED:
                 meaning = "The stage continued, and its result is as the message describes."
                 cure = "Nothing needs to be done unless the message surprises you."

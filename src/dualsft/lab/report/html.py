@@ -34,6 +34,8 @@ from dualsft.lab.report.facts import (
     competitors,
     concerns,
     duration,
+    flat,
+    leaf,
     methods_of,
     number,
     peak_gib,
@@ -47,14 +49,10 @@ from dualsft.system.paths import RunPath
 
 EXAMPLE_FILES = {"split": ("split.parquet", "tokens.parquet"), "scores": ("examples.parquet",)}
 SELECTION_FILES = ("rescored.parquet", "baseline_scores.parquet")
-STOPS = ((247, 251, 255), (107, 174, 214), (8, 48, 107))
-"""Colours of the heat map: one hue from light to dark."""
 CHOSEN, REST = "#D55E00", "#8FB8DE"
 """Colours of the histogram, which colour-blind readers can tell apart."""
 CLOSE = 52
 """Horizontal distance, in SVG units, below which two labels would overlap."""
-MAX_ROWS, MAX_PARTS, MAX_ITEMS = 200, 50, 40
-"""Most rows, nested values and items of a list that are shown of the numbers of a diagnostic."""
 
 FUNCTIONS = (
     *(rows.loss_rows, rows.benchmark_rows, rows.prompt_rows, rows.score_rows),
@@ -107,7 +105,7 @@ def write_html(run: RunPath, facts: Facts, out: RunPath) -> RunPath:
         ) from problem
     blocks: dict[str, str] = {}
     if examples is not None:
-        blocks["examples-data"] = pack({**examples.columns, "alike": examples.alike})
+        blocks["examples-data"] = pack(examples.columns)
         blocks |= {f"text-{at}": chunk for at, chunk in enumerate(examples.chunks)}
     if cells:
         blocks["mask-data"] = pack(cells)
@@ -270,16 +268,6 @@ def _pair(results: Mapping[str, Any], key: str) -> str:
 # --- drawings: positions in SVG units, drawn by pages/parts.html ---------------------------------
 
 
-def colour(level: float) -> str:
-    """Map 0..1 to one hue from light to dark."""
-    level = min(1.0, max(0.0, level)) * (len(STOPS) - 1)
-    low = min(int(level), len(STOPS) - 2)
-    mixed = (
-        round(a + (b - a) * (level - low)) for a, b in zip(STOPS[low], STOPS[low + 1], strict=True)
-    )
-    return "#" + "".join(f"{c:02x}" for c in mixed)
-
-
 def heat_map(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Heat map of the mask: a column per layer, a row per module."""
     layers = list(dict.fromkeys(cell["layer"] for cell in cells))
@@ -292,20 +280,17 @@ def heat_map(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     labels += [(left - 6, top + high * at + 16, "end", name) for at, name in enumerate(modules)]
     drawn = []
     for cell, share in zip(cells, shares, strict=True):
-        place = {
-            "x": left + wide * layers.index(cell["layer"]),
-            "y": top + high * modules.index(cell["module"]),
-            "title": f"{cell['name']}: {cell['count']:,} selected",
-            "fill": "#dddddd",
-            "ink": "#1b1b1b",
-            "number": "",
-        }
-        if share is not None:
-            place["title"] += f", {percent(share, 2)}"
-            place["fill"] = colour(share / most)
-            place["ink"] = "#ffffff" if share / most > 0.55 else "#1b1b1b"
-            place["number"] = f"{100 * share:.1f}" if share < 0.995 else "100"
-        drawn.append(place)
+        level = 0.0 if share is None else share / most
+        drawn.append(
+            {
+                "x": left + wide * layers.index(cell["layer"]),
+                "y": top + high * modules.index(cell["module"]),
+                "title": f"{cell['name']}: {cell['count']:,} selected, {percent(share, 2)}",
+                "level": round(0.04 + 0.96 * level, 3),
+                "ink": "#ffffff" if level > 0.55 else "#1b1b1b",
+                "number": "" if share is None else f"{100 * share:.3g}",
+            }
+        )
     return {
         "width": round(left + wide * len(layers) + 4),
         "height": top + high * len(modules) + 4,
@@ -427,54 +412,7 @@ def _diagnostics(run: RunPath, facts: Facts) -> list[dict[str, Any]]:
             "summary": summary,
             "paper": paper,
             "figures": figures,
-            "numbers": list(outline(result)),
+            "numbers": [(key, leaf(value)) for key, value in flat(result)],
         }
         found.append(one)
     return found
-
-
-def outline(value: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Divide any JSON value into texts, tables and named groups of these.
-
-    A dictionary gives one row per key, a list of flat dictionaries one table with a column per key.
-    """
-    if isinstance(value, Mapping):
-        plain = [(key, _leaf(inner)) for key, inner in value.items() if not _nested(inner)]
-        if plain:
-            yield {"head": ["quantity", "value"], "rows": plain}
-        for key, inner in value.items():
-            if _nested(inner):
-                nodes = list(outline(inner, depth + 1))
-                yield {"text": key, "nodes": nodes, "open": depth == 0 and len(value) <= 3}
-    elif isinstance(value, list) and value and all(_flat(row) for row in value):
-        head = list(dict.fromkeys(key for row in value for key in row))
-        shown = value[:MAX_ROWS]
-        yield {"head": head, "rows": [[_leaf(row.get(key)) for key in head] for row in shown]}
-        if len(value) > MAX_ROWS:
-            yield {"text": f"{len(value) - MAX_ROWS:,} more rows in the JSON."}
-    elif _nested(value):
-        for inner in value[:MAX_PARTS]:
-            yield from outline(inner, depth + 1)
-    else:
-        yield {"text": _leaf(value)}
-
-
-def _flat(row: Any) -> bool:
-    return isinstance(row, Mapping) and not any(_nested(v) for v in row.values())
-
-
-def _nested(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return True
-    return isinstance(value, list) and any(isinstance(v, Mapping | list) for v in value)
-
-
-def _leaf(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "–"}[value]
-    if isinstance(value, int | float):
-        return number(value)
-    if isinstance(value, list):
-        shown = ", ".join(_leaf(v) for v in value[:MAX_ITEMS])
-        return shown + (f", … ({len(value):,} in all)" if len(value) > MAX_ITEMS else "")
-    return str(value)

@@ -31,6 +31,7 @@ from dualsft.lab.report.facts import (
     Rows,
     concerns,
     duration,
+    flat,
     methods_of,
     number,
     peak_gib,
@@ -156,7 +157,7 @@ def _side_by_side(facts: Mapping[RunPath, Facts], out: RunPath) -> list[RunPath]
         "Results": _results(found),
         "Agreement of the selections": _agreement(runs, found, names),
         "Warnings": [["warnings", *map(_titles, found)]],
-        "Settings that differ": _differences([_flat(one["config"]) for one in found]),
+        "Settings that differ": _differences([dict(flat(one["config"])) for one in found]),
     }
     values = {
         "title": f"{len(names)} runs side by side",
@@ -290,17 +291,6 @@ def _jaccard(a: set[str], b: set[str]) -> float:
 
 def _titles(facts: Facts) -> str:
     return "; ".join(dict.fromkeys(c.title for c in concerns(facts))) or "none"
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _differences(configs: Sequence[Mapping[str, Any]]) -> Rows:

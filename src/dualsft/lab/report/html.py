@@ -281,6 +281,7 @@ def heat_map(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     drawn = []
     for cell, share in zip(cells, shares, strict=True):
         level = 0.0 if share is None else share / most
+        shown = "" if share is None else f"{100 * share:.1f}" if share < 0.995 else "100"
         drawn.append(
             {
                 "x": left + wide * layers.index(cell["layer"]),
@@ -288,7 +289,7 @@ def heat_map(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "title": f"{cell['name']}: {cell['count']:,} selected, {percent(share, 2)}",
                 "level": round(0.04 + 0.96 * level, 3),
                 "ink": "#ffffff" if level > 0.55 else "#1b1b1b",
-                "number": "" if share is None else f"{100 * share:.3g}",
+                "number": shown,
             }
         )
     return {

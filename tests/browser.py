@@ -1,4 +1,4 @@
-"""A headless Chromium for tests, spoken to over a pipe: the DevTools protocol, no package needed.
+"""A headless Chromium for tests, controlled over a pipe by the DevTools protocol.
 
 Messages are JSON that ends with a zero byte, written to the browser's file descriptor 3 and read
 from its 4. A `Page` collects what the console says, exceptions, and every request; the network is
@@ -7,7 +7,6 @@ switched off, so that a page that wants it shows.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import selectors
@@ -121,18 +120,8 @@ class Page:
             time.sleep(0.05)
 
     def resize(self, width: int, height: int, mobile: bool = False) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=mobile,
-        )
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page as PNG."""
-        picture = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(picture["data"]))
+        size = {"width": width, "height": height, "deviceScaleFactor": 1}
+        self.call("Emulation.setDeviceMetricsOverride", mobile=mobile, **size)
 
 
 @contextmanager
@@ -144,13 +133,8 @@ def chromium() -> Iterator[Page]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         connect = f'exec "$@" 3<&{their_read} 4>&{their_write}'
         command = ["bash", "-c", connect, "bash", program, *FLAGS, f"--user-data-dir={profile}"]
-        process = subprocess.Popen(
-            command,
-            pass_fds=(their_read, their_write),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        process = subprocess.Popen(command, pass_fds=(their_read, their_write), **silent)
         os.close(their_read)
         os.close(their_write)
         try:

@@ -46,10 +46,7 @@ def hostile_run(root: Path, model: Path) -> Path:
     for name, stamp in (("local_regret", selection), ("local_regret_two", "of another run")):
         content = {"name": name, "paper": "Table 7", "made_from": {"stages": {"selection": stamp}}}
         (folder / f"{name}.json").write_text(json.dumps(content | {"result": result}))
-        svg = (
-            "<svg xmlns='http://www.w3.org/2000/svg' width='40' height='20'><rect width='9'/></svg>"
-        )
-        (folder / f"{name}.svg").write_text(svg)
+        (folder / f"{name}.svg").write_text(SVG)
     write_report(place(run))
     return run
 

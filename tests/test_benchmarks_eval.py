@@ -24,7 +24,7 @@ from dualsft.config import settings
 from dualsft.errors import ConfigError, DataError
 from dualsft.lab.compare.cells import run_matrix
 from dualsft.lab.compare.matrix import load_matrix
-from dualsft.lab.compare.pages import write_tables
+from dualsft.lab.compare.tables import write_tables
 from dualsft.lab.evaluation import benchmarks as benchmarking
 from dualsft.lab.evaluation import tasks as benchmark_tasks
 from dualsft.lab.evaluation.sandbox import run_candidate, run_candidates

@@ -16,10 +16,9 @@ from dualsft.cli import app
 from dualsft.config import methods
 from dualsft.config import settings as config
 from dualsft.lab.compare import matrix as comparison_matrix
-from dualsft.lab.compare import pages as comparison_tables
 from dualsft.lab.compare import tables as comparison
 from dualsft.lab.compare.matrix import Cell, Matrix, load_matrix
-from dualsft.lab.compare.tables import CellRecord, Result, make_table
+from dualsft.lab.compare.tables import CellRecord, Result, formatted, make_table
 from dualsft.runs import pipeline
 from dualsft.system.progress import Reporter
 
@@ -172,11 +171,11 @@ def test_places_and_ranks_are_within_groups(tmp_path: Path) -> None:
 def test_three_places_over_the_whole_table_are_marked(tmp_path: Path) -> None:
     table = {"title": "T", "reference": ["sft"], "within": "table", "mark": 3}
     [one, _], _ = table_of(tmp_path, table)
-    text = comparison_tables.markdown("m", [one], [], "dualsft")
+    text = formatted("md", "m", [one], [], "dualsft")
     assert "| **0.2200 ± 0.0100** |" in text and "| <u>0.3200 ± 0.0100</u> |" in text
     assert "| *0.4200 ± 0.0100* |" in text and "| 0.5200 ± 0.0100 |" in text
     assert "the third (if marked) in italics" in text
-    tex = comparison_tables.latex([one])
+    tex = formatted("tex", "m", [one], [], "dualsft")
     assert r"\textit{0.4200 $\pm$ 0.0100}" in tex and r"\textbf{0.2200 $\pm$ 0.0100}" in tex
 
 
@@ -204,10 +203,10 @@ def test_what_lacks_a_seed_or_everything_is_told_and_does_not_compete(tmp_path: 
     assert rows["top_loss"].place == {} and rows["top_loss"].rank is None
     assert rows["less"].place["loss.new"] == 1 and rows["less"].rank == 1
     assert two.rows == [] and len(two.missing) == 18
-    text = comparison_tables.markdown("m", results, [], "dualsft")
+    text = formatted("md", "m", results, [], "dualsft")
     assert "| top_loss (2 of 3 seeds) |" in text and "## T · two" in text
     assert text.count("Not finished: ") == 2
-    page = comparison_tables.page("m", results, [], "dualsft", [])
+    page = formatted("html", "m", results, [], "dualsft")
     assert "top_loss (2 of 3 seeds)" in page and page.count("Not finished: ") == 2
-    tex = comparison_tables.latex(results)
+    tex = formatted("tex", "m", results, [], "dualsft")
     assert tex.count("% Not finished: ") == 2 and tex.count(r"\begin{table}") == 1

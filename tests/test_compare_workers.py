@@ -9,19 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
-from conftest import corpus_rows, small_run, write_jsonl
+from matrices import GREEDY, evaluated_run, matrix_of, quiet, run_all, write_matrix
 
 from dualsft.config import settings
 from dualsft.config.settings import Config, DataConfig
-from dualsft.lab.compare import pages as comparison_tables
-from dualsft.lab.compare import workers as comparing_workers
+from dualsft.lab.compare import cells as comparing
+from dualsft.lab.compare import tables as comparison
 from dualsft.lab.compare.cells import run_matrix
 from dualsft.lab.compare.matrix import Cell, Matrix, load_matrix
 from dualsft.runs.folder import RunDir
@@ -29,48 +29,42 @@ from dualsft.runs.pipeline import Finished
 from dualsft.runs.preflight import FOLDERS
 from dualsft.runs.stages import split
 from dualsft.system.paths import RunPath
-from dualsft.system.progress import Reporter
 
 METHODS = ["dualsft", "dualsft-param", "less", "less+s2ft", "random"]
 
 
 @pytest.fixture(scope="module")
-def words(model_folder, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:  # noqa: ANN001
-    extra = write_jsonl(tmp_path_factory.mktemp("extra") / "extra.jsonl", corpus_rows(15, seed=9))
-    return [*small_run(model_folder("llama"), corpus), f"evaluation.files=extra:{extra}"]
+def words(
+    model_folder: Callable[[str], Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[str]:
+    return evaluated_run(model_folder, corpus, tmp_path_factory.mktemp("extra"))
 
 
 @pytest.fixture(scope="module")
 def many(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A comparison of METHODS by three real workers, none of which writes a word."""
     folder = tmp_path_factory.mktemp("many")
-    matrix = load_matrix(write_matrix(folder, methods=METHODS), words)
-    start, made, beside = comparing_workers._start, list[comparing_workers.Worker](), list[int]()
+    matrix = matrix_of(folder, words, methods=METHODS)
+    start, made, beside = comparing._start, list[comparing.Worker](), list[int]()
 
-    def counted(*given: Any) -> comparing_workers.Worker:
+    def counted(*given: Any) -> comparing.Worker:
         made.append(start(*given))
         beside.append(sum(worker.process.poll() is None for worker in made))
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comparing_workers, "_start", counted)
+        patch.setattr(comparing, "_start", counted)
         mute = "import os; [os.dup2(os.open(os.devnull, os.O_WRONLY), n) for n in (1, 2)]; "
-        patch.setattr(comparing_workers, "START", mute + comparing_workers.START)
-        assert run_matrix(matrix, folder / "many", Reporter([].append), workers=3) == {}
+        patch.setattr(comparing, "START", mute + comparing.START)
+        run_all(matrix, folder / "many", workers=3)
     logs = [log.read_bytes() for log in folder.glob("many/logs/**/*.log")]
     assert logs == [b""] * len(METHODS) and max(beside) > 1, "cells ran beside each other"
     return folder / "many"
 
 
-def write_matrix(tmp_path: Path, **content: object) -> Path:
-    path = tmp_path / "matrix.yaml"
-    path.write_text(yaml.safe_dump({"name": "test", "seeds": [42], **content}))
-    return path
-
-
 def tables_of(matrix: Matrix, out: Path) -> list[object]:
     """What the result table says, cell by cell."""
-    comparison_tables.write_tables(matrix, out, "dualsft")
+    comparison.write_tables(matrix, out, "dualsft")
     results, _ = json.loads((out / "comparison.json").read_text())["tables"]
     assert results["missing"] == []
     return [(row["name"], row["values"]) for row in results["rows"]]
@@ -78,8 +72,8 @@ def tables_of(matrix: Matrix, out: Path) -> list[object]:
 
 def test_the_same_comparison_as_in_turn(tmp_path: Path, words: list[str], many: Path) -> None:
     """And what two cells share is computed once: those that need it wait for it."""
-    matrix, out = load_matrix(write_matrix(tmp_path, methods=METHODS), words), many
-    assert run_matrix(matrix, tmp_path / "turn", Reporter([].append), strict=True) == {}
+    matrix, out = matrix_of(tmp_path, words, methods=METHODS), many
+    run_all(matrix, tmp_path / "turn")
     assert tables_of(matrix, out) == tables_of(matrix, tmp_path / "turn")
     folders = {c.method.name: out / c.path for c in matrix.cells()}
     assert set(folders) == set(METHODS)
@@ -95,16 +89,15 @@ def test_the_same_comparison_as_in_turn(tmp_path: Path, words: list[str], many: 
 
 def test_only_results_are_kept_and_failures_are_told(tmp_path: Path, words: list[str]) -> None:
     """Nothing is pruned that a later cell takes over; one that fails does not stop the rest."""
-    greedy = {"name": "greedy", "data": "random", "settings": {"select.data_budget": 5000}}
-    path = write_matrix(tmp_path, methods=[greedy, *METHODS[:2]], keep="results")
-    matrix, out = load_matrix(path, words), tmp_path / "out"
-    [(title, why)] = run_matrix(matrix, out, Reporter([].append), workers=2).items()
+    methods = [GREEDY, *METHODS[:2]]
+    matrix, out = matrix_of(tmp_path, words, methods=methods, keep="results"), tmp_path / "out"
+    [(title, why)] = run_matrix(matrix, out, quiet(), workers=2).items()
     assert "greedy" in title and "select.data_budget" in why
     kept = {p.name for p in out.rglob("*.safetensors")}
     assert kept == {"mask.safetensors", "delta.safetensors"}
     assert os.path.samefile(*out.glob("cells/**/3_gradients/manifest.json"))
     made = {path: path.stat().st_ino for path in out.glob("cells/**/[1-7]_*/manifest.json")}
-    run_matrix(matrix, out, Reporter([].append), workers=2)
+    run_matrix(matrix, out, quiet(), workers=2)
     assert made == {path: path.stat().st_ino for path in made}, "nothing is made again"
     assert kept == {p.name for p in out.rglob("*.safetensors")}
     status = json.loads((out / "cells.json").read_text())["cells"]
@@ -165,7 +158,7 @@ def test_a_stopped_comparison_goes_on(how: int, tmp_path: Path, words: list[str]
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     assert list(out.glob("cells/**/6_finetune.work"))
     short = load_matrix(path, [*words, "finetune.epochs=1"])
-    assert run_matrix(short, out, Reporter([].append), workers=2) == {}
+    run_all(short, out, workers=2)
 
 
 @pytest.mark.slow
@@ -188,21 +181,21 @@ def stages_of(run: Path, last: str, target: Path) -> RunPath:
     return RunPath(target)
 
 
-def running(cell: Cell, config: Config, folder: RunPath) -> comparing_workers.Worker:
+def running(cell: Cell, config: Config, folder: RunPath) -> comparing.Worker:
     """A worker that is known by its run folder alone: it has no process and no log."""
     none: Any = None
-    return comparing_workers.Worker(cell, none, None, none, Finished(config, folder))
+    return comparing.Worker(cell, none, None, none, Finished(config, folder))
 
 
 def test_who_waits_for_whom(tmp_path: Path, words: list[str], many: Path) -> None:
     """A cell waits for the stage that it can take over, and for nothing else."""
     names = [*METHODS, "smt", "top_loss"]
-    matrix = load_matrix(write_matrix(tmp_path, methods=names), words)
+    matrix = matrix_of(tmp_path, words, methods=names)
     cells = {c.method.name: c for c in matrix.cells()}
-    shared = {c: comparing_workers.shared_work(c, matrix.config(c)) for c in matrix.cells()}
+    shared = {c: comparing.shared_work(c, matrix.config(c)) for c in matrix.cells()}
 
-    def waiting(worker: comparing_workers.Worker) -> set[str]:
-        found = {n for n, c in cells.items() if comparing_workers._awaits(c, [worker], shared)}
+    def waiting(worker: comparing.Worker) -> set[str]:
+        found = {n for n, c in cells.items() if comparing._awaits(c, [worker], shared)}
         return found - {worker.cell.method.name}
 
     def awaiting(name: str, last: str) -> set[str]:
@@ -227,14 +220,14 @@ def test_a_stage_of_other_settings_is_not_taken_for_the_cells_own(
 ) -> None:
     """Until it has been made again. What the cell does not need counts as past."""
     changed = [*words, "method.less.epochs=1"]
-    matrix = load_matrix(write_matrix(tmp_path, methods=["less"]), changed)
+    matrix = matrix_of(tmp_path, changed, methods=["less"])
     (cell,) = matrix.cells()
     folder = tmp_path / "out" / cell.path
     shutil.copytree(many / cell.path, folder)
     worker = running(cell, matrix.config(cell), RunPath(folder))
     stages = ("split", "warmup", "scores", "selection", "finetune")
     assert [worker.is_past(stage) for stage in stages] == [True, True, True, False, False]
-    assert run_matrix(matrix, tmp_path / "out", Reporter([].append), until="selection") == {}
+    assert run_matrix(matrix, tmp_path / "out", quiet(), until="selection") == {}
     assert [worker.is_past(stage) for stage in stages] == [True, True, True, True, False]
 
 
@@ -242,7 +235,7 @@ def test_a_stage_without_its_files_will_be_computed_again(
     tmp_path: Path, words: list[str], many: Path
 ) -> None:
     """`keep: results` leaves the manifests: a cell that needs the vectors again makes them."""
-    matrix = load_matrix(write_matrix(tmp_path, methods=["dualsft"]), words)
+    matrix = matrix_of(tmp_path, words, methods=["dualsft"])
     (cell,) = matrix.cells()
     config, folder = (
         matrix.config(cell),
@@ -265,7 +258,7 @@ def test_looking_is_cheap_and_harmless(
         return source_hash(path, *more)
 
     monkeypatch.setattr(split, "source_hash", counted)
-    matrix = load_matrix(write_matrix(tmp_path, methods=["random"]), words)
+    matrix = matrix_of(tmp_path, words, methods=["random"])
     (cell,) = matrix.cells()
     target = tmp_path / "run"
     worker = running(cell, matrix.config(cell), RunPath(target))
@@ -284,7 +277,7 @@ def test_looking_is_cheap_and_harmless(
 
 def test_the_progress_of_a_running_cell(tmp_path: Path, words: list[str]) -> None:
     """The first stage that is being written, and its last record if this process wrote it."""
-    matrix = load_matrix(write_matrix(tmp_path, methods=["random"]), words)
+    matrix = matrix_of(tmp_path, words, methods=["random"])
     (cell,) = matrix.cells()
     run = RunDir(tmp_path / "run")
     worker = running(cell, matrix.config(cell), run.path)
@@ -305,9 +298,9 @@ def test_the_progress_of_a_running_cell(tmp_path: Path, words: list[str]) -> Non
 
 def test_cells_that_no_budget_tells_apart_are_made_once(tmp_path: Path, words: list[str]) -> None:
     budgets = [{"data": 0.1, "params": 0.05}, {"data": 0.2, "params": 0.05}]
-    matrix = load_matrix(write_matrix(tmp_path, methods=["sft"], budgets=budgets), words)
+    matrix = matrix_of(tmp_path, words, methods=["sft"], budgets=budgets)
     out = tmp_path / "out"
-    assert run_matrix(matrix, out, Reporter([].append), workers=2) == {}
+    run_all(matrix, out, workers=2)
     assert os.path.samefile(*out.glob("cells/**/6_finetune/manifest.json"))
 
 
@@ -316,9 +309,8 @@ def test_a_file_with_the_name_of_a_module_is_not_imported(
 ) -> None:
     (tmp_path / "select.py").write_text("raise SystemExit('imported')")
     monkeypatch.chdir(tmp_path)
-    too_much = {"name": "greedy", "data": "random", "settings": {"select.data_budget": 5000}}
-    matrix = load_matrix(write_matrix(tmp_path, methods=["random", too_much]), words)
-    [(title, why)] = run_matrix(matrix, tmp_path / "out", Reporter([].append), workers=2).items()
+    matrix = matrix_of(tmp_path, words, methods=["random", GREEDY])
+    [(title, why)] = run_matrix(matrix, tmp_path / "out", quiet(), workers=2).items()
     assert "greedy" in title and "select.data_budget" in why
     assert not list(tmp_path.glob("out/logs/**/*.failed"))
 
@@ -340,13 +332,13 @@ def test_workers_share_the_gpus(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-    monkeypatch.setattr(comparing_workers, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(comparing, "choose_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     card = type("Card", (), {"total_memory": 80 * 2**30})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    gpus = comparing_workers.Gpus.here(4)
+    gpus = comparing.Gpus.here(4)
     assert gpus.names == names and gpus.memory == 38.0
-    assert comparing_workers.Gpus.here(2).memory is None
+    assert comparing.Gpus.here(2).memory is None
     plain, limited = (settings.load(None, [*words, *w]) for w in ([], ["model.memory=10"]))
     assert gpus.place(plain, [])[0] == names[0]
     assert gpus.place(plain, [names[0], names[1], names[0]])[0] == names[1]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from places import place
 
-from dualsft.lab.compare import plots
 from dualsft.lab.compare.plots import draw
 
 LEARNS = {"loss.new": 0.5, "kl.new": 2.0, "kl.old": 0.01, "kl.code": 0.03}
@@ -35,17 +34,21 @@ def drawn(out: Path, names: list[str], more: dict[str, float]) -> list[str]:
 
 
 def places(svg: Path) -> dict[str, tuple[float, float]]:
-    """Where the markers stand in the figure, in the order of the rows; y grows downwards."""
+    """Where the markers stand in the axes, which come before the legend; y grows downwards."""
     text = svg.read_text()
     marks = re.findall(r"<use [^>]*x=\"([\d.]+)\" y=\"([\d.]+)\" style=\"fill: #(\w+)", text)
     colours = {"0072b2": "learns", "d55e00": "forgets"}
-    return {colours[c]: (float(x), float(y)) for x, y, c in marks if c in colours}
+    return {colours[c]: (float(x), float(y)) for x, y, c in reversed(marks) if c in colours}
 
 
 def test_what_learns_and_forgets_nothing_stands_at_small_kl(tmp_path: Path) -> None:
     files = drawn(tmp_path, ["new", "old", "code", "validation"], {})
     assert files[:2] == ["forgetting_Results.png", "forgetting_Results.svg"]
     at = places(tmp_path / "forgetting_Results.svg")
+    names = re.findall(
+        r"<!-- (learns|forgets) -->", (tmp_path / "forgetting_Results.svg").read_text()
+    )
+    assert names == ["learns", "forgets"]  # the legend
     assert at["learns"][0] < at["forgets"][0]  # KL on the other files: small is left
     assert at["learns"][1] > at["forgets"][1]  # loss on the new task: small is below
     text = (tmp_path / "forgetting_Results.svg").read_text()
@@ -90,28 +93,3 @@ def test_planes_need_no_resource_table_and_titles_keep_their_files(tmp_path: Pat
         ]
         frontiers = [n for n in names if n.startswith("frontier")]
         assert frontiers == (["frontier_time_a___b"] if len(tables) == 4 else [])
-
-
-def test_no_name_hides_another_or_a_point() -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    points = {f"method {i}": (0.5 + 0.01 * (i % 4), 0.5 + 0.01 * (i // 4)) for i in range(12)}
-    points |= {"left": (0.0, 0.0), "a name at the right": (1.0, 1.0)}
-    for x, y in points.values():
-        axes.plot(x, y, "o", markersize=8)
-    plots._name_points(figure, axes, points)
-    figure.draw_without_rendering()
-    texts = [t for t in axes.texts if t.get_text()]
-    assert [t.get_text() for t in texts] == list(points)
-    boxes = [t.get_window_extent().extents for t in texts]
-    places = [axes.transData.transform(p) for p in points.values()]
-    boxes += [(x - 5, y - 5, x + 5, y + 5) for x, y in places]
-    for i, one in enumerate(boxes[: len(texts)]):
-        assert all(plots._overlap(one, other) < 1 for other in boxes[i + 1 :])
-    frame = axes.get_window_extent().extents
-    for box in boxes[: len(texts)]:
-        assert frame[0] <= box[0] + 1 and box[2] <= frame[2] + 1

@@ -66,12 +66,8 @@ def test_summary_lines(
     config = settings.load("quickstart", overrides)
     lines = list(run_quickstart(config, tmp_path / "run", Reporter(lambda _: None)))
     text = "\n".join(lines)
-    for part in (
-        "new skill",
-        "old behaviour",
-        "wrong examples",
-        "λ = 0.8 relative",
-        "λ = 0.8 absolute",
+    parts = ["new skill", "old behaviour", "wrong examples", "λ = 0.8 relative", "λ = 0.8 absolute"]
+    parts += [
         "by module",
         "by layer",
         "asked",
@@ -80,8 +76,8 @@ def test_summary_lines(
         "gradients",
         "peak",
         "run folder",
-    ):
-        assert part in text
+    ]
+    assert all(part in text for part in parts)
     assert (tmp_path / "run/report.md").is_file()
 
 

@@ -59,6 +59,15 @@ def choose(tab: Page, control: str, value: str) -> None:
     )
 
 
+def open_row(tab: Page) -> str:
+    """Open the first row and return its whole text."""
+    tab.js("document.querySelector('#rows details').open = true")
+    tab.wait("document.querySelector('#rows .turn.response')")
+    return tab.js(
+        "[...document.querySelectorAll('#rows .turn')].map((t) => t.textContent).join('')"
+    )
+
+
 def test_the_page_opens_without_errors_or_requests(finished: Path, tab: Page) -> None:
     tab.requests.clear()
     tab.console.clear()
@@ -78,15 +87,12 @@ def test_strangers_are_shown_as_text(finished: Path, tab: Page) -> None:
     choose(tab, "query", "ONERROR=")
     (row,) = rows_shown(tab)
     assert HOSTILE in row["text"]
-    tab.js("document.querySelector('#rows details').open = true")
-    tab.wait("document.querySelector('#rows .turn.response')")
-    turns = "[...document.querySelectorAll('#rows .turn')].map((t) => t.textContent).join('')"
-    assert HOSTILE in tab.js(turns) and "{{title}} &amp; <b>bold</b>" in tab.js(turns)
+    text = open_row(tab)
+    assert HOSTILE in text and "{{title}} &amp; <b>bold</b>" in text
     assert tab.js("document.querySelectorAll('#rows script, #rows img, #rows b').length") == 0
     choose(tab, "query", EMOJI)
     (row,) = rows_shown(tab)
-    tab.js("document.querySelector('#rows details').open = true")
-    tab.wait("document.querySelector('#rows .turn.response')")
+    open_row(tab)
     response = "document.querySelector('#rows .turn.response')"
     assert f"{ARABIC} {EMOJI}" in tab.js(f"{response}.textContent")
     assert tab.js(f"getComputedStyle({response}).direction") == "rtl"
@@ -144,10 +150,7 @@ def test_a_preview_leaves_out_what_all_texts_begin_with(
     assert tab.js("document.getElementById('status').textContent") == "300 examples"
     choose(tab, "query", "needle 000123")
     assert [row["row"] for row in rows_shown(tab)] == [123]
-    tab.js("document.querySelector('#rows details').open = true")
-    tab.wait("document.querySelector('#rows .turn.response')")
-    turns = "[...document.querySelectorAll('#rows .turn')].map((t) => t.textContent).join('')"
-    assert tab.js(turns).startswith(lead + "needle 000123 ")
+    assert open_row(tab).startswith(lead + "needle 000123 ")
 
 
 def test_a_matrix_can_be_looked_into(finished: Path, tab: Page) -> None:

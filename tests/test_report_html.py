@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable
@@ -11,27 +12,27 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import yaml
+from huggingface_hub import ModelCard
 from places import place
 from report_pages import ARABIC, EMOJI, HOSTILE, copy, hostile_run, read_page, replaced, seal
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+import dualsft
 from dualsft.cli import app
 from dualsft.errors import ConfigError, RunError
 from dualsft.lab.report.examples import (
     STATES,
     collect_examples,
+    cut_off,
     density,
     pack,
-    shared_words,
     token_cap,
     unpack,
 )
-from dualsft.lab.report.markdown import write_report
-from dualsft.lab.report.parts import LOSS_NOTE, colour, numbers_of, table
-from dualsft.lab.report.side_by_side import write_reports
-from dualsft.lab.report.warnings import concerns
+from dualsft.lab.report.facts import COUNTED, LOSS_NOTE, concerns, flat, known_warnings, leaf
+from dualsft.lab.report.html import histogram
+from dualsft.lab.report.markdown import write_report, write_reports
 from dualsft.model.load import load_tokenizer
 from dualsft.runs.preflight import load_summaries
 
@@ -70,7 +71,7 @@ def test_every_example_is_in_the_page_as_the_run_has_it(finished: Path) -> None:
 def test_the_text_is_what_the_model_saw(finished: Path) -> None:
     _, data = read_page(finished)
     tokenizer = load_tokenizer(finished / "6_finetune/model")
-    rows = [row for at in range(1) for row in unpack(data[f"text-{at}"])]
+    rows = unpack(data["text-0"])
     tokens = pq.read_table(finished / "1_split/tokens.parquet").to_pylist()
     assert len(rows) == len(tokens)
     for parts, row in zip(rows, tokens, strict=True):
@@ -86,7 +87,8 @@ def test_no_row_can_break_out_of_the_page(finished: Path) -> None:
     assert HOSTILE not in page and "<img src=x" not in page and "<b>bold" not in page
     own = re.findall(r"<script[^>]*>", page)
     assert own.count("<script>") == 1 and len(own) == len(data) + 1
-    assert "&lt;script&gt;document.title=&#x27;broken&#x27;" in page  # the prompt, in the results
+    assert "&lt;script&gt;document.title=&#39;broken&#39;" in page  # the prompt, in the results
+    assert "{{title}}" not in page  # what stands in a row is no template, and is packed
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page.partition("<body>")[2])
 
 
@@ -133,21 +135,6 @@ def test_texts_are_cut_to_the_budget() -> None:
     assert cap == 1500 and np.minimum(counts, cap).sum() <= 3060
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "wanted"),
-    [
-        ("<|user|>\nHow far", "<|user|>\nHow many", "<|user|>\nHow "),
-        ("[INST]Hard", "[INST]Hello", "[INST]"),  # no word is cut
-        (f"👋🏽 {EMOJI}", "👋🏽 👩‍🚀", "👋🏽 "),  # and no character that is made of several
-        ("The cat", "To be", ""),
-        ("the same", "the same", ""),  # a preview of nothing helps nobody
-        ("", "any", ""),
-    ],
-)
-def test_what_texts_begin_with(first: str, last: str, wanted: str) -> None:
-    assert shared_words(first, last) == wanted
-
-
 def test_pack_keeps_every_character() -> None:
     value = {"a": [HOSTILE, ARABIC, EMOJI, "\x00\u2028", None, 1.5]}
     assert unpack(pack(value)) == value and "<" not in pack(value)
@@ -159,17 +146,17 @@ def test_pack_keeps_every_character() -> None:
 def test_the_summary_answers_four_questions(finished: Path) -> None:
     page, _ = read_page(finished)
     chosen = json.loads((finished / "5_selection/summary.json").read_text())
-    assert re.findall(r"<div class='card'><h3>(\w+)", page) == ["Chosen", "Cost", "Gained", "Kept"]
+    assert re.findall(r'<div class="card"><h3>(\w+)', page) == ["Chosen", "Cost", "Gained", "Kept"]
     assert f"{chosen['b']:,} of {chosen['num_full']:,} examples" in page
-    assert f"{chosen['k']:,} of {chosen['denominator']:,} candidate weights" in page
+    assert f"{chosen['k']:,} of {chosen['denominator']:,} candidate parameters" in page
     for anchor in ("warnings", "results", "examples", "mask", "scores", "cost", "settings"):
-        assert f"<section id='{anchor}'>" in page
+        assert f'<section id="{anchor}">' in page
     assert "Short warmup" in page and "lower warmup.batch_size" in page
 
 
 def test_diagnostics_are_shown_with_their_figures(finished: Path) -> None:
     page, _ = read_page(finished)
-    part = page[page.index("<section id='diagnostics'>") :].partition("</section>")[0]
+    part = page[page.index('<section id="diagnostics">') :].partition("</section>")[0]
     first, second = part.split("<article>")[1:]
     assert "local regret</h3>" in first and "earlier version" not in first
     assert "local regret two</h3>" in second and "earlier version" in second
@@ -177,20 +164,19 @@ def test_diagnostics_are_shown_with_their_figures(finished: Path) -> None:
     assert "Table 7" in first and "0.5" in first and HOSTILE not in part
 
 
-def test_a_diagnostic_that_is_none_is_refused(finished: Path, tmp_path: Path) -> None:
-    run = copy(finished, tmp_path)
-    (run / "diagnostics/local_regret.json").write_text("[1, 2")
-    with pytest.raises(RunError, match=r"local_regret.json: not the output of a diagnostic"):
-        write_report(place(run))
+MADE_FROM = (["a list"], None, {"stages": ["selection"]})
 
 
-@pytest.mark.parametrize("made_from", [["a list"], None, {"stages": ["selection"]}])
-def test_a_diagnostic_of_an_unknown_origin_is_refused(
-    finished: Path, tmp_path: Path, made_from: Any
-) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, 2",
+        *(json.dumps({"paper": "Table 7", "result": {}, "made_from": of}) for of in MADE_FROM),
+    ],
+)
+def test_a_damaged_diagnostic_is_refused(finished: Path, tmp_path: Path, text: str) -> None:
     run = copy(finished, tmp_path)
-    content = {"paper": "Table 7", "result": {}, "made_from": made_from}
-    (run / "diagnostics/local_regret.json").write_text(json.dumps(content))
+    (run / "diagnostics/local_regret.json").write_text(text)
     with pytest.raises(
         RunError, match=r"local_regret.json: not the output of a diagnostic.*delete it"
     ):
@@ -342,6 +328,19 @@ def test_what_matters_stands_first() -> None:
     assert [c.title for c in concerns(facts)] == [*wanted, "Note of the stage split"]
 
 
+def test_every_code_that_the_package_warns_with_is_known_to_the_report() -> None:
+    """And every code that the report knows is given somewhere: no entry is dead."""
+    given = {
+        word.value.value
+        for path in Path(dualsft.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        for word in node.keywords
+        if word.arg == "code" and isinstance(word.value, ast.Constant)
+    }
+    assert given == {*known_warnings(), *COUNTED}
+
+
 def test_loss_and_perplexity_are_told_apart(finished: Path) -> None:
     for file in ("report.html", "report.md", "model_card.md"):
         assert LOSS_NOTE in (finished / file).read_text()
@@ -361,11 +360,76 @@ def test_benchmarks_are_in_every_report(make_run: Callable[..., Path]) -> None:
     assert "| gsm8k (acc, 5 shots) | 50.0 % | 75.0 % |" in (run / "model_card.md").read_text()
 
 
-def test_pieces_of_the_page() -> None:
-    assert colour(0) == "#f7fbff" and colour(1) == "#08306b" and colour(7) == colour(1)
-    assert "<b>" not in table(["<b>"], [["<b>"]])
-    text = numbers_of({"a": 1, "deep": {"b": [{"c": 2, "d": "x"}, {"c": 3}]}, "many": [*range(99)]})
-    assert "<td class='num' dir='auto'>x</td>" in text and "(99 in all)" in text
+def test_nested_numbers_become_dotted_keys() -> None:
+    value = {"a": 1, "deep": {"b": [{"c": 2.5, "d": "x"}, {"c": True}]}, "many": [*range(99)]}
+    rows = {key: leaf(one) for key, one in flat(value)}
+    assert rows.pop("many").endswith("39, … (99 in all)")
+    assert rows == {"a": "1", "deep.b.1.c": "2.5", "deep.b.1.d": "x", "deep.b.2.c": "yes"}
+
+
+# --- the histogram of scores --------------------------------------------------------------------
+
+
+def test_the_cut_off_lies_between_the_two_sets() -> None:
+    low, high = np.array([-1.0, 0.0, 1.0]), np.array([2.0, 3.0])
+    assert cut_off(high, low) == cut_off(low, high) == 1.5  # reversed selections take the low end
+    assert cut_off(np.array([1.0, 4.0]), np.array([1.0, 0.0])) == 1.0  # a tie
+    assert cut_off(np.array([0.0, 4.0]), np.array([1.0, 2.0])) is None
+    assert cut_off(high, low[:0]) is None and cut_off(high[:0], low) is None
+
+
+def test_the_histogram_shows_the_cut_off_and_zero() -> None:
+    scores = np.linspace(-1, 3, 400)
+    low, high = np.percentile(scores, [0.5, 99.5])
+    chart = histogram(scores[300:], scores[:300], 2.0, "unit")
+    assert chart is not None and chart["note"] == "dashed: the cut-off"
+    labels = {words: x for x, _, _, words in chart["labels"]}
+    assert {"unit", "0", "cut-off 2"} <= labels.keys()
+    [cut] = [x for x, _, _, _, kind in chart["lines"] if kind == "cut"]
+    assert cut == pytest.approx(72 + 600 * (2 - low) / (high - low))
+    zeros = [x for x, _, anchor, words in chart["labels"] if (anchor, words) == ("middle", "0")]
+    assert zeros == [pytest.approx(72 - 600 * low / (high - low))]
+
+    without = histogram(scores[::2], scores[1::2], None, "unit")
+    assert without is not None and "there is no cut-off" in without["note"]
+    assert "cut" not in [line[-1] for line in without["lines"]]
+    positive = histogram(scores[300:], scores[200:300], 2.0, "unit")
+    assert positive is not None and ("middle", "0") not in [x[2:] for x in positive["labels"]]
+    assert histogram(scores[:1], scores[:0], None, "unit") is None
+
+
+def scores_part(page: str) -> str:
+    return page[page.index('<section id="scores">') :].partition("</section>")[0]
+
+
+def test_the_cut_off_of_a_reversed_selection(make_run: Callable[..., Path]) -> None:
+    page, data = read_page(make_run("method.data=dualsft_reversed"))
+    columns = unpack(data["examples-data"])
+    both = list(zip(columns["score"], columns["state"], strict=True))
+    chosen, rest = ([x for x, s in both if s == state] for state in (0, 1))
+    assert max(chosen) < min(rest)
+    part = scores_part(page)
+    assert f">cut-off {(max(chosen) + min(rest)) / 2:.3g}</text>" in part
+    assert ">predicted decrease of the validation loss (nats)</text>" in part
+    assert ">examples per bin</text>" in part and part.count('class="cut"') == 1
+
+
+def test_scores_of_another_method_have_their_own_unit(make_run: Callable[..., Path]) -> None:
+    part = scores_part(read_page(make_run("method.data=top_loss"))[0])
+    assert ">score of top_loss, larger is better</text>" in part and ">cut-off " in part
+
+
+def test_two_sets_that_overlap_have_no_cut_off(finished: Path, tmp_path: Path) -> None:
+    """As after a second round, whose choice is not by the scores that are shown."""
+    run = copy(finished, tmp_path)
+    columns = unpack(read_page(run)[1]["examples-data"])
+    ranked = sorted((r, i) for i, r in enumerate(columns["rank"]) if r is not None)
+    moved = [columns["id"][i] for _, i in [*ranked[:11], ranked[40]]]
+    (run / "5_selection/ids.json").write_text(json.dumps(moved))
+    seal(run, "selection", "ids.json")
+    write_report(place(run))
+    part = scores_part(read_page(run)[0])
+    assert "the two overlap, so there is no cut-off" in part and 'class="cut"' not in part
 
 
 # --- the model card, several runs, the command --------------------------------------------------
@@ -373,7 +437,7 @@ def test_pieces_of_the_page() -> None:
 
 def test_the_model_card_is_read_by_a_stranger(finished: Path) -> None:
     text = (finished / "model_card.md").read_text()
-    head = yaml.safe_load(text.split("---")[1])
+    head = ModelCard(text).data.to_dict()
     assert head["base_model"] == "llama" and "dualsft" in head["tags"]
     tuned = json.loads((finished / "6_finetune/summary.json").read_text())
     for said in (

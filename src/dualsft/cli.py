@@ -215,9 +215,8 @@ def report(
     ] = None,
 ) -> None:
     """Write report.html, report.md and a model card; several runs are shown side by side."""
-    side_by_side = later("dualsft.lab.report.side_by_side")
     with reading(", ".join(map(str, folders))):
-        show(*side_by_side.write_reports(folders, out))
+        show(*later("dualsft.lab.report.markdown").write_reports(folders, out))
 
 
 @app.command(context_settings=WORDS)
@@ -356,7 +355,7 @@ def compare(
     for title, why in failed.items():
         errors.print(f"error: {title}: {why}", markup=False)
     if until is None and (tables or len(failed) < len(matrix.cells(only))):
-        show(*later("dualsft.lab.compare.pages").write_tables(matrix, out, reference))
+        show(*later("dualsft.lab.compare.tables").write_tables(matrix, out, reference))
     if failed:
         raise typer.Exit(1)
 

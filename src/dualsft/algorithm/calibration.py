@@ -33,7 +33,8 @@ from torch import Tensor
 
 from dualsft.data.examples import Example
 from dualsft.distributed.world import world
-from dualsft.engine.ghost import GhostEngine, alone, widened
+from dualsft.engine.ghost import GhostEngine, alone
+from dualsft.engine.precision import widened
 from dualsft.engine.sketch import Sketch, SketchRows
 from dualsft.engine.walk_state import PassSettings
 from dualsft.errors import RunError

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from dualsft.algorithm.scores import TOLERANCE, check_fused_loss, dot_alone
-from dualsft.algorithm.split import Split, divide
+from dualsft.algorithm.split import divide
 from dualsft.config.settings import Config
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
-from dualsft.engine.walk import loss_objective, walk
+from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.model.load import locate
 from dualsft.runs.context import RunContext, pass_settings
 from dualsft.runs.folder import RunDir
@@ -39,10 +39,9 @@ NUM_BATCH = 4
 def check(config: Config, reporter: Reporter) -> list[str]:
     """Log what a run would do. Returns the problems found (empty: ready to run)."""
     ctx = RunContext(config, RunDir("."), reporter)
-    examples, split = _data(ctx)
+    examples = _data(ctx)
     _show_examples(ctx, examples)
-    problems = _bos(ctx, examples)
-    problems += _model(ctx, examples, split)
+    problems = [*_bos(ctx, examples), *_model(ctx, examples)]
     for problem in problems:
         reporter.say(f"PROBLEM: {problem}")
     if not problems:
@@ -50,7 +49,8 @@ def check(config: Config, reporter: Reporter) -> list[str]:
     return problems
 
 
-def _data(ctx: RunContext) -> tuple[list[Example], Split]:
+def _data(ctx: RunContext) -> list[Example]:
+    """Report the corpus, the split and the budget of examples."""
     config = ctx.config
     examples, report = load_examples(ctx, config.data.path)
     val_path = config.data.val_path
@@ -64,19 +64,16 @@ def _data(ctx: RunContext) -> tuple[list[Example], Split]:
     for note in [*report.notes(), *split.notes]:
         ctx.reporter.warn(note)
     say("split: " + ", ".join(f"{role} {count:,}" for role, count in split.counts.items()))
-    b = 0
+    num_trained = split.counts["warm"] + split.counts["pool"]
     data = ctx.methods.load("data")
-    num_pool = sum(split.counts[role] for role in data.pool_roles)
     if data.entry.uses_budget:
-        b = data_budget(ctx, len(examples), num_pool)
-        say(f"would select {b:,} of {num_pool:,} pool examples")
-    trained = b or split.counts["warm"] + split.counts["pool"]
-    steps = {
-        "warmup": warmup_plan(ctx).num_steps(split.counts["warm"]),
-        "fine-tuning": finetune_plan(ctx).num_steps(trained),
-    }
-    say("optimizer steps: " + ", ".join(f"{name} {count:,}" for name, count in steps.items()))
-    return examples, split
+        num_pool = sum(split.counts[role] for role in data.pool_roles)
+        num_trained = data_budget(ctx, len(examples), num_pool)
+        say(f"would select {num_trained:,} of {num_pool:,} pool examples")
+    warmup = warmup_plan(ctx).num_steps(split.counts["warm"])
+    finetuning = finetune_plan(ctx).num_steps(num_trained)
+    say(f"optimizer steps: warmup {warmup:,}, fine-tuning {finetuning:,}")
+    return examples
 
 
 def _show_examples(ctx: RunContext, examples: list[Example]) -> None:
@@ -103,21 +100,21 @@ def _bos(ctx: RunContext, examples: list[Example]) -> list[str]:
     return []
 
 
-def _model(ctx: RunContext, examples: list[Example], split: Split) -> list[str]:
+def _model(ctx: RunContext, examples: list[Example]) -> list[str]:
     """Report the candidates, and check the engine against plain autograd on this model."""
     model = ctx.theta_old()
     candidates = ctx.candidates(model)
     engine = GhostEngine(model, candidates)
-    groups: dict[str, int] = defaultdict(int)
+    modules: dict[str, int] = defaultdict(int)
     for name, p in candidates.items():
-        groups[locate(name)[1]] += p.numel()
+        modules[locate(name)[1]] += p.numel()
     say = ctx.reporter.say
     total = sum(p.numel() for p in model.parameters())
     say(
         f"candidates ({candidates.spec}): {len(candidates):,} tensors, {candidates.num_entries:,} "
         f"of {total:,} parameters ({100 * candidates.num_entries / total:.1f} %)"
     )
-    for module, count in groups.items():
+    for module, count in modules.items():
         say(f"  {module}: {count:,}")
     params = ctx.methods.load("params")
     if params.entry.uses_budget:
@@ -147,18 +144,16 @@ def _alone_against_batch(
         }
     )
     settings = pass_settings(ctx)
-    together = type(settings)(
+    together = PassSettings(
         batch_tokens=len(batch) * max(e.num_tokens for e in batch),
         pad_id=settings.pad_id,
         padding_side=settings.padding_side,
     )
-    objective = loss_objective(engine.model)
-    silent = Reporter(lambda _: None)
+    objective, silent = loss_objective(engine.model), Reporter(lambda _: None)
     result = walk(engine, batch, objective, together, silent, "check", direction=direction)
     shortest = batch[0]
     exact, norm = dot_alone(engine, shortest, direction, settings)
-    error = abs(exact - result.dots[0]) / (direction.norm() * norm)
-    tolerance = TOLERANCE[ctx.dtype]
+    error, tolerance = abs(exact - result.dots[0]) / (direction.norm() * norm), TOLERANCE[ctx.dtype]
     ctx.reporter.say(
         f"gradient of one example (autograd) vs in a padded batch (ghost): error {error:.1e} "
         f"of ‖u‖‖g‖, tolerance {tolerance:g}"

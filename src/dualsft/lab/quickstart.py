@@ -25,7 +25,7 @@ from dualsft.data.rows import source_lines
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import loss_objective, walk
 from dualsft.errors import ConfigError
-from dualsft.lab.report.markdown import peak_gib
+from dualsft.lab.report.facts import peak_gib
 from dualsft.runs import pipeline
 from dualsft.runs.context import RunContext, pass_settings
 from dualsft.runs.folder import RunDir
@@ -100,34 +100,27 @@ def _top_under(ctx: RunContext, config: Config, b: int) -> np.ndarray:
     pool = ctx.roles()["pool"]
     model = ctx.theta_bar()
     engine = GhostEngine(model, ctx.candidates(model))
-    val_grad = ctx.vector("gradients", "val_grad", engine.candidates)
-    prior_grad = ctx.vector("gradients", "prior_grad", engine.candidates)
-    grad_sum = ctx.vector("gradients", "grad_sum", engine.candidates)
+    val_grad, prior_grad, grad_sum = (
+        ctx.vector("gradients", name, engine.candidates)
+        for name in ("val_grad", "prior_grad", "grad_sum")
+    )
     curvature = ctx.curvature(engine.candidates)
-    terms = projection_terms(
-        config.score, config.finetune.lr, len(pool), val_grad, prior_grad, curvature
-    )
-    result = walk(
-        engine,
-        pool,
-        loss_objective(model),
-        pass_settings(ctx),
-        ctx.reporter,
-        "pool under the paper's absolute λ, for comparison",
-        direction=terms.projection(grad_sum),
-    )
+    lr = config.finetune.lr
+    terms = projection_terms(config.score, lr, len(pool), val_grad, prior_grad, curvature)
+    label = "pool under the paper's absolute λ, for comparison"
+    objective, passes = loss_objective(model), pass_settings(ctx)
+    direction = terms.projection(grad_sum)
+    result = walk(engine, pool, objective, passes, ctx.reporter, label, direction=direction)
     return top_b(result.dots, [e.index for e in pool], b)
 
 
 def _parameters(facts: dict[str, Any]) -> Iterator[str]:
     chosen = facts["selection"]
-    total = chosen["k"]
-    of, share = chosen["denominator"], 100 * chosen["share"]
+    total, of, share = chosen["k"], chosen["denominator"], 100 * chosen["share"]
     yield f"parameters selected: {total:,} of {of:,} ({share:.2f} %)"
     modules = Counter(chosen["per_module"]).most_common()
-    yield "  by module  " + ", ".join(
-        f"{m.split('.')[-1]} {100 * n / total:.0f} %" for m, n in modules
-    )
+    shares = (f"{name.split('.')[-1]} {100 * n / total:.0f} %" for name, n in modules)
+    yield f"  by module  {', '.join(shares)}"
     layers = Counter(chosen["per_layer"]).most_common(8)
-    yield "  by layer   " + ", ".join(f"{la}: {100 * n / total:.0f} %" for la, n in layers) + " …"
+    yield f"  by layer   {', '.join(f'{name}: {100 * n / total:.0f} %' for name, n in layers)} …"
     yield ""

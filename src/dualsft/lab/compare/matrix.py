@@ -11,7 +11,9 @@ import difflib
 import fnmatch
 import importlib.resources
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,16 @@ from dualsft.errors import ConfigError
 
 SEEDS = (42, 123, 2026)
 KEYS = (
-    *("name", "base", "settings", "methods", "models", "data", "budgets", "seeds", "tables"),
-    "keep",
+    *("name", "base", "settings", "methods", "models"),
+    *("data", "budgets", "seeds", "tables", "keep"),
 )
-_TABLE_KEYS = {"title", "kind", "groups", "mark", "reference", "within"}
+TABLE_KEYS = ("title", "kind", "groups", "mark", "reference", "within")
+ALLOWED = {
+    "kind": ("results", "resources", "forgetting"),
+    "mark": ("1", "2", "3"),
+    "within": ("group", "table"),
+}
+"""Allowed values of the keys of a table that have a choice."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Table:
-    """A table to make."""
+    """A table of the comparison."""
 
     title: str
     kind: str = "results"
@@ -76,13 +84,14 @@ class Cell:
         return " · ".join((*self.path.parts[1:-1], f"seed {self.seed}"))
 
     def words(self) -> list[str]:
+        """Settings of the cell as key=value words."""
         chosen = (self.model, self.data, self.budget, self.method)
         words = [word for one in chosen for word in one.words]
-        trains = [w.partition("=")[2] for w in self.method.words if w.startswith("method.params=")]
+        given = dict(word.split("=", 1) for word in self.method.words)
         rates = dict((*self.model.rates, *self.data.rates))
-        own = any(word.startswith("method.lr_ratio=") for word in self.method.words)
-        if trains and trains[-1] in rates and not own:
-            words.append(f"method.lr_ratio={rates[trains[-1]]}")
+        trained = given.get("method.params")
+        if trained in rates and "method.lr_ratio" not in given:
+            words.append(f"method.lr_ratio={rates[trained]}")
         return [*words, f"seed={self.seed}"]
 
 
@@ -157,7 +166,7 @@ def load_matrix(source: str | Path, overrides: Sequence[str] = ()) -> Matrix:
     )
     if matrix.keep not in ("all", "results"):
         problems.append(f"keep: {matrix.keep!r} is not allowed; give all or results")
-    problems += _owned(matrix)
+    problems += _varied(matrix)
     known = {choice.name for choice in matrix.methods}
     for table in matrix.tables:
         for group, rows in {**table.groups, "reference": table.reference}.items():
@@ -190,14 +199,11 @@ def _recipe(source: str | Path) -> Path:
     return Path(source)
 
 
-def _owned(matrix: Matrix) -> list[str]:
+def _varied(matrix: Matrix) -> list[str]:
     """Refuse overrides of settings that the matrix varies: all cells would get the same value."""
-    axes = {"models": matrix.models, "data": matrix.data, "budgets": matrix.budgets}
-    axes |= {"methods": matrix.methods}
-    owner = {
-        w.partition("=")[0]: axis for axis, many in axes.items() for c in many for w in c.words
-    }
-    owner |= {"seed": "seeds"}
+    owner = {"seed": "seeds"}
+    for axis in ("models", "data", "budgets", "methods"):
+        owner |= {w.partition("=")[0]: axis for one in getattr(matrix, axis) for w in one.words}
     fixed = ("model.path", "data.path", "select.data_budget", "select.param_budget", "seed")
     problems = []
     for word in matrix.overrides:
@@ -222,8 +228,14 @@ def _config_problems(matrix: Matrix) -> list[str]:
         except ConfigError as problem:
             for text in problem.problems:
                 found.setdefault(text, []).append(cell.title)
-    more = {text: f" and {len(c) - 1} more" if len(c) > 1 else "" for text, c in found.items()}
-    return [f"{text} (in {cells[0]}{more[text]})" for text, cells in found.items()]
+    return [
+        f"{text} (in {cells[0]}{f' and {len(cells) - 1} more' if len(cells) > 1 else ''})"
+        for text, cells in found.items()
+    ]
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
 class _Parser:
@@ -232,9 +244,12 @@ class _Parser:
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
 
+    def refuse(self, key: str, value: Any, allowed: str) -> None:
+        self.problems.append(f"{key}: {show(value)} is not allowed; give {allowed}")
+
     def text(self, key: str, value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
-            self.problems.append(f"{key}: {show(value)} is not allowed; give a word")
+            self.refuse(key, value, "a word")
             return "?"
         return str(value)
 
@@ -248,7 +263,7 @@ class _Parser:
     def words(self, key: str, value: Any) -> tuple[str, ...]:
         """Settings as key=value words, from a mapping with dotted or nested keys."""
         if not isinstance(value, Mapping):
-            self.problems.append(f"{key}: {show(value)} is not allowed; give settings as a mapping")
+            self.refuse(key, value, "settings as a mapping")
             return ()
         words = tuple(_flat_words(value))
         given = {word.partition("=")[0]: word for word in words}
@@ -270,40 +285,37 @@ class _Parser:
             value = [value]
         if isinstance(value, Sequence):
             names = [_short_name(str(v)) for v in value]
-            twice = sorted({name for name in names if names.count(name) > 1})
-            self.problems += [f"{key}: two are called {n!r}; give name -> path" for n in twice]
+            self.problems += [
+                f"{key}: two are called {name!r}; give name -> path" for name in _repeated(names)
+            ]
             value = dict(zip(names, value, strict=True))
         if not isinstance(value, Mapping) or not value:
-            self.problems.append(f"{key}: {show(value)} is not allowed; give name -> path")
+            self.refuse(key, value, "name -> path")
             return ()
         found = []
         for name, one in value.items():
+            place = f"{key}.{name}"
             one = {"path": one} if isinstance(one, str) else one
             if not isinstance(one, Mapping) or set(one) - {"path", "settings", "lr_ratios"}:
-                self.problems.append(
-                    f"{key}.{name}: {show(one)} is not allowed; give a path, or path, settings and "
-                    "lr_ratios"
-                )
+                self.refuse(place, one, "a path, or path, settings and lr_ratios")
                 continue
             words = [f"{setting}={one['path']}"] if "path" in one else []
-            words += self.words(f"{key}.{name}.settings", one.get("settings") or {})
+            words += self.words(f"{place}.settings", one.get("settings") or {})
             rates: Any = one.get("lr_ratios") or {}
             if not isinstance(rates, Mapping):
-                self.problems.append(
-                    f"{key}.{name}.lr_ratios: {show(rates)} is not allowed; give method -> ratio"
-                )
+                self.refuse(f"{place}.lr_ratios", rates, "method -> ratio")
                 rates = {}
-            unknown = [m for m in rates if m not in methods.registry()["params"]]
+            known = methods.registry()["params"]
             self.problems += [
-                f"{key}.{name}.lr_ratios: {m!r} is not a `params` method" for m in unknown
+                f"{place}.lr_ratios: {method!r} is not a `params` method"
+                for method in rates
+                if method not in known
             ]
-            pairs = tuple((str(m), str(ratio)) for m, ratio in rates.items())
+            pairs = tuple((str(method), str(ratio)) for method, ratio in rates.items())
             found.append(Choice(str(name), tuple(words), pairs))
-        folders = [_folder(c.name) for c in found]
         self.problems += [
-            f"{key}: {c.name!r} has the same folder name as another; rename it"
-            for c in found
-            if folders.count(_folder(c.name)) > 1
+            f"{key}: two have the folder name {name!r}; rename one"
+            for name in _repeated(_folder(choice.name) for choice in found)
         ]
         return tuple(found)
 
@@ -316,10 +328,9 @@ class _Parser:
         for item in value:
             one: Mapping[str, Any] = {"name": item} if isinstance(item, str) else item
             if not isinstance(one, Mapping):
-                self.problems.append(f"methods: {show(item)} is not allowed; give a name")
+                self.refuse("methods", item, "a name")
                 continue
-            rest = {k: v for k, v in one.items() if k not in ("name", "settings", *methods.AXES)}
-            if rest:
+            if rest := [k for k in one if k not in ("name", "settings", *methods.AXES)]:
                 self.problems.append(f"methods: {show(item)} has {', '.join(map(str, rest))}")
             axes: dict[Axis, str] = {a: str(one[a]) for a in methods.AXES if a in one}
             try:
@@ -331,87 +342,82 @@ class _Parser:
             words = [f"method.{axis}={method}" for axis, method in axes.items()]
             words += self.words(f"methods.{name}.settings", one.get("settings") or {})
             found.append(Choice(name, tuple(words)))
-        folders = [_folder(c.name) for c in found]
-        twice = sorted({c.name for c in found if folders.count(_folder(c.name)) > 1})
         self.problems += [
             f"methods: {name!r} is given twice (by folder name); give one another `name`"
-            for name in twice
+            for name in _repeated(_folder(choice.name) for choice in found)
         ]
         return tuple(found)
 
     def budgets(self, value: Any) -> tuple[Choice, ...]:
         if value is None:
             return (Choice("default"),)
-        value = [value] if isinstance(value, Mapping) else value
-        found = []
+        allowed = "a list of {data: 0.1, params: 0.05}"
         if not value:
-            self.problems.append("budgets: empty; give a list of {data: 0.1, params: 0.05}")
-        for one in value if isinstance(value, Sequence) else [value]:
-            if not isinstance(one, Mapping) or not one or set(one) - {"data", "params"}:
-                self.problems.append(
-                    f"budgets: {show(one)} is not allowed; give a list of {{data: 0.1, params: "
-                    "0.05}"
-                )
+            self.refuse("budgets", value, allowed)
+        value = value if isinstance(value, Sequence) else [value]
+        keys = {"data": "select.data_budget", "params": "select.param_budget"}
+        found = []
+        for one in value:
+            if not isinstance(one, Mapping) or not one or set(one) - set(keys):
+                self.refuse("budgets", one, allowed)
                 continue
-            keys = {"data": "select.data_budget", "params": "select.param_budget"}
-            words = tuple(f"{keys[k]}={v}" for k, v in one.items())
-            found.append(Choice("-".join(f"{k}{v}" for k, v in one.items()), words))
-        names = [choice.name for choice in found]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        self.problems += [f"budgets: {name} is given twice; leave one out" for name in twice]
+            words = tuple(f"{keys[axis]}={budget}" for axis, budget in one.items())
+            found.append(Choice("-".join(f"{axis}{v}" for axis, v in one.items()), words))
+        names = _repeated(choice.name for choice in found)
+        self.problems += [f"budgets: {name} is given twice; leave one out" for name in names]
         return tuple(found)
 
     def seeds(self, value: Any) -> tuple[int, ...]:
         value = SEEDS if value is None else value
         value = [value] if isinstance(value, str | int) else value
-        try:
-            if found := tuple(dict.fromkeys(int(v) for v in value)):
-                return found
-            raise ValueError
-        except (TypeError, ValueError):
-            self.problems.append(f"seeds: {show(value)} is not allowed; give whole numbers")
-            return ()
+        found: tuple[int, ...] = ()
+        with suppress(TypeError, ValueError):
+            found = tuple(dict.fromkeys(int(v) for v in value))
+        if not found:
+            self.refuse("seeds", value, "whole numbers")
+        return found
 
     def tables(self, value: Any) -> tuple[Table, ...]:
         if value is None:
             return (Table("Results"), Table("Resources", "resources"))
         found = []
         for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
-            if not isinstance(one, Mapping) or set(one) - _TABLE_KEYS:
-                keys = ", ".join(sorted(_TABLE_KEYS))
-                self.problems.append(f"tables: {show(one)} is not allowed; give {keys}")
+            if not isinstance(one, Mapping) or set(one) - set(TABLE_KEYS):
+                self.refuse("tables", one, ", ".join(TABLE_KEYS))
                 continue
-            kind = str(one.get("kind", "results"))
-            if kind not in ("results", "resources", "forgetting"):
-                self.problems.append(
-                    f"tables: kind {kind!r} is not known; use results, resources or forgetting"
-                )
+            for key, allowed in ALLOWED.items():
+                if key in one and str(one[key]) not in allowed:
+                    self.refuse(f"tables: {key}", one[key], ", ".join(allowed))
             groups = one.get("groups") or {}
             if not isinstance(groups, Mapping):
-                self.problems.append(f"tables: groups {show(groups)} must be name -> methods")
+                self.refuse("tables: groups", groups, "name -> methods")
                 groups = {}
-            lists = {str(g): tuple(map(str, rows)) for g, rows in groups.items()}
-            mark, within = str(one.get("mark", 2)), str(one.get("within", "group"))
-            if mark not in ("1", "2", "3") or within not in ("group", "table"):
-                self.problems.append("tables: mark is 1, 2 or 3, and within is group or table")
-                continue
-            title, shown = str(one.get("title", kind)), tuple(map(str, one.get("reference") or ()))
-            found.append(Table(title, kind, lists, int(mark), shown, within))
+            kind, mark = str(one.get("kind", "results")), str(one.get("mark", 2))
+            table = Table(
+                title=str(one.get("title", kind)),
+                kind=kind,
+                groups={str(group): tuple(map(str, rows)) for group, rows in groups.items()},
+                mark=int(mark) if mark in ALLOWED["mark"] else 2,
+                reference=tuple(map(str, one.get("reference") or ())),
+                within=str(one.get("within", "group")),
+            )
+            found.append(table)
         return tuple(found)
 
 
 def _flat_words(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Settings with dotted or nested keys as key=value words."""
     known = settings.keys()
     for key, value in mapping.items():
-        setting = f"{prefix}{key}" in known
-        if isinstance(value, Mapping) and not setting:
-            yield from _flat_words(value, f"{prefix}{key}.")
+        key = f"{prefix}{key}"
+        if isinstance(value, Mapping) and key not in known:
+            yield from _flat_words(value, f"{key}.")
         elif isinstance(value, Mapping):
-            yield f"{prefix}{key}=" + ",".join(f"{name}:{path}" for name, path in value.items())
+            yield f"{key}=" + ",".join(f"{name}:{path}" for name, path in value.items())
         elif isinstance(value, Sequence) and not isinstance(value, str):
-            yield f"{prefix}{key}=" + ",".join(str(v) for v in value)
+            yield f"{key}=" + ",".join(map(str, value))
         else:
-            yield f"{prefix}{key}={value}"
+            yield f"{key}={value}"
 
 
 def effective_rate(config: Config) -> float:

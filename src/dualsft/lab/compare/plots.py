@@ -7,15 +7,13 @@
   comes from the training corpus and is not used here.
 
 Reads comparison.json and writes SVG and PNG. Every method has its own marker, a colour from a
-colour-blind safe palette, and its name at the point. Not part of Algorithm 1.
+colour-blind safe palette, and its name in the legend. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any
 
 from dualsft.system.paths import RunPath
@@ -142,54 +140,10 @@ def _scatter(
     axes.margins(0.12)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    _name_points(figure, axes, points)
+    figure.legend(loc="outside right upper", fontsize=8)
     for file in files:
         silent = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         stamp = silent if file.suffix == ".svg" else None
         with file.open("wb") as target:
             figure.savefig(target, format=file.suffix[1:], dpi=150, metadata=stamp)
     return files
-
-
-def _name_points(figure: Any, axes: Any, points: Mapping[str, Sequence[float]]) -> None:
-    """Label each point as close as possible without covering labels or markers or leaving the axes.
-
-    A label that had to move away gets a line to its point.
-    """
-    figure.draw_without_rendering()  # runs the layout, which sets the positions used below
-    dot = figure.dpi / 72
-    frame = axes.get_window_extent().extents
-    taken = []
-    for x, y in points.values():
-        at, size = axes.transData.transform((x, y)), 5 * dot
-        taken.append((at[0] - size, at[1] - size, at[0] + size, at[1] + size))
-    for name, (x, y) in points.items():
-        text = axes.annotate(name, (x, y), (0, 0), textcoords="offset points", fontsize=8)
-        box = text.get_window_extent()
-        best, place, chosen, distance = math.inf, (0.0, 0.0), taken[0], 0
-        for far, side, up in product(range(8), (0, 1), (0, 1)):
-            across = -box.width / dot - 7 if side else 7
-            height = 3 + 9 * far if up == 0 else -9 * (far + 1)
-            left, low = box.x0 + across * dot, box.y0 + height * dot
-            own = (left, low, left + box.width, low + box.height)
-            hidden = sum(_overlap(own, other) for other in taken)
-            hidden += round(box.width * box.height - _overlap(own, frame), 6)  # area off the axes
-            if hidden < best:
-                best, place, chosen, distance = hidden, (across, height), own, far
-            if hidden == 0:
-                break
-        text.set_position(place)
-        taken.append(chosen)
-        if distance > 0:
-            axes.annotate(
-                "",
-                (x, y),
-                (place[0] + (box.width / dot if place[0] < 0 else 0), place[1] + 3),
-                textcoords="offset points",
-                arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.6},
-            )
-
-
-def _overlap(a: Sequence[float], b: Sequence[float]) -> float:
-    """Area of the intersection of two boxes (left, low, right, high)."""
-    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))

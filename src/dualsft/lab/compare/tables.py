@@ -1,14 +1,19 @@
-"""Tables of a comparison: one record per cell, means over seeds, paired differences.
+"""Tables of a comparison, as Markdown, CSV, LaTeX, JSON and one self-contained HTML page.
 
 Reads the run folders of `lab/compare/cells.py` and computes: results (benchmarks if they were run,
-losses and KL), resources (shares, passes, seconds, peak memory, counted as in the paper), and
-paired differences to a reference method on the same examples. Cells whose split or evaluation
-settings differ from the first cell's are left out, so a table never mixes them. Not part of
-Algorithm 1.
+losses and KL), resources (shares, passes, seconds, peak memory, counted as in the paper), means
+over seeds, and paired differences to a reference method on the same examples. Cells whose split or
+evaluation settings differ from the first cell's are left out, so a table never mixes them. The best
+value of a column is bold, the second underlined, the third in italics if the table marks it. The
+base model is not ranked. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
 
+import base64
+import csv
+import dataclasses
+import io
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,12 +21,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
+from dualsft.errors import ConfigError
 from dualsft.lab.compare.matrix import Cell, Matrix, Table
-from dualsft.lab.report.markdown import peak_gib
+from dualsft.lab.compare.plots import draw
+from dualsft.lab.report.facts import Rows, peak_gib
+from dualsft.lab.report.html import render
+from dualsft.lab.report.markdown import table as markdown_table
+from dualsft.runs.folder import atomic_write_text
 from dualsft.runs.pipeline import finished
 from dualsft.runs.preflight import read_manifests
-from dualsft.system.paths import RunPath
+from dualsft.system.paths import Place, RunPath, run_path
 
 CHOOSING = ("warmup", "gradients", "scores", "selection")
 RESAMPLES = 2000
@@ -99,7 +110,7 @@ def collect(matrix: Matrix, out: RunPath) -> tuple[list[CellRecord], dict[Cell, 
     """
     records: list[CellRecord] = []
     missing: dict[Cell, str] = {}
-    judged: dict[tuple[Any, ...], tuple[str, Any]] = {}
+    firsts: dict[tuple[str, str, int], tuple[str, Any]] = {}
     for cell in matrix.cells():
         folder = out / cell.path
         manifests = read_manifests(folder)[0] if folder.is_dir() else {}
@@ -107,31 +118,20 @@ def collect(matrix: Matrix, out: RunPath) -> tuple[list[CellRecord], dict[Cell, 
             missing[cell] = "not finished"
         elif not finished(matrix.config(cell), folder):
             missing[cell] = "made with other settings"
-        elif (other := _other_settings(cell, manifests, judged)) is not None:
-            missing[cell] = f"made with another split or evaluation than {other}"
         else:
-            records.append(_record(cell, folder, manifests))
+            # Values measured on different examples must not appear in one table: the split and the
+            # evaluation must be those of the first cell of this model, data and seed.
+            prints = {stage: manifests[stage]["fingerprint"] for stage in ("split", "evaluation")}
+            judged = (prints["split"]["hash"], prints["evaluation"]["settings"])
+            key = (cell.model.name, cell.data.name, cell.seed)
+            title, first = firsts.setdefault(key, (cell.title, judged))
+            if first != judged:
+                missing[cell] = f"made with another split or evaluation than {title}"
+                continue
+            results = (folder / "7_evaluation/results.json").read_json()
+            values = measures(results, "after") | resources(folder, manifests)
+            records.append(CellRecord(cell, folder, values, measures(results, "before")))
     return records, missing
-
-
-def _other_settings(
-    cell: Cell, manifests: Mapping[str, Any], judged: dict[tuple[Any, ...], tuple[str, Any]]
-) -> str | None:
-    """Title of the first cell of this model, data and seed, if its split or evaluation differs.
-
-    `judged` stores the split and evaluation settings of each first cell. Values measured on
-    different examples must not appear in one table.
-    """
-    split, how = (manifests[stage]["fingerprint"] for stage in ("split", "evaluation"))
-    own = (split["hash"], how["settings"])
-    title, first = judged.setdefault((*place_of(cell)[:2], cell.seed), (cell.title, own))
-    return None if first == own else title
-
-
-def _record(cell: Cell, folder: RunPath, manifests: Mapping[str, Any]) -> CellRecord:
-    results = (folder / "7_evaluation/results.json").read_json()
-    after, before = measures(results, "after"), measures(results, "before")
-    return CellRecord(cell, folder, after | resources(folder, manifests), before)
 
 
 def measures(results: Mapping[str, Any], side: str) -> dict[str, float | None]:
@@ -153,11 +153,11 @@ def resources(folder: RunPath, manifests: Mapping[str, Any]) -> dict[str, float 
     `passes` counts examples seen in forward and backward passes of the selection, relative to the
     size of the corpus.
     """
-    chosen = (folder / "5_selection/summary.json").read_json()
     tuned = (folder / "6_finetune/summary.json").read_json()
     counts = (folder / "1_split/summary.json").read_json()["counts"]
     num_full = sum(counts.values())
-    reads = [s for s in CHOOSING if s == "selection" or s in _reads(manifests)]
+    needed = {*manifests["selection"]["fingerprint"]["reads"], "selection"}
+    reads = [stage for stage in CHOOSING if stage in needed]
     weighing = list((manifests["finetune"]["facts"].get("accounts") or {}).values())
     accounts = [*manifests["selection"]["facts"]["accounts"].values(), *weighing]
     seen = sum(a["forward_examples"] + a["backward_examples"] for a in accounts)
@@ -179,7 +179,6 @@ def resources(folder: RunPath, manifests: Mapping[str, Any]) -> dict[str, float 
         "total_seconds": sum(seconds[s] for s in (*reads, "split", "finetune")),
         "selection_gib": max(peak_gib(manifests[s]) for s in reads),
         "finetune_gib": peak_gib(manifests["finetune"]),
-        "budget_share": chosen.get("share"),
     }
 
 
@@ -193,10 +192,6 @@ def changed_share(tuned: Mapping[str, Any]) -> float | None:
     if tuned.get("changed_entries") is not None:
         return tuned["changed_entries"] / total
     return 1.0 if tuned["trained_entries"] == total else None
-
-
-def _reads(manifests: Mapping[str, Any]) -> set[str]:
-    return set(manifests["selection"]["fingerprint"]["reads"])
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -215,19 +210,15 @@ RESOURCES = [
 
 def result_columns(records: Sequence[CellRecord]) -> list[Column]:
     """Benchmarks, the aggregates that every cell has, then losses and KL."""
-    keys = list(records[0].values) if records else []
-    tasks = [k for k in keys if k.startswith("task.")]
-    columns = [Column(k, k.partition(".")[2], 1, 1, percent=True) for k in tasks]
-    columns += [
-        Column(k, k.partition(".")[2], 1, 1, percent=True)
-        for k in keys
-        if k.startswith("summary.") and all(r.values.get(k) is not None for r in records)
-    ]
-    for key in keys:
+    columns: dict[str, list[Column]] = defaultdict(list)
+    for key in records[0].values if records else []:
         kind, _, name = key.partition(".")
         if kind in ("loss", "kl"):
-            columns.append(Column(key, f"{'KL' if kind == 'kl' else kind} {name}", -1, 4))
-    return columns
+            title = f"{'KL' if kind == 'kl' else kind} {name}"
+            columns["file"].append(Column(key, title, -1, 4))
+        elif kind == "task" or all(r.values.get(key) is not None for r in records):
+            columns[kind].append(Column(key, name, 1, 1, percent=True))
+    return [*columns["task"], *columns["summary"], *columns["file"]]
 
 
 Where = tuple[str, str, str]
@@ -260,7 +251,7 @@ def make_table(
         if table.kind == "forgetting":
             keys = ("data_share", "param_share", "total_seconds")
             columns = [*result_columns(part), *(c for c in RESOURCES if c.key in keys)]
-        rows: list[TableRow] = []
+        rows = []
         if part and table.kind != "resources":
             base = {record.cell.seed: record.base for record in part}
             rows.append(TableRow("", BASE, _values(list(base.values()), columns), len(base)))
@@ -271,8 +262,7 @@ def make_table(
                     values = _values([r.values for r in own], columns)
                     rows.append(TableRow(group, name, values, len(own)))
         _rank(rows, columns, table.within)
-        shown = [w for w in where if w != "default"]
-        title = " · ".join([table.title, *shown])
+        title = " · ".join([table.title, *(w for w in where if w != "default")])
         gone = [f"{c.title} ({why})" for c, why in missing.items() if place_of(c) == where]
         found.append(Result(title, table.kind, columns, rows, table.mark, gone, " · ".join(where)))
     return found
@@ -299,23 +289,27 @@ def _rank(rows: list[TableRow], columns: Sequence[Column], within: str) -> None:
     rivals = [row for row in rows if row.name != BASE and row.group != REFERENCE]
     most = max((row.seeds for row in rivals), default=0)
     competing = [row for row in rivals if row.seeds == most]
-    for column in columns:
-        have = [row for row in competing if column.better and column.key in row.values]
-        for row in have:
-            near = [o for o in have if within == "table" or o.group == row.group]
-            own = column.better * row.values[column.key].mean
-            row.place[column.key] = 1 + sum(
-                column.better * other.values[column.key].mean > own for other in near
-            )
+    groups: dict[str, list[TableRow]] = defaultdict(list)
+    for row in competing:
+        groups[row.group].append(row)
+    for near in [competing] if within == "table" else groups.values():
+        for column in columns:
+            for row, place in _places(near, column):
+                row.place[column.key] = place
     judged = [c for c in columns if c.better and c not in RESOURCES]
-    if not judged:
-        return
-    main = next((c for c in judged if c.key == "summary.overall"), judged[0])
-    for group in {row.group for row in competing}:
-        own = [row for row in competing if row.group == group and main.key in row.values]
-        for row in own:
-            mean = main.better * row.values[main.key].mean
-            row.rank = 1 + sum(main.better * o.values[main.key].mean > mean for o in own)
+    main = next((c for c in judged if c.key == "summary.overall"), judged[0] if judged else None)
+    if main is not None:
+        for near in groups.values():
+            for row, place in _places(near, main):
+                row.rank = place
+
+
+def _places(rows: Sequence[TableRow], column: Column) -> list[tuple[TableRow, int]]:
+    """The rows that have a value in a ranked column, with their place: 1 for the best."""
+    have = [row for row in rows if column.better and column.key in row.values]
+    means = [column.better * row.values[column.key].mean for row in have]
+    places = (1 + sum(other > own for other in means) for own in means)
+    return list(zip(have, places, strict=True))
 
 
 # --- paired differences --------------------------------------------------------------------------
@@ -387,3 +381,138 @@ def _bootstrap(where: str, method: str, what: str, apart: np.ndarray) -> Differe
     means = [apart[rng.integers(0, count, count)].mean() for _ in range(RESAMPLES)]
     low, high = np.quantile(means, [0.025, 0.975])
     return Difference(where, method, what, float(apart.mean()), float(low), float(high), count)
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+MARKS = {
+    "md": ("**{}**", "<u>{}</u>", "*{}*"),
+    "tex": (r"\textbf{{{}}}", r"\underline{{{}}}", r"\textit{{{}}}"),
+    "html": (Markup("<b>{}</b>"), Markup("<u>{}</u>"), Markup("<i>{}</i>")),
+}
+TEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "·": r"$\cdot$", "–": "--"}
+TEX |= {"±": r"$\pm$", "↑": r"$\uparrow$", "↓": r"$\downarrow$"}
+
+
+def write_tables(matrix: Matrix, folder: Place, reference: str) -> list[RunPath]:
+    """Write comparison.md, .csv, .tex, .json, the figures, and .html with all of them."""
+    out = run_path(folder)
+    records, missing = collect(matrix, out)
+    if not records:
+        why = "; ".join(f"{c.title}: {text}" for c, text in list(missing.items())[:3])
+        raise ConfigError(f"{out}: no finished cell ({why}); run `dualsft compare`")
+    known = [choice.name for choice in matrix.methods]
+    if reference not in known and len(known) > 1 and reference != "dualsft":
+        raise ConfigError(
+            f"--reference: {reference!r} is not a method of this comparison; use {', '.join(known)}"
+        )
+    results = [r for t in matrix.tables for r in make_table(t, matrix, records, missing)]
+    apart = differences(records, reference)
+    content = {
+        "name": matrix.name,
+        "reference": reference,
+        "tables": [dataclasses.asdict(result) for result in results],
+        "differences": [dataclasses.asdict(d) for d in apart],
+    }
+    texts = {
+        "comparison.md": formatted("md", matrix.name, results, apart, reference),
+        "comparison.csv": _csv(results),
+        "comparison.tex": formatted("tex", matrix.name, results, apart, reference),
+        "comparison.json": json.dumps(content, indent=1, ensure_ascii=False) + "\n",
+    }
+    for file, text in texts.items():
+        atomic_write_text(out / file, text)
+    figures = draw(out)
+    page = out / "comparison.html"
+    atomic_write_text(page, formatted("html", matrix.name, results, apart, reference, figures))
+    return [*(out / file for file in texts), *figures, page]
+
+
+def formatted(
+    form: str,
+    name: str,
+    results: Sequence[Result],
+    apart: Sequence[Difference],
+    reference: str,
+    figures: Sequence[RunPath] = (),
+) -> str:
+    """The tables in one form: md, tex or html."""
+    head = ["where", "method", "quantity", f"minus {reference}", "95 % interval", "examples"]
+    rows = [
+        [*(d.where, d.method, d.what, f"{d.mean:+.4f}", f"[{d.low:+.4f}, {d.high:+.4f}]")]
+        + [f"{d.examples:,}"]
+        for d in apart
+    ]
+    return render(
+        f"comparison.{form}",
+        table=markdown_table,
+        title=f"Comparison {name}",
+        name=name,
+        results=[_formatted_table(result, form) for result in results],
+        differences=(head, rows) if apart else None,
+        reference=reference,
+        base=BASE,
+        figures={
+            path.stem.replace("_", " "): base64.b64encode(path.read_bytes()).decode("ascii")
+            for path in figures
+            if path.suffix == ".svg"
+        },
+    )
+
+
+def _formatted_table(result: Result, form: str) -> dict[str, Any]:
+    grouped = any(row.group for row in result.rows)
+    ranked = any(row.rank for row in result.rows)
+    most = max((row.seeds for row in result.rows), default=0)
+    titles = [c.title + {1: " ↑", -1: " ↓", 0: ""}[c.better] for c in result.columns]
+    head = [*["group"] * grouped, "method", *titles, *["rank in group"] * ranked]
+    rows: Rows = []
+    for row in result.rows:
+        name = row.name if row.seeds == most else f"{row.name} ({row.seeds} of {most} seeds)"
+        names = [*[row.group] * grouped, name]
+        cells = [_cell(column, row, form, result.mark) for column in result.columns]
+        rank = [str(row.rank or "–")] * ranked
+        rows.append([*(_plain(n, form) for n in names), *cells, *(_plain(r, form) for r in rank)])
+    groups = [row.group for row in result.rows]
+    return {
+        "title": _plain(result.title, form),
+        "head": [_plain(title, form) for title in head],
+        "rows": rows,
+        "missing": result.missing,
+        "num_names": 1 + grouped,
+        "breaks": [at for at in range(1, len(groups)) if groups[at] != groups[at - 1]],
+    }
+
+
+def _plain(text: str, form: str) -> str:
+    return "".join(TEX.get(c, c) for c in text) if form == "tex" else text
+
+
+def _cell(column: Column, row: TableRow, form: str, mark: int) -> str:
+    """Mean ± standard deviation with the column's unit and digits, marked by its place."""
+    value = row.values.get(column.key)
+    if value is None:
+        return _plain("–", form)
+    scale = 100.0 if column.percent else 1.0
+    text = f"{scale * value.mean:.{column.digits}f}"
+    if value.std is not None:
+        text += f" ± {scale * value.std:.{column.digits}f}"
+    place = row.place.get(column.key, 99)
+    text = _plain(text, form)
+    return MARKS[form][place - 1].format(text) if place <= min(mark, 3) else text
+
+
+def _csv(results: Sequence[Result]) -> str:
+    """One line per table, method and quantity."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["table", "group", "method", "quantity", "mean", "std", "seeds", "place"])
+    for result in results:
+        for row in result.rows:
+            for column in result.columns:
+                if (v := row.values.get(column.key)) is not None:
+                    std = "" if v.std is None else v.std
+                    place = row.place.get(column.key, "")
+                    line = [result.title, row.group, row.name, column.key, v.mean, std, v.count]
+                    writer.writerow([*line, place])
+    return text.getvalue()

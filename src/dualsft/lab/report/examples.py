@@ -3,18 +3,15 @@
 Reads 1_split (ids, roles, tokens), 4_scores and 5_selection (scores, selected ids) and the mask.
 Computes ranks, the examples near the selection boundary, the cut-off score, and the density of the
 mask in each matrix. Text is decoded from the run's tokens, with template and special tokens, so it
-shows what the model was trained on. The length of the prefix shared by all texts is stored too, so
-that previews can skip it. Data is embedded as base64 of deflated JSON, in columns and in chunks of
-text: a page with 100,000 examples opens without delay, and no row can inject HTML. Not part of
-Algorithm 1.
+shows what the model was trained on. Data is embedded as base64 of deflated JSON, in columns and in
+chunks of text: a page with 100,000 examples opens without delay, and no row can inject HTML. Not
+part of Algorithm 1.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import os
-import string
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,7 +32,6 @@ TOKEN_BUDGET = 16_000_000
 first."""
 MAX_SWITCHES = 32
 """Maximum number of prompt/response boundaries marked in one example."""
-WORD_ENDS = frozenset(string.whitespace + string.punctuation)
 NEAR_SHARE, NEAR_LEAST, NEAR_MOST = 0.05, 10, 500
 GRID = 24
 MANY_TENSORS, SMALL_GRID = 1000, 8
@@ -62,9 +58,6 @@ class Examples:
     """Texts are truncated to this many tokens. None: not truncated."""
     no_text: str
     """Why text is not available. Empty if it is."""
-    alike: int = 0
-    """Length of the prefix shared by all texts, in whole words and in UTF-16 code units (the unit
-    of JavaScript strings)."""
 
     @property
     def count(self) -> int:
@@ -113,8 +106,8 @@ def collect_examples(
     if tokenizer is None:
         return Examples(columns, [], None, why)
     try:
-        chunks, alike = _texts(tokens, tokenizer, limit)
-        return Examples(columns, chunks, cap, "", alike)
+        chunks = [pack(rows) for rows in _chunks(tokens, tokenizer, limit)]
+        return Examples(columns, chunks, cap, "")
     except Exception as problem:  # third-party tokenizer code may raise anything; skip the text
         reason = f"{type(problem).__name__}: {problem}"
         return Examples(
@@ -167,25 +160,6 @@ def _batches(
             own = rows.offsets.to_numpy()
             ids = rows.values.to_numpy()[own[0] : own[-1]]
         yield offsets - start, ids, values != -100
-
-
-def _texts(tokens: pq.ParquetFile, tokenizer: Any, cap: int) -> tuple[list[str], int]:
-    """(packed chunks of rows, length of their shared prefix: see `Examples.alike`)."""
-    packed: list[str] = []
-    # The prefix shared by the smallest and the largest string is shared by all between them.
-    extremes: list[str] = []
-    for rows in _chunks(tokens, tokenizer, cap):
-        packed.append(pack(rows))
-        texts = [*extremes, *("".join(row) for row in rows)]
-        extremes = [min(texts), max(texts)]
-    return packed, len(shared_words(*extremes).encode("utf-16-le", "surrogatepass")) // 2
-
-
-def shared_words(first: str = "", last: str = "") -> str:
-    """Common prefix of both, up to the end of a word. Empty if they are equal."""
-    common = "" if first == last else os.path.commonprefix([first, last])
-    ends = (at for at in range(len(common), 0, -1) if common[at - 1] in WORD_ENDS)
-    return common[: next(ends, 0)]
 
 
 def _chunks(tokens: pq.ParquetFile, tokenizer: Any, cap: int) -> Iterator[list[list[str]]]:

@@ -1,20 +1,50 @@
-"""Reports of a run folder: what was selected, what it cost, what changed.
+"""Reports of run folders: what was selected, what it cost, what changed.
 
-Reads the JSON files of the stages, computes nothing new, and writes `report.md`, `report.html`
-(`lab/report/html.py`) and `model_card.md` (`lab/report/model_card.py`) at the top of the run
-folder. For an incomplete run, the reports cover the finished stages. Not part of Algorithm 1.
+`write_report` writes report.md, report.html (`lab/report/html.py`) and model_card.md at the top of
+a run folder. For an incomplete run, they cover the finished stages. The model card is the README to
+upload with `6_finetune/model` or `delta.safetensors`. It has the format of the Hugging Face Hub and
+reduces local paths to their last component, so it does not reveal the author's directories.
+
+`dualsft report RUN RUN …` also writes report.md and report.html with one column per run: selection,
+cost, losses, benchmarks, the agreement of the selections, and the settings that differ. To compare
+methods over seeds, with intervals and paired differences, use `dualsft compare`. Reads the JSON
+files of the stages and computes nothing new. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from dualsft.lab.report.html import benchmark_rows, write_html
-from dualsft.lab.report.model_card import write_card
-from dualsft.lab.report.parts import LOSS_NOTE, methods_of, peak_gib
-from dualsft.runs.folder import atomic_write_text
-from dualsft.runs.preflight import load_summaries
+from huggingface_hub import ModelCardData
+
+from dualsft.config.methods import registry
+from dualsft.errors import ConfigError
+from dualsft.lab.diagnostics.ranking import mask_jaccard
+from dualsft.lab.report.examples import parameter_shapes
+from dualsft.lab.report.facts import (
+    Facts,
+    Rows,
+    concerns,
+    duration,
+    flat,
+    methods_of,
+    number,
+    peak_gib,
+    percent,
+)
+from dualsft.lab.report.html import render, write_html
+from dualsft.runs.preflight import FOLDERS, load_summaries
+from dualsft.runs.stages.selection import read_mask
+from dualsft.storage.manifest import atomic_write_text
 from dualsft.system.paths import RunPath
+
+LOCAL_PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?[/\\](?:[^\s/\\:]+[/\\])+([^\s/\\:]+)")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def write_report(run: RunPath, out: RunPath | None = None) -> RunPath:
@@ -26,160 +56,246 @@ def write_report(run: RunPath, out: RunPath | None = None) -> RunPath:
     out = out or run
     write_html(run, facts, out)
     write_card(facts, out)
-    sections = [
-        f"# DualSFT run `{run.name}`",
-        _summary(facts),
-        _outdated(facts),
-        _evaluation(facts),
-        _selection(facts),
-        _scores(facts),
-        _cost(facts),
-        _warnings(facts),
-        f"Settings: `config.yaml`; replay with `dualsft run {run}/config.yaml --out NEW_FOLDER`.",
-    ]
     path = out / "report.md"
-    atomic_write_text(path, "\n\n".join(s for s in sections if s) + "\n")
+    methods = methods_of(facts)
+    text = render("report.md", table=table, run=run, name=run.name, facts=facts, methods=methods)
+    atomic_write_text(path, text)
     return path
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table of formatted cells. Escapes pipes and replaces newlines."""
     clean = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in clean])
 
 
-def _summary(facts: dict[str, Any]) -> str:
-    chosen = facts.get("selection")
-    if chosen is None:
-        done = ", ".join(facts["manifests"]) or "nothing"
-        return f"Finished so far: {done}."
-    lines = []
-    if "k" in chosen:
-        lines.append(
-            f"- **{chosen['k']:,}** of {chosen['denominator']:,} candidate parameters "
-            f"({100 * chosen['share']:.2f} %)"
-        )
-    if "b" in chosen:
-        lines.append(
-            f"- **{chosen['b']:,}** of {chosen['num_full']:,} examples "
-            f"({100 * chosen['data_share']:.2f} %)"
-        )
-    return "\n".join(lines)
+# --- the model card -----------------------------------------------------------------------------
 
 
-def _outdated(facts: dict[str, Any]) -> str:
-    if not facts["outdated"]:
-        return ""
-    return (
-        f"**Out of date, not in this report: {', '.join(facts['outdated'])}.** The settings "
-        "changed after these stages ran; run `dualsft run` on this folder again."
+def write_card(facts: Facts, out: RunPath) -> None:
+    """Write model_card.md into `out`, or remove it if there is no model yet."""
+    path = out / "model_card.md"
+    if "finetune" not in facts:
+        path.unlink(missing_ok=True)  # an old card describes a model that no longer exists
+        return
+    model, results = _public_name(facts, "model"), facts.get("evaluation", {})
+    metrics = [task["metric"] for task in results.get("tasks", {}).values()]
+    data = ModelCardData(
+        base_model=model,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["dualsft", "sparse-fine-tuning", "data-selection"],
+        metrics=list(dict.fromkeys([*metrics, "perplexity"])) if results else None,
     )
-
-
-def _evaluation(facts: dict[str, Any]) -> str:
-    results = facts.get("evaluation")
-    if results is None:
-        return ""
-    rows = []
-    for name, r in results["files"].items():
-        before, after = r["before"], r["after"]
-        rows.append(
-            [
-                name,
-                f"{r['examples']:,}",
-                f"{before['loss']:.4f}",
-                f"{after['loss']:.4f}",
-                _number(before["perplexity"]),
-                _number(after["perplexity"]),
-                f"{after['kl_to_base']:.4f}",
-            ]
-        )
-    head = ["file", "examples", "loss before", "after", "perplexity before", "after", "KL to base"]
-    text = "## Before and after\n\n" + table(head, rows)
-    text += (
-        "\n\nScoring used the `validation` split, so judge the run by the files in "
-        f"`evaluation.files`. {LOSS_NOTE}"
+    limits = [f"{c.title}. {c.found.rstrip('.')}. {c.meaning}" for c in concerns(facts)]
+    text = render(
+        "model_card.md",
+        table=table,
+        front_matter=data.to_yaml(),
+        facts=facts,
+        model=model,
+        corpus=_public_name(facts, "data"),
+        methods=methods_of(facts),
+        entries=registry(),
+        limits=[LOCAL_PATH.sub(r"\1", limit) for limit in limits],
     )
-    if "tasks" in results:
-        text += "\n\n### Benchmarks\n\n" + table(*benchmark_rows(results))
-        text += "".join(f"\n\n{note}." for note in results["summary"]["notes"])
-    if "prompt" in results:
-        p = results["prompt"]
-        asked = [["asked", p["prompt"]], ["before", p["before"]], ["after", p["after"]]]
-        text += "\n\n" + table(["", "text"], asked)
-    return text
+    atomic_write_text(path, text)
 
 
-def _selection(facts: dict[str, Any]) -> str:
-    chosen = facts.get("selection")
-    if chosen is None:
-        return ""
-    parts = ["## Selection"]
-    if methods := ", ".join(f"{axis}: {name}" for axis, name in methods_of(facts).items()):
-        parts.append(f"Methods: {methods}.")
-    if "b" in chosen:
-        parts.append(
-            f"Response length: selected {chosen['response_tokens_selected']:.1f}, pool "
-            f"{chosen['response_tokens_pool']:.1f} tokens."
-        )
-    if "boundary_gap" in chosen:
-        gap = chosen["boundary_gap"]
-        gap_text = f"{gap:.3g}" if gap is not None else "none (all selected)"
-        parts.append(
-            f"Certificate: {chosen['certified_in']:,} in, {chosen['certified_out']:,} out, "
-            f"{chosen['rescored']:,} scored exactly. Boundary gap {gap_text}; rounding slack "
-            f"{chosen['rounding_slack']:.3g}; {chosen['near_ties']:,} examples are that close to "
-            "the boundary."
-        )
-    if "per_module" in chosen:
-        total = max(1, chosen["k"])
-        for title, counts in (("module", "per_module"), ("layer", "per_layer")):
-            rows = [[k, f"{v:,}", f"{100 * v / total:.1f} %"] for k, v in chosen[counts].items()]
-            parts.append(table([title, "selected entries", "share"], rows))
-    for r in chosen.get("rounds", []):
-        parts.append(f"Round {r['round']} re-selected {r['moved']}: Jaccard {r['jaccard']:.3f}.")
-    return "\n\n".join(parts)
+def _public_name(facts: Facts, part: str) -> str:
+    """model.path or data.path for publication: hub ids and `builtin:` names as they are, local
+    paths by their last component."""
+    given = facts["config"].get(part, {}).get("path")
+    if not given:
+        return "unknown"
+    names = []
+    for path in given if isinstance(given, list) else str(given).split(","):
+        path = str(path).strip()
+        local = Path(path).exists() or not HUB_ID.fullmatch(path)
+        names.append(Path(path).name if local and not path.startswith("builtin:") else path)
+    return ", ".join(names)
 
 
-def _scores(facts: dict[str, Any]) -> str:
-    s = facts.get("scores")
-    if s is None:
-        return ""
-    norms, cosines = s["norms"], s["cosines"]
-    rows = [
-        ["‖v_new‖", f"{norms['val_grad']:.4g}"],
-        ["‖v_prior‖", f"{norms['prior_grad']:.4g}"],
-        ["λ as applied to v_prior", f"{s['lam_effective']:.4g}"],
-        ["‖G/N‖", f"{norms['grad_mean']:.4g}"],
-        ["curvature share ‖second‖/‖first‖", _number(s["curvature_share"])],
-        ["cos(v_new, G)", _number(cosines["val_grad_grad_sum"])],
-        ["cos(v_new, v_prior)", _number(cosines["val_grad_prior_grad"])],
+# --- several runs side by side ------------------------------------------------------------------
+
+
+def write_reports(folders: Sequence[Path], out: Path | None) -> list[RunPath]:
+    """Write the reports of each run and, for several runs, the side-by-side report."""
+    runs = [RunPath(folder) for folder in folders]
+    facts = {run: load_summaries(run) for run in runs}
+    empty = [
+        f"{run}: no finished stage; make one with `dualsft run --out {run}`"
+        for run, found in facts.items()
+        if not found["manifests"]
     ]
-    text = "## Scores\n\n" + table(["quantity", "value"], rows)
-    checks = s["checks"]
-    worst = max((row["error"] for row in checks["alone"]), default=0.0)
-    text += "\n\nSelf-check passed: "
-    if "relative_error" in checks:
-        text += f"Σ scores against ⟨u, G⟩ to {checks['relative_error']:.1e}, "
-    return text + (
-        f"{len(checks['alone'])} examples against autograd to {worst:.1e} of ‖u‖‖g‖ "
-        f"(tolerance {checks['tolerance']:g})."
-    )
+    if empty:
+        raise ConfigError(empty)
+    places = {run.location.resolve() for run in runs}
+    if len(places) < len(runs):
+        raise ConfigError("report: the same run folder is given twice; name each once")
+    target = out or Path("side_by_side")
+    if len(runs) > 1 and target.resolve() in places:
+        raise ConfigError(f"--out: {target} is one of the runs; give another folder")
+    if out is not None or len(runs) > 1:
+        target.mkdir(parents=True, exist_ok=True)
+    if len(runs) == 1:
+        path = write_report(runs[0], None if out is None else RunPath(out))
+        made = [path, path.with_name("report.html"), path.with_name("model_card.md")]
+        return [file for file in made if file.is_file()]
+    pages = [write_report(run).with_name("report.html") for run in runs]
+    return [*pages, *_side_by_side(facts, RunPath(target))]
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
+def _side_by_side(facts: Mapping[RunPath, Facts], out: RunPath) -> list[RunPath]:
+    runs, found = list(facts), list(facts.values())
+    names = _names(runs)
+    groups = {
+        "Chosen": _chosen(found),
+        "Cost": _cost(found),
+        "Results": _results(found),
+        "Agreement of the selections": _agreement(runs, found, names),
+        "Warnings": [["warnings", *map(_titles, found)]],
+        "Settings that differ": _differences([dict(flat(one["config"])) for one in found]),
+    }
+    values = {
+        "title": f"{len(names)} runs side by side",
+        "head": ["", *names],
+        "groups": {name: rows for name, rows in groups.items() if rows},
+        "links": {
+            name: Path(os.path.relpath(run.location / "report.html", out.location)).as_posix()
+            for name, run in zip(names, runs, strict=True)
+        },
+    }
+    made = []
+    for kind in ("md", "html"):
+        made.append(out / f"report.{kind}")
+        atomic_write_text(made[-1], render(f"side_by_side.{kind}", table=table, **values))
+    return made
 
 
-def _cost(facts: dict[str, Any]) -> str:
-    rows = [
-        [stage, f"{m['seconds']:.1f}", f"{peak_gib(m):.2f}"]
-        for stage, m in facts["manifests"].items()
+def _names(runs: Sequence[RunPath]) -> list[str]:
+    """Shortest trailing part of each path that makes the names unique."""
+    parts = [run.location.resolve().parts for run in runs]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _row(label: str, values: Sequence[Any], show: Callable[[Any], str]) -> Rows:
+    """One row with a dash where a run has no value, or none if no run has one."""
+    cells = ["–" if value is None else show(value) for value in values]
+    return [[label, *cells]] if any(cell != "–" for cell in cells) else []
+
+
+def _chosen(found: Sequence[Facts]) -> Rows:
+    chosen = [one.get("selection", {}) for one in found]
+
+    def methods(one: Facts) -> str:
+        return ", ".join(f"{axis}: {name}" for axis, name in methods_of(one).items()) or "–"
+
+    def counted(key: str, of: str, share: str) -> Callable[[Any], str]:
+        return lambda c: f"{c[key]:,} of {c[of]:,} ({percent(c[share], 2)})" if key in c else "–"
+
+    lengths = [c.get("response_tokens_selected") for c in chosen]
+    return [
+        *_row("methods", found, methods),
+        *_row("examples", chosen, counted("b", "num_full", "data_share")),
+        *_row("parameters", chosen, counted("k", "denominator", "share")),
+        *_row("mean response length, tokens", lengths, number),
     ]
-    return "## Cost\n\n" + table(["stage", "seconds", "peak memory, GiB"], rows) if rows else ""
 
 
-def _warnings(facts: dict[str, Any]) -> str:
-    lines = [f"- {stage}: {text}" for stage, many in facts["warnings"].items() for text in many]
-    return "## Warnings\n\n" + "\n".join(lines) if lines else ""
+def _cost(found: Sequence[Facts]) -> Rows:
+    rows: Rows = []
+    for stage in FOLDERS:
+        manifests = [one["manifests"].get(stage) for one in found]
+        rows += _row(stage, manifests, lambda m: f"{duration(m['seconds'])}, {peak_gib(m):.2f} GiB")
+    totals = [sum(m["seconds"] for m in one["manifests"].values()) for one in found]
+    return rows + _row("all stages", totals, duration)
+
+
+def _results(found: Sequence[Facts]) -> Rows:
+    results = [one.get("evaluation", {}) for one in found]
+    rows: Rows = []
+    for name in dict.fromkeys(name for r in results for name in r.get("files", {})):
+        files = [r.get("files", {}).get(name) for r in results]
+        rows += _row(
+            f"loss, {name}",
+            files,
+            lambda f: f"{f['before']['loss']:.4f} → {f['after']['loss']:.4f}",
+        )
+        rows += _row(f"KL to base, {name}", files, lambda f: f"{f['after']['kl_to_base']:.4f}")
+    for name in dict.fromkeys(name for r in results for name in r.get("tasks", {})):
+        rows += _row(name, [r.get("tasks", {}).get(name) for r in results], _sides("score"))
+    for key in ("plasticity", "stability", "overall"):
+        rows += _row(key, [r.get("summary") for r in results], _sides(key))
+    return rows
+
+
+def _sides(key: str) -> Callable[[Any], str]:
+    def show(values: Any) -> str:
+        before, after = values["before"][key], values["after"][key]
+        return "–" if after is None else f"{percent(before)} → {percent(after)}"
+
+    return show
+
+
+def _agreement(runs: Sequence[RunPath], found: Sequence[Facts], names: Sequence[str]) -> Rows:
+    """Pairwise Jaccard index of the selected examples and of the masks."""
+    ids: list[set[str] | None] = []
+    for run, one in zip(runs, found, strict=True):
+        chosen = one.get("selection", {})
+        path = run / FOLDERS["selection"] / chosen.get("final", "") / "ids.json"
+        ids.append(set(path.read_json()) if "b" in chosen else None)
+    rows: Rows = []
+    for name, mine in zip(names, ids, strict=True):
+        shared = [None if mine is None or other is None else _jaccard(mine, other) for other in ids]
+        rows += _row(f"same examples as {name} (Jaccard)", shared, "{:.3f}".format)
+    for name, shared in zip(names, _mask_agreement(runs, found), strict=True):
+        rows += _row(f"same entries of the mask as {name} (Jaccard)", shared, "{:.3f}".format)
+    return rows
+
+
+def _mask_agreement(
+    runs: Sequence[RunPath], found: Sequence[Facts]
+) -> Sequence[Sequence[float | None]]:
+    """Pairwise Jaccard index of the masks; None if one is missing or the parameters differ.
+
+    At most two masks are in memory at a time.
+    """
+    shared: list[list[float | None]] = [[None] * len(runs) for _ in runs]
+    own = [
+        (at, run / FOLDERS["selection"] / one["selection"]["final"], parameter_shapes(run, one))
+        for at, (run, one) in enumerate(zip(runs, found, strict=True))
+        if one.get("selection", {}).get("k")
+    ]
+    for at, folder, shapes in own:
+        mine = read_mask(folder)
+        shared[at][at] = 1.0
+        for other, path, theirs in own:
+            if other < at:
+                yours = read_mask(path)
+                names = mine.keys() | yours.keys()
+                if all(shapes.get(n) == theirs.get(n) is not None for n in names):
+                    shared[at][other] = shared[other][at] = mask_jaccard(mine, yours)
+    return shared
+
+
+def _jaccard(a: set[str], b: set[str]) -> float:
+    return len(a & b) / len(a | b) if a | b else 1.0
+
+
+def _titles(facts: Facts) -> str:
+    return "; ".join(dict.fromkeys(c.title for c in concerns(facts))) or "none"
+
+
+def _differences(configs: Sequence[Mapping[str, Any]]) -> Rows:
+    rows: Rows = []
+    for key in dict.fromkeys(key for config in configs for key in config):
+        cells = [json.dumps(c[key], default=str) if key in c else "–" for c in configs]
+        if len(set(cells)) > 1:
+            rows.append([key, *cells])
+    return rows

@@ -3,7 +3,6 @@
 (() => {
   const STATES = ["selected", "rejected", "validation", "anchor", "warmup", "pool"];
   const PAGE = 25, CHUNK = 200, KEEP = 80;
-  const STOPS = [[247, 251, 255], [107, 174, 214], [8, 48, 107]];
   const el = (id) => document.getElementById(id);
 
   function make(tag, className, text) {
@@ -32,7 +31,7 @@
 
   const chunks = new Map();
   let columns = null, order = [], page = 0, down = true, ticket = 0;
-  let near = new Set();
+  let near = new Set(), prefix = "";
 
   async function chunk(at) {
     if (!el("text-" + at)) return null;
@@ -124,8 +123,19 @@
     return line;
   }
 
+  // What the first texts begin with, in whole words: a template or a system prompt. Previews skip it.
+  async function findPrefix() {
+    const texts = ((await chunk(0)) || []).map((turns) => turns.join("")).sort();
+    const first = texts[0] || "", last = texts[texts.length - 1] || "";
+    let end = 0;
+    while (end < first.length && first[end] === last[end]) end += 1;
+    if (first === last) end = 0;
+    while (end > 0 && !/[\s!-/:-@[-`{-~]/.test(first[end - 1])) end -= 1;
+    prefix = first.slice(0, end);
+  }
+
   function begin(text) {
-    const skipped = text.length > columns.alike ? columns.alike : 0;
+    const skipped = text.length > prefix.length && text.startsWith(prefix) ? prefix.length : 0;
     const part = [...text.slice(skipped, skipped + 600)].slice(0, 300).join("");
     const more = skipped + part.length < text.length;
     return (skipped ? "… " : "") + part.replace(/\s+/g, " ") + (more ? " …" : "");
@@ -175,6 +185,7 @@
     if (!el("examples-data")) return;
     columns = await unpack("examples-data");
     near = new Set(columns.near);
+    await findPrefix();
     if (!columns.state.includes(0)) el("show").value = "all";
     if (columns.score.every((value) => value === null)) el("sort").value = "line";
     el("browser").hidden = false;
@@ -197,13 +208,6 @@
 
   // --- the mask -----------------------------------------------------------------------------
 
-  function colour(level) {
-    const scaled = Math.min(1, Math.max(0, level)) * (STOPS.length - 1);
-    const low = Math.min(Math.floor(scaled), STOPS.length - 2);
-    const mixed = STOPS[low].map((a, i) => Math.round(a + (STOPS[low + 1][i] - a) * (scaled - low)));
-    return "rgb(" + mixed.join(",") + ")";
-  }
-
   function svg(tag, attributes) {
     const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
     for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
@@ -223,7 +227,7 @@
       const most = Math.max(...cell.grid.flat()) || 1;
       const picture = svg("svg", { width: wide * side, height: rows * side, viewBox: "0 0 " + wide * side + " " + rows * side });
       cell.grid.forEach((line, y) => line.forEach((share, x) => {
-        const field = svg("rect", { x: x * side, y: y * side, width: side - 1, height: side - 1, fill: colour(share / most) });
+        const field = svg("rect", { x: x * side, y: y * side, width: side - 1, height: side - 1, fill: "#08306b", "fill-opacity": 0.04 + (0.96 * share) / most });
         const title = svg("title", {});
         title.textContent = (100 * share).toFixed(2) + " % of this block";
         field.append(title);

@@ -480,7 +480,7 @@ def _guarded(action: Callable[[], Any], debug: bool) -> int:
 
 def _tell(error: BaseException, *lines: str) -> None:
     """Print an error to stderr; only once if several processes raise the same one."""
-    launch.speak(error, lines, lambda line: errors.print(line, markup=False))
+    launch.report(error, lines, lambda line: errors.print(line, markup=False))
 
 
 def _unforeseen(problem: Exception) -> str:

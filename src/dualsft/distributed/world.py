@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from dualsft.distributed.failures import ExitNotes, collective_timeout, end_with_agent
 from dualsft.errors import ConfigError, RunError
 
 T = TypeVar("T")
@@ -39,8 +40,6 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables set by torchrun, accelerate launch and other torch launchers."""
 MEETING = timedelta(minutes=10)
 """Timeout for all processes to join."""
-PATIENCE = timedelta(days=30)
-"""Timeout of collectives: effectively none, since `distributed/heartbeat.py` detects dead peers."""
 
 CHUNK = 1 << 22  # entries per chunk, which bounds the size of temporary copies
 
@@ -281,29 +280,48 @@ def joined(use_cuda: bool, alone_too: bool = True) -> Iterator[World]:
     """Initialize the process group from the launcher's environment; destroy it at the end.
 
     Does nothing without a launcher, inside an outer `joined`, or, without `alone_too`, in a world
-    of size 1. An existing process group is used and not destroyed.
+    of size 1. An existing process group is used and not destroyed. An error that another process
+    caused is replaced by one that names it.
     """
     if not launched(alone_too) or world().size > 1:
         yield world()
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    here = World(rank=rank, size=size, local_rank=local_rank)
     device = _take_device(local_rank) if use_cuda else None
-    made = not dist.is_initialized()
-    if made:
-        backend = "gloo" if device is None else "cpu:gloo,cuda:nccl"
-        store = _meet(rank, size)
-        named = {"store": store, "rank": rank, "world_size": size}
-        dist.init_process_group(backend, timeout=PATIENCE, device_id=device, **named)
-    elif "gloo" not in str(dist.get_backend_config()):
-        raise ConfigError(
-            f"the process group was initialized with {dist.get_backend_config()} only; collectives "
-            "on CPU tensors need gloo too: init_process_group('cpu:gloo,cuda:nccl')"
-        )
-    with _being(World(rank=rank, size=size, local_rank=local_rank)) as one:
-        yield one
-    if made:  # not after an error: other processes may not reach this call, and it would block
-        dist.destroy_process_group()
+    if dist.is_initialized():
+        if "gloo" not in str(dist.get_backend_config()):
+            raise ConfigError(
+                f"the process group was initialized with {dist.get_backend_config()} only; "
+                "collectives on CPU tensors need gloo too: init_process_group('cpu:gloo,cuda:nccl')"
+            )
+        with _being(here):
+            yield here
+        return
+    timeout = collective_timeout()
+    end_with_agent()
+    store = _meet(rank, size)
+    dist.init_process_group(
+        "gloo" if device is None else "cpu:gloo,cuda:nccl",
+        timeout=timeout,
+        device_id=device,
+        store=store,
+        rank=rank,
+        world_size=size,
+    )
+    notes = ExitNotes(store, rank, size)
+    try:
+        with _being(here):
+            yield here
+        here.barrier()  # rank 0 may host the store: leave together
+    except BaseException as error:
+        explained = notes.explained(error)
+        if explained is error:
+            raise
+        raise explained from error
+    # Not after an error: other processes may not reach this call, and it would block.
+    dist.destroy_process_group()
 
 
 def _take_device(local_rank: int) -> torch.device:

@@ -11,7 +11,6 @@ exactly the stages that depend on it, with the reason in the log. Stages are wri
 from __future__ import annotations
 
 import json
-import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +24,6 @@ import torch
 from dualsft.config import settings
 from dualsft.config.parts import parts
 from dualsft.config.settings import Config
-from dualsft.distributed.heartbeat import watched
 from dualsft.distributed.world import (
     alone,
     joined,
@@ -59,8 +57,6 @@ from dualsft.system.disk import explained
 from dualsft.system.paths import Place, RunPath
 from dualsft.system.progress import Reporter, clock
 from dualsft.system.signals import Interrupted
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -174,7 +170,7 @@ def run(
         for stage in stages():
             if STAGE_NAMES.index(stage.name) <= STAGE_NAMES.index(last):
                 stage.check(ctx)
-        with watched(present, log.error), explained(rundir.path.location), ExitStack() as held:
+        with explained(rundir.path.location), ExitStack() as held:
             rundir.create()
             held.enter_context(rundir.lock())
             _check_same(rundir, config)

@@ -160,7 +160,6 @@ class Pieces:
         final = self._path(name, number)
         part = final.with_name(f"{final.name}.part")
         layout: Mapping[str, Layout] = facts.get("layout", {})
-        interrupt.SAVING.set()
         try:
             self._on_main(lambda: self._prepare(part))
             with alone():
@@ -177,7 +176,6 @@ class Pieces:
             self._warn_full(part)
             return False
         finally:
-            interrupt.SAVING.clear()
             self._cost = time.monotonic() - start
             self._saved_at = time.monotonic()
         if present.main:

@@ -130,7 +130,8 @@ class ExitNotes:
         else:
             return error
         lost = PeerLost(f"{text}; {RESUME}")
-        lost.reports = self._rank == min(rank for rank, note in notes.items() if not note)
+        witnesses = [rank for rank, note in notes.items() if not note]
+        lost.reports = self._rank == min(witnesses) and 0 not in failed  # rank 0 prints its own
         return lost
 
     def _leave(self, **note: Any) -> None:

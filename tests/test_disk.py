@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from dualsft.errors import RunError
 from dualsft.runs import pipeline
 from dualsft.storage.resume import Pieces
-from dualsft.system import disk
-from dualsft.system.disk import check_room, human, storage_errno
+from dualsft.system import usage as disk
+from dualsft.system.usage import check_room, human, storage_errno
 
 CODES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 

@@ -91,7 +91,7 @@ def later(module: str) -> Any:
 
 
 def make_reporter() -> Reporter:
-    """Reporter to the terminal; on a tty, progress is a single line that is rewritten."""
+    """Reporter to the terminal; on a tty, progress is a bar."""
     transformers_logging = later("transformers.utils.logging")
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -99,12 +99,7 @@ def make_reporter() -> Reporter:
     def write(line: str) -> None:
         console.print(line, markup=False)
 
-    def rewrite(line: str, last: bool) -> None:
-        width = console.width
-        sys.stdout.write("\r" + line[: width - 1].ljust(width - 1) + ("\n" if last else ""))
-        sys.stdout.flush()
-
-    return Reporter(write, rewrite if console.is_terminal else None)
+    return Reporter(write, console if console.is_terminal else None)
 
 
 def parse_words(words: list[str] | None) -> tuple[str | None, list[str]]:
@@ -246,7 +241,7 @@ def estimate(
 
 def show_estimate(found: Any) -> None:
     """Print the table of `dualsft estimate`, then the stages that do not fit, with a fix."""
-    disk, clock = later("dualsft.system.disk"), later("dualsft.system.progress").clock
+    human, clock = later("dualsft.system.usage").human, later("dualsft.system.progress").clock
 
     def gib(num_bytes: int) -> str:
         return f"{num_bytes / 2**30:.2f}" if num_bytes else "–"
@@ -270,8 +265,8 @@ def show_estimate(found: Any) -> None:
             console.print(f"{stage.name} does not fit: {stage.cure}", markup=False)
     if not found.enough_disk:
         console.print(
-            f"the disk has {disk.human(found.disk_free)} free but the run needs "
-            f"{disk.human(found.disk_bytes)}; give an --out on a larger disk",
+            f"the disk has {human(found.disk_free)} free but the run needs "
+            f"{human(found.disk_bytes)}; give an --out on a larger disk",
             markup=False,
         )
 

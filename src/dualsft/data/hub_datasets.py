@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dualsft.errors import ConfigError, DataError
-from dualsft.system.disk import cache_root
+from dualsft.system.usage import cache_root
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import Head, HeadObserver
 from dualsft.memory.placement import Scratch
 from dualsft.memory.plans import Activations, LinearFit
-from dualsft.system.peak_memory import PeakMemory
-from dualsft.system.usage import give_back, is_out_of_memory
+from dualsft.system.usage import PeakMemory, give_back, is_out_of_memory
 
 TRIAL_TOKENS = 1024
 """Tokens of the smaller trial batch, unless the longest example has more."""

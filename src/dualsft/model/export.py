@@ -24,8 +24,8 @@ from dualsft.model.load import (
 )
 from dualsft.model.resolve import resolve_model, weights_hash
 from dualsft.model.save import save_model
-from dualsft.system.disk import explained
 from dualsft.system.paths import RunPath
+from dualsft.system.usage import explained
 
 
 def merge(base: str, delta_path: Path, out: Path, dtype: str = "auto", force: bool = False) -> int:

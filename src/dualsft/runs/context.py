@@ -46,10 +46,9 @@ from dualsft.runs.stages.split import read_split
 from dualsft.storage.manifest import damage, read_stage_manifest
 from dualsft.storage.resume import Pieces
 from dualsft.storage.vectors import LazyVector, accumulation_dtype
-from dualsft.system.disk import cache_root
 from dualsft.system.paths import Place, RunPath
 from dualsft.system.progress import Reporter
-from dualsft.system.usage import limit_memory
+from dualsft.system.usage import cache_root, limit_memory
 
 
 @dataclass

@@ -26,7 +26,7 @@ from dualsft.data.examples import Batch, Example, collate, digest, make_batches
 from dualsft.engine.losses import token_losses
 from dualsft.runs.context import RunContext
 from dualsft.system.paths import RunPath
-from dualsft.system.peak_memory import PeakMemory
+from dualsft.system.usage import PeakMemory
 from dualsft.train.loop import Hooks
 
 T = TypeVar("T")

@@ -53,10 +53,10 @@ from dualsft.runs.stages import finetune, gradients, scores, selection, split, w
 from dualsft.runs.summaries import outdated, read_manifests
 from dualsft.storage.manifest import read_stage_manifest, sha256_text, versions
 from dualsft.storage.resume import Pieces
-from dualsft.system.disk import explained
 from dualsft.system.paths import Place, RunPath
 from dualsft.system.progress import Reporter, clock
 from dualsft.system.signals import Interrupted
+from dualsft.system.usage import explained
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ from dualsft.runs.stages.selection import Scoring
 from dualsft.runs.summaries import outdated, read_manifests
 from dualsft.storage.resume import Pieces
 from dualsft.system.paths import Place, RunPath, run_path
-from dualsft.system.peak_memory import PeakMemory
 from dualsft.system.progress import Reporter
 from dualsft.system.signals import Interrupted
+from dualsft.system.usage import PeakMemory
 
 FOLDER = "diagnostics"
 

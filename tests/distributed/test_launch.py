@@ -230,17 +230,3 @@ def test_a_run_on_two_processes_is_killed_stopped_and_taken_up(
     assert "resuming after" in run.said
     assert run.end(run.launcher.pid, signal.SIGINT) == 130, run.said
     assert run.said.count("stopped by SIGINT: saved") == 1 and "Traceback" not in run.said
-
-
-@pytest.mark.slow
-def test_under_accelerate(model_folder: Folders, corpus: Path, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    words = small_run(model_folder("llama"), corpus)
-    done = python(
-        *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"),
-        *("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "-m", "dualsft"),
-        *("run", "--out", str(tmp_path / "run"), "--until", "split", *words),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "2 processes, each with the whole model" in done.stdout
-    assert done.stdout.count("run folder: ") == 1

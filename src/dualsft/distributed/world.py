@@ -67,6 +67,11 @@ class World:
     def name(self) -> str:
         return f"rank {self.rank} of {self.size} (process {os.getpid()} on {socket.gethostname()})"
 
+    @property
+    def single(self) -> bool:
+        """Whether this process is the only one, so that it may act without the others."""
+        return self.size == 1
+
     # --- examples -------------------------------------------------------------------------------
 
     def turns(self, items: Sequence[T]) -> list[Sequence[T]]:

@@ -290,7 +290,8 @@ def test_a_killed_process_under_an_agent_is_named(
 def test_an_error_under_an_agent_is_printed_once(start: Start, launcher: str) -> None:
     """Of one process by itself, with its rank; the others are ended at once."""
     job = start("fail apart", 3, launcher)
-    assert job.codes(30) == [1], job.said()
+    job.pids()  # all have started
+    assert job.codes(40) == [1], job.said()
     lines = [line for line in job.said().splitlines() if line.endswith("error: a defect")]
     assert lines == ["[rank 1] error: a defect"], job.said()
     if launcher == TORCHRUN:
@@ -299,7 +300,7 @@ def test_an_error_under_an_agent_is_printed_once(start: Start, launcher: str) ->
 
 def test_an_error_of_all_under_an_agent_is_printed_once(start: Start) -> None:
     job = start("all fail", 3, GPUS)
-    assert job.codes(30) == [1] and job.said() == "error: no row is left\n"
+    assert job.codes(120) == [1] and job.said() == "error: no row is left\n"
 
 
 @pytest.mark.slow

@@ -27,6 +27,8 @@ from dualsft.distributed.failures import EXIT_LOST, RESUME, PeerLost
 from dualsft.errors import ConfigError
 from dualsft.system import signals as interrupt
 
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables set by torchrun, accelerate launch and other torch launchers."""
 FOLLOWERS = (EXIT_LOST, 128 + signal.SIGTERM, -signal.SIGTERM)
 """Exit codes of processes that ended because another one did."""
 SAVING = 120
@@ -40,17 +42,15 @@ AFTERWARDS = 20
 # --- rank and world size ------------------------------------------------------------------------
 
 
+def launched(alone_too: bool = True) -> bool:
+    """Whether a launcher started this process; `alone_too` includes a world of size 1."""
+    given = all(name in os.environ for name in ENVIRONMENT)
+    return given and (alone_too or os.environ["WORLD_SIZE"] != "1")
+
+
 def size() -> int:
     """Number of processes that the launcher started; 1 without a launcher."""
-    return int(os.environ["WORLD_SIZE"]) if _launched() else 1
-
-
-def _launched() -> bool:
-    if "RANK" not in os.environ:  # common case: avoids the import of torch
-        return False
-    with interrupt.deferred():
-        from dualsft.distributed.world import launched
-    return launched()
+    return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
 def rank() -> int:
@@ -109,7 +109,7 @@ def _record(error: BaseException) -> None:
 
 def spread(gpus: int | None, config: Config, say: Callable[[str], None]) -> None:
     """With --gpus N > 1, replace this process by the launcher; does not return then."""
-    if gpus is not None and _launched():
+    if gpus is not None and launched():
         raise ConfigError(
             f"--gpus: this process was started by a launcher (WORLD_SIZE="
             f"{os.environ['WORLD_SIZE']}); leave --gpus out, or start without torchrun"

@@ -32,13 +32,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from dualsft.distributed.failures import ExitNotes, collective_timeout, end_with_agent
+from dualsft.distributed.launch import launched
 from dualsft.errors import ConfigError, RunError
 
 T = TypeVar("T")
 
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables set by torchrun, accelerate launch and other torch launchers."""
-MEETING = timedelta(minutes=10)
+JOIN_TIMEOUT = timedelta(minutes=10)
 """Timeout for all processes to join."""
 
 CHUNK = 1 << 22  # entries per chunk, which bounds the size of temporary copies
@@ -252,13 +251,7 @@ def settled(*, sharded: bool, offload: bool) -> Iterator[World]:
         yield one
 
 
-def launched(alone_too: bool = True) -> bool:
-    """Whether a launcher started this process; `alone_too` includes a world of size 1."""
-    given = all(name in os.environ for name in ENVIRONMENT)
-    return given and (alone_too or os.environ["WORLD_SIZE"] != "1")
-
-
-def place_of_meeting() -> str:
+def waiting_message() -> str:
     """Message that rank 0 logs before it waits for the other processes; else empty."""
     if not launched(alone_too=False) or world().size > 1 or os.environ["RANK"] != "0":
         return ""
@@ -266,16 +259,16 @@ def place_of_meeting() -> str:
     return f"waiting for {size} processes at {where}:{os.environ['MASTER_PORT']}"
 
 
-def _meet(rank: int, size: int) -> Any:
-    """Rendezvous: return the store once all processes have joined."""
+def _rendezvous(rank: int, size: int) -> Any:
+    """The store of the processes, once all have joined."""
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        store, _, _ = next(rendezvous("env://", rank, size, timeout=MEETING))
+        store, _, _ = next(rendezvous("env://", rank, size, timeout=JOIN_TIMEOUT))
     except dist.DistError as problem:
         raise RunError(
             f"rank {rank} of {size} could not join the others at {where} within "
-            f"{MEETING.total_seconds() / 60:.0f} minutes ({problem}); start all processes, with "
-            "the same MASTER_ADDR and MASTER_PORT"
+            f"{JOIN_TIMEOUT.total_seconds() / 60:.0f} minutes ({problem}); start all processes, "
+            "with the same MASTER_ADDR and MASTER_PORT"
         ) from None
     return PrefixStore("dualsft", store)
 
@@ -306,7 +299,7 @@ def joined(use_cuda: bool, alone_too: bool = True) -> Iterator[World]:
         return
     timeout = collective_timeout()
     end_with_agent()
-    store = _meet(rank, size)
+    store = _rendezvous(rank, size)
     dist.init_process_group(
         "gloo" if device is None else "cpu:gloo,cuda:nccl",
         timeout=timeout,

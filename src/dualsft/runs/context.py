@@ -23,7 +23,8 @@ from dualsft.config.settings import Config, to_flat
 from dualsft.data.corpus import BUILTIN, builtin_file
 from dualsft.data.examples import Example, pad_token_id
 from dualsft.data.sources import split_paths
-from dualsft.distributed.world import launched, world
+from dualsft.distributed.launch import launched
+from dualsft.distributed.world import world
 from dualsft.engine.precision import precise
 from dualsft.engine.walk import PassSettings
 from dualsft.errors import RunError

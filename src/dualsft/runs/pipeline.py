@@ -24,12 +24,12 @@ import torch
 from dualsft.config import settings
 from dualsft.config.parts import parts
 from dualsft.config.settings import Config
+from dualsft.distributed.launch import launched
 from dualsft.distributed.world import (
     alone,
     joined,
-    launched,
-    place_of_meeting,
     settled,
+    waiting_message,
     world,
 )
 from dualsft.errors import ConfigError, RunError
@@ -159,8 +159,8 @@ def run(
     last = check_stage(until)
     reporter = reporter or Reporter()
     use_cuda = choose_device(config.model.device).type == "cuda"
-    if meeting := place_of_meeting():
-        reporter.say(meeting)
+    if waiting := waiting_message():
+        reporter.say(waiting)
     with joined(use_cuda, config.parallel.mode == "shard") as present:
         kind = RunDir if present.main else FollowedRunDir
         rundir, voice = kind(out), reporter if present.main else Reporter(lambda _: None)

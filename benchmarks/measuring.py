@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 
-from dualsft.system.peak_memory import PeakMemory
-from dualsft.system.usage import give_back, is_out_of_memory
+from dualsft.system.usage import PeakMemory, give_back, is_out_of_memory
 
 Contender = Callable[[], AbstractContextManager[Callable[[], object]]]
 """Sets up its state and yields the call to be timed."""

@@ -234,6 +234,24 @@ class Launcher:
         self._server.wait(timeout=30)
 
 
+class Bench:
+    """A model, a corpus, and a warm process that runs the command line on them."""
+
+    def __init__(self, folder: Path) -> None:
+        from conftest import corpus_rows, small_run, write_jsonl
+        from models import save_tiny_folder
+
+        self.folder = folder
+        rows = corpus_rows(60)
+        texts = [f"{row['prompt']} {row['response']}" for row in rows]
+        model = save_tiny_folder(folder / "model", "llama", texts)
+        self.settings = small_run(model, write_jsonl(folder / "rows.jsonl", rows))
+        self.launcher = Launcher(folder / "log")
+
+    def words(self, out: str | Path, *more: str) -> list[str]:
+        return ["run", "--out", str(self.folder / out), *self.settings, *more]
+
+
 def changes(launcher: Launcher, words: Sequence[str], folder: Path) -> list[str]:
     """The calls of a run that change its folder, in order: what is called, and on which file."""
     never = Fault(folder, at=1 << 60, error=errno.EIO)

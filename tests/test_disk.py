@@ -12,17 +12,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import Runner, corpus_rows, small_run, write_jsonl
-from faults import Fault, Launcher, changes, content
-from models import save_tiny_folder
+from conftest import Runner
+from faults import Bench, Fault, changes, content
 from places import place
 from safetensors import SafetensorError
 
 from dualsft.errors import RunError
 from dualsft.runs import pipeline
 from dualsft.storage.resume import Pieces
-from dualsft.system import disk
-from dualsft.system.disk import check_room, human, storage_errno
+from dualsft.system import usage as disk
+from dualsft.system.usage import check_room, human, storage_errno
 
 CODES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
@@ -88,20 +87,6 @@ def test_a_full_disk_while_progress_is_saved_ends_no_work(
 
 
 # --- a whole run --------------------------------------------------------------------------------
-
-
-class Bench:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        rows = corpus_rows(60)
-        self.settings = small_run(
-            save_tiny_folder(folder / "model", "llama", [str(row) for row in rows]),
-            write_jsonl(folder / "rows.jsonl", rows),
-        )
-        self.launcher = Launcher(folder / "log")
-
-    def words(self, out: Path, *more: str) -> list[str]:
-        return ["run", "--out", str(out), *self.settings, *more]
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import corpus_rows, small_run, write_jsonl
-from faults import DIED, Fault, Launcher, changes, content, turning_points
-from models import save_tiny_folder
+from faults import DIED, Bench, Fault, Launcher, changes, content, turning_points
 
 from dualsft.runs.folder import Fingerprint, RunDir
 from dualsft.runs.preflight import FOLDERS
@@ -23,23 +21,14 @@ EVERY_STEP = "resume.every=0"
 LONG = ("finetune.epochs=12", "warmup.min_steps=8", "score.batch_tokens=48")
 
 
-class Bench:
-    """A model, a corpus, a warm process, and what an undisturbed run leaves."""
+class Runs(Bench):
+    """And what undisturbed runs leave."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        rows = corpus_rows(60)
-        self.corpus = write_jsonl(folder / "rows.jsonl", rows)
-        texts = [f"{row['prompt']} {row['response']}" for row in rows]
-        self.model = save_tiny_folder(folder / "model", "llama", texts)
-        self.launcher = Launcher(folder / "log")
+        super().__init__(folder)
         self._references: dict[tuple[str, ...], dict[str, str]] = {}
         self.seconds: dict[tuple[tuple[str, ...], str], float] = {}
         """What each stage took in an undisturbed run."""
-
-    def words(self, out: str, *more: str) -> list[str]:
-        settings = small_run(self.model, self.corpus)
-        return ["run", "--out", str(self.folder / out), *settings, *more]
 
     def reference(self, *more: str) -> dict[str, str]:
         """The content of an undisturbed run that saves no progress on the way."""
@@ -65,13 +54,13 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    bench = Bench(tmp_path_factory.mktemp("kills"))
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    bench = Runs(tmp_path_factory.mktemp("kills"))
     yield bench
     bench.launcher.close()
 
 
-def kill_in_stage(bench: Bench, words: list[str], line: str, delay: float, signum: int) -> int:
+def kill_in_stage(bench: Runs, words: list[str], line: str, delay: float, signum: int) -> int:
     """Wait until a line has come, then a while, then send the signal; the exit code."""
     pid = bench.launcher.start(words)
     deadline = time.monotonic() + 60
@@ -83,7 +72,7 @@ def kill_in_stage(bench: Bench, words: list[str], line: str, delay: float, signu
     return bench.launcher.wait()
 
 
-def sigkill_rounds(bench: Bench, stage: str, rounds: int, seed: int) -> int:
+def sigkill_rounds(bench: Runs, stage: str, rounds: int, seed: int) -> int:
     """Kill `rounds` runs at random moments of a stage, finish each; how many were still alive."""
     rng, alive = random.Random(f"{stage}{seed}"), 0
     bench.reference(*LONG)
@@ -100,13 +89,13 @@ def sigkill_rounds(bench: Bench, stage: str, rounds: int, seed: int) -> int:
 
 
 @pytest.mark.parametrize("stage", [name for name in FOLDERS if name != "scores"])
-def test_one_sigkill_in_a_stage(bench: Bench, stage: str) -> None:
+def test_one_sigkill_in_a_stage(bench: Runs, stage: str) -> None:
     sigkill_rounds(bench, stage, rounds=1, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", FOLDERS)
-def test_many_sigkills_in_a_stage(bench: Bench, stage: str) -> None:
+def test_many_sigkills_in_a_stage(bench: Runs, stage: str) -> None:
     """15 in each of the seven stages: 105 in all."""
     assert sigkill_rounds(bench, stage, rounds=15, seed=2) >= 8, "most must hit a living run"
 
@@ -114,7 +103,7 @@ def test_many_sigkills_in_a_stage(bench: Bench, stage: str) -> None:
 @pytest.mark.parametrize(
     "kills", [pytest.param(4, id="four"), pytest.param(20, id="twenty", marks=pytest.mark.slow)]
 )
-def test_many_kills_of_one_run(bench: Bench, kills: int) -> None:
+def test_many_kills_of_one_run(bench: Runs, kills: int) -> None:
     rng = random.Random(kills)
     out, settings = f"again-and-again-{kills}", ("finetune.epochs=60", "warmup.min_steps=40")
     bench.reference(*settings)
@@ -129,7 +118,7 @@ def test_many_kills_of_one_run(bench: Bench, kills: int) -> None:
     bench.finish(out, *settings, EVERY_STEP)
 
 
-def test_a_killed_stage_goes_on_and_does_not_start_again(bench: Bench) -> None:
+def test_a_killed_stage_goes_on_and_does_not_start_again(bench: Runs) -> None:
     settings = ("warmup.min_steps=200",)
     words = bench.words("goes-on", *settings, EVERY_STEP)
     assert kill_in_stage(bench, words, "warmup: 1/", 0.2, signal.SIGKILL) == -signal.SIGKILL
@@ -154,7 +143,7 @@ def test_a_killed_stage_goes_on_and_does_not_start_again(bench: Bench) -> None:
         pytest.param("fine-tuning", signal.SIGINT, 130, marks=pytest.mark.slow),
     ],
 )
-def test_asked_to_stop(bench: Bench, work: str, signum: int, code: int) -> None:
+def test_asked_to_stop(bench: Runs, work: str, signum: int, code: int) -> None:
     """Without saves on the way: the signal itself saves, says so, and gives the exit code."""
     out = f"stop-{work[:4]}-{code}"
     settings = ("finetune.epochs=80", "warmup.min_steps=80", "score.batch_tokens=16")
@@ -170,7 +159,7 @@ def test_asked_to_stop(bench: Bench, work: str, signum: int, code: int) -> None:
     assert f"{work}: resuming after" in again
 
 
-def test_signal_before_the_work_begins(bench: Bench) -> None:
+def test_signal_before_the_work_begins(bench: Runs) -> None:
     words = bench.words("early", *LONG)
     pid = bench.launcher.start(words)
     bench.launcher.signal(pid, signal.SIGTERM)
@@ -181,7 +170,7 @@ def test_signal_before_the_work_begins(bench: Bench) -> None:
 # --- crash points -------------------------------------------------------------------------------
 
 
-def crash_at(bench: Bench, name: str, point: int, *settings: str) -> None:
+def crash_at(bench: Runs, name: str, point: int, *settings: str) -> None:
     out = f"{name}-{point}"
     fault = Fault(bench.folder / out, at=point)
     assert bench.launcher.run(bench.words(out, *settings), fault) == DIED, bench.launcher.said
@@ -189,7 +178,7 @@ def crash_at(bench: Bench, name: str, point: int, *settings: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_crash_point_of_a_run(bench: Bench) -> None:
+def test_every_crash_point_of_a_run(bench: Runs) -> None:
     """Die at an open, write, rename, unlink …: the next start needs nobody's help."""
     out = bench.folder / "counted"
     calls = changes(bench.launcher, bench.words("counted", EVERY_STEP), out)
@@ -202,7 +191,7 @@ def test_every_crash_point_of_a_run(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-def test_crash_while_a_stage_is_replaced(bench: Bench) -> None:
+def test_crash_while_a_stage_is_replaced(bench: Runs) -> None:
     """Crash points of a second selection: the old one or the new one is there, never neither."""
     base = bench.words("replaced", "--until", "selection")
     other = [*base, "select.data_budget=9"]
@@ -223,7 +212,7 @@ def test_crash_while_a_stage_is_replaced(bench: Bench) -> None:
 # --- one lock -----------------------------------------------------------------------------------
 
 
-def test_two_runs_on_one_folder(bench: Bench) -> None:
+def test_two_runs_on_one_folder(bench: Runs) -> None:
     """The second is refused at once and told who holds the folder; the first is not disturbed."""
     settings = ("finetune.epochs=60", "warmup.min_steps=40")
     words = bench.words("shared", *settings)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from models import tiny_examples, tiny_model
+from worlds import short_training
 
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
@@ -23,7 +24,7 @@ from dualsft.storage.resume import KEPT, Pieces
 from dualsft.storage.vectors import ParamVector
 from dualsft.system import signals as interrupt
 from dualsft.system.progress import Reporter
-from dualsft.train.loop import TrainingPlan, train
+from dualsft.train.loop import train
 from dualsft.train.optimizer import SparseAdamW
 
 QUIET = Reporter(lambda _: None)
@@ -194,18 +195,8 @@ def trained(pieces: Pieces, dtype: torch.dtype = torch.float32, sparse: bool = F
     indices = None
     if sparse:
         indices = {n: torch.arange(0, p.numel(), 7) for n, p in model.named_parameters()}
-    plan = TrainingPlan(
-        lr=1e-2,
-        epochs=3,
-        batch_size=4,
-        warmup_ratio=0.1,
-        max_grad_norm=1.0,
-        micro_batch_size=None,
-        batch_tokens=40,
-        seed=5,
-        pad_id=0,
-        padding_side="right",
-    )
+    changes = {"batch_size": 4, "micro_batch_size": None, "batch_tokens": 40}
+    plan = short_training(lr=1e-2, epochs=3, warmup_ratio=0.1, seed=5, **changes)
     logged: list[int] = []
     with SparseAdamW(
         model.named_parameters(), indices, lr=1e-2, weight_decay=0.1, free_gradients=True

@@ -31,7 +31,7 @@ from dualsft.storage.manifest import (
 from dualsft.system import paths as run_paths
 from dualsft.system import peak_memory
 from dualsft.system.paths import RunPath
-from dualsft.system.peak_memory import PeakMemory
+from dualsft.system.usage import PeakMemory
 
 OLD = Fingerprint({"score.lam": 0.8, "score.step": "sgd"}, {"warmup": "aaa"})
 NEW = Fingerprint({"score.lam": 0.5, "score.step": "sgd"}, {"warmup": "aaa"})

@@ -14,6 +14,7 @@ import pytest
 import torch
 from models import tiny_model
 from test_ghost import QUIET, examples_for
+from worlds import short_training
 
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import PassSettings, loss_objective, walk
@@ -22,20 +23,11 @@ from dualsft.memory.plans import Wishes
 from dualsft.model.load import find_candidates
 from dualsft.storage.resume import Pieces
 from dualsft.system.signals import Interrupted
-from dualsft.train.loop import TrainingPlan, train
+from dualsft.train.loop import train
 from dualsft.train.optimizer import SparseAdamW
 
-PLAN = TrainingPlan(
-    lr=1e-2,
-    epochs=2,
-    batch_size=3,
-    warmup_ratio=0.0,
-    max_grad_norm=0.0,
-    micro_batch_size=None,
-    batch_tokens=256,
-    seed=0,
-    pad_id=0,
-    padding_side="right",
+PLAN = short_training(
+    lr=1e-2, epochs=2, batch_size=3, max_grad_norm=0.0, micro_batch_size=None, batch_tokens=256
 )
 
 

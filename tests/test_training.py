@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytest
 import torch
 from conftest import Runner
 from models import assert_equal, snapshot, tiny_model, tiny_plan, tiny_rows
+from rich.console import Console
 from safetensors.torch import load_file
 
 from dualsft.engine.losses import example_objective
@@ -206,7 +208,7 @@ def test_progress_line_tells_rate_time_and_memory() -> None:
         "pool",
         4,
         "examples",
-        lambda line, last: lines.append(line),
+        lambda line, done: lines.append(line),
         lambda **values: records.append(values),
         interval=0.0,
     )
@@ -216,6 +218,19 @@ def test_progress_line_tells_rate_time_and_memory() -> None:
     assert "tok/s" in lines[0] and " left" in lines[0] and "GiB" in lines[0]
     assert "4/4 examples (100 %)" in lines[-1] and " left" not in lines[-1]
     assert records[-1]["percentage"] == 100 and records[-1]["remaining_time"] == 0
+
+
+def test_progress_on_a_terminal_is_a_bar_each() -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
+    lines: list[str] = []
+    reporter = Reporter(lines.append, terminal)
+    with reporter.track("outer", 2, "parts") as outer, reporter.track("inner", 3, "steps") as inner:
+        inner.advance(1)
+        outer.advance(1)
+        inner.advance(2)
+    shown = terminal.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "inner: 1/3 steps (33 %)" in shown and "outer: 1/2 parts (50 %)" in shown
+    assert [line.partition(" (")[0] for line in lines] == ["inner: 3/3 steps"]
 
 
 def test_a_resume_keeps_the_checkpointing_that_is_set() -> None:

@@ -57,12 +57,10 @@ def torchrun(size: int, *words: str) -> list[str]:
     return [*launcher, "--nproc-per-node", str(size), *words]
 
 
-def run_jobs(size: int, jobs: list[dict], folder: Path, limit: float = 300) -> str:
-    """These runs one after the other in one world; returns what was said."""
-    file = folder / f"jobs-{size}-{len(list(folder.iterdir()))}.json"
-    file.write_text(json.dumps(jobs))
+def run_world(size: int, *words: str | Path, limit: float = 200) -> str:
+    """Run a program in `size` processes to its end; returns its standard output."""
     done = subprocess.run(
-        torchrun(size, str(WORKER), str(file)),
+        torchrun(size, *map(str, words)),
         env=environment(),
         capture_output=True,
         text=True,
@@ -70,6 +68,13 @@ def run_jobs(size: int, jobs: list[dict], folder: Path, limit: float = 300) -> s
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
+
+
+def run_jobs(size: int, jobs: list[dict], folder: Path, limit: float = 300) -> str:
+    """These runs one after the other in one world; returns what was said."""
+    file = folder / f"jobs-{size}-{len(list(folder.iterdir()))}.json"
+    file.write_text(json.dumps(jobs))
+    return run_world(size, WORKER, file, limit=limit)
 
 
 @dataclass(frozen=True)

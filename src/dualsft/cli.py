@@ -105,17 +105,12 @@ def later(module: str) -> Any:
 
 
 def make_reporter() -> Reporter:
-    """Reporter to the terminal; on a tty, progress is a single line that is rewritten."""
+    """Reporter to the terminal; on a tty, progress is a bar."""
     transformers_logging = later("transformers.utils.logging")
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
 
-    def rewrite(line: str, last: bool) -> None:
-        width = console.width
-        sys.stdout.write("\r" + line[: width - 1].ljust(width - 1) + ("\n" if last else ""))
-        sys.stdout.flush()
-
-    return Reporter(show, rewrite if console.is_terminal else None)
+    return Reporter(show, console if console.is_terminal else None)
 
 
 def parse_words(words: list[str] | None) -> tuple[str | None, list[str]]:
@@ -251,7 +246,7 @@ def estimate(
 
 def show_estimate(found: Any) -> None:
     """Print the table of `dualsft estimate`, then the stages that do not fit, with a fix."""
-    disk, clock = later("dualsft.system.disk"), later("dualsft.system.progress").clock
+    human, clock = later("dualsft.system.usage").human, later("dualsft.system.progress").clock
 
     def gib(num_bytes: int) -> str:
         return f"{num_bytes / 2**30:.2f}" if num_bytes else "–"
@@ -272,8 +267,8 @@ def show_estimate(found: Any) -> None:
     )
     if not found.enough_disk:
         show(
-            f"the disk has {disk.human(found.disk_free)} free but the run needs "
-            f"{disk.human(found.disk_bytes)}; give an --out on a larger disk"
+            f"the disk has {human(found.disk_free)} free but the run needs "
+            f"{human(found.disk_bytes)}; give an --out on a larger disk"
         )
 
 
@@ -469,7 +464,7 @@ def _guarded(action: Callable[[], Any], debug: bool) -> int:
 
 def _print_error(error: BaseException, *lines: str) -> None:
     """Print an error to stderr; only once if several processes raise the same one."""
-    launch.speak(error, lines, lambda line: errors.print(line, markup=False))
+    launch.report(error, lines, lambda line: errors.print(line, markup=False))
 
 
 def _explained(problem: Exception) -> tuple[list[str], int]:

@@ -6,7 +6,6 @@ In real processes; memory runs out by an exception of the kind that CUDA raises.
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import Runner, small_run
 from models import save_tiny_folder
-from worlds import FP32, assert_same_run, environment, torchrun
+from worlds import FP32, assert_same_run, run_world
 
 FAULTY = Path(__file__).with_name("faulty.py")
 
@@ -24,14 +23,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found."""
     folder = tmp_path_factory.mktemp("faults")
     model = save_tiny_folder(folder / "model", "llama", ["a small text"])
-    done = subprocess.run(
-        torchrun(2, str(FAULTY), str(model), str(folder)),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run_world(2, FAULTY, model, folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -90,14 +82,7 @@ def test_evaluation_counts_every_row_once_when_memory_runs_out(
     script.write_text(EVALUATION)
     one, many = make_run("score.batch_tokens=120", out="one"), tmp_path / "many"
     words = [*small_run(model_folder("llama"), corpus), "score.batch_tokens=120"]
-    done = subprocess.run(
-        torchrun(2, str(script), str(many), *words),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run_world(2, script, many, *words)
     assert_same_run(one, many, FP32)
 
 
@@ -121,14 +106,7 @@ def test_processes_with_other_settings_are_refused(
         "        print(f'[{rank}] {problem}', flush=True)\n"
     )
     words = small_run(model_folder("llama"), corpus)
-    done = subprocess.run(
-        torchrun(2, str(script), str(tmp_path / "out"), *words),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    said = done.stdout + done.stderr
+    said = run_world(2, script, tmp_path / "out", *words)
     assert said.count("the configuration (its hash) differs between rank 0") == 2, said[-3000:]
     assert said.count("1 of 2 processes do not see what rank 0 writes") == 2, said[-3000:]
     assert not list(tmp_path.glob("out*/1_split"))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models import save_tiny_folder
-from worlds import environment, torchrun
+from worlds import run_world
 
 from dualsft.memory.scaling import ModelShape, finetuning_memory, scoring_memory, walk_traffic
 
@@ -27,15 +26,8 @@ WIDE: dict[str, Any] = {
 def test_counted_bytes(size: int, tmp_path: Path) -> None:
     """One batch a process and one micro-batch a process: a turn, and a step."""
     folder = save_tiny_folder(tmp_path / "model", "llama", ["a small text"], **WIDE)
-    done = subprocess.run(
-        torchrun(size, str(TRAFFIC), str(folder)),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    line = next((x for x in done.stdout.splitlines() if x.startswith("TRAFFIC ")), None)
-    assert line is not None, done.stdout[-2000:] + done.stderr[-3000:]
+    said = run_world(size, TRAFFIC, folder)
+    (line,) = [line for line in said.splitlines() if line.startswith("TRAFFIC ")]
     found = json.loads(line.removeprefix("TRAFFIC "))
     assert [(x["what"], x["sharded"]) for x in found] == [
         ("walk", False),

@@ -30,7 +30,7 @@ from dualsft.data.formats import Layout, Tags
 from dualsft.data.readers import CsvReader, Limits, LinesReader, Reader, TsvReader, json_reader
 from dualsft.errors import ConfigError, DataError
 from dualsft.storage.manifest import sha256_file
-from dualsft.system.disk import cache_root
+from dualsft.system.usage import cache_root
 
 if TYPE_CHECKING:
     from dualsft.config.settings import DataConfig

@@ -3,11 +3,12 @@
 Once the settings are validated, `dualsft run --gpus N …` replaces its process (exec) by
 `torchrun --standalone --nproc-per-node N -m dualsft run …`. The launcher is torchrun
 (`torch.distributed.run`) without its log. It exits with the code of the process that failed first,
-or with 128 + signal if it received one, as a single process does.
+or with 128 + signal if it received one, as a single process does, and names processes that were
+killed by a signal.
 
 Under any launcher all processes execute the same command, and most errors occur on every rank.
-Rank 0 prints the error; another rank prints its own, prefixed with `[rank N]`, only if it differs.
-Not part of Algorithm 1.
+Rank 0 prints the error; another rank waits a moment, in which the agent stops it if rank 0 failed
+as well, and then prints its own, prefixed with `[rank N]`. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -22,33 +23,34 @@ from contextlib import suppress
 from typing import Any
 
 from dualsft.config.settings import Config
+from dualsft.distributed.failures import EXIT_LOST, RESUME, PeerLost
 from dualsft.errors import ConfigError
 from dualsft.system import signals as interrupt
 
-FOLLOWERS = (75, 128 + signal.SIGTERM, -signal.SIGTERM)
-"""Exit codes of processes that ended because another one did (75: `heartbeat.EXIT_LOST`)."""
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables set by torchrun, accelerate launch and other torch launchers."""
+FOLLOWERS = (EXIT_LOST, 128 + signal.SIGTERM, -signal.SIGTERM)
+"""Exit codes of processes that ended because another one did."""
 SAVING = 120
 """Seconds that the launcher waits for its processes to save progress when it is stopped."""
-SAID = "said"
-"""Store key under which rank 0 publishes the error that it printed."""
-FIRST_WORD = 5.0
+SHARED_ERROR = 5.0
 """Seconds that other ranks wait for rank 0 to print an error that they may share."""
+AFTERWARDS = 20
+"""A process that ends so many seconds after the first was ended by the agent."""
 
 
 # --- rank and world size ------------------------------------------------------------------------
 
 
+def launched(alone_too: bool = True) -> bool:
+    """Whether a launcher started this process; `alone_too` includes a world of size 1."""
+    given = all(name in os.environ for name in ENVIRONMENT)
+    return given and (alone_too or os.environ["WORLD_SIZE"] != "1")
+
+
 def size() -> int:
     """Number of processes that the launcher started; 1 without a launcher."""
-    return int(os.environ["WORLD_SIZE"]) if _launched() else 1
-
-
-def _launched() -> bool:
-    if "RANK" not in os.environ:  # common case: avoids the import of torch
-        return False
-    with interrupt.deferred():
-        from dualsft.distributed.world import launched
-    return launched()
+    return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
 def rank() -> int:
@@ -57,63 +59,49 @@ def rank() -> int:
 
 
 def check_alone(command: str) -> None:
-    """Exit on every rank if the command does not support several processes; rank 0 reports it."""
-    if size() == 1:
-        return
-    if rank() and not _agent_store():  # no agent that would kill rank 0 before it reports
-        raise SystemExit(ConfigError.exit_code)
-    raise ConfigError(f"dualsft {command} runs in one process; start it without torchrun")
+    """Raise if the command does not support several processes."""
+    if size() > 1:
+        raise ConfigError(f"dualsft {command} runs in one process; start it without torchrun")
 
 
 # --- error output -------------------------------------------------------------------------------
 
 
-def speak(error: BaseException, lines: Sequence[str], write: Callable[[str], None]) -> None:
+def report(error: BaseException, lines: Sequence[str], write: Callable[[str], None]) -> None:
     """Print why this process ends, unless rank 0 prints the same."""
     if size() == 1:
         for line in lines:
             write(line)
         return
-    # The launcher kills the other ranks as soon as one exits: defer signals until this is printed.
+    # The agent stops the other ranks as soon as one exits: defer signals until this is printed.
     with suppress(interrupt.Interrupted), interrupt.handled(), interrupt.deferred():
-        if rank() and _is_first_ones(error):
+        if _reported_elsewhere(error):
             return
         for line in lines:
             write(f"[rank {rank()}] {line}" if rank() else line)
-        if rank() == 0:
-            _let_others_know(error)
+        if not isinstance(error, PeerLost | interrupt.Interrupted):
+            _record(error)
 
 
-def _agent_store() -> bool:
-    from dualsft.distributed.store import agent_store
-
-    return agent_store()
-
-
-def _let_others_know(error: BaseException) -> None:
-    from dualsft.distributed.store import Connection
-
-    if _agent_store():
-        with suppress(RuntimeError, OSError):
-            Connection(SAID).write(SAID, str(error))
+def _reported_elsewhere(error: BaseException) -> bool:
+    if isinstance(error, PeerLost):
+        return not error.reports
+    if rank() == 0 or isinstance(error, interrupt.Interrupted):
+        return rank() > 0
+    # Most errors occur on all ranks: rank 0 prints it and exits, and the agent stops this one.
+    deadline = time.monotonic() + SHARED_ERROR
+    while not interrupt.pending() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return interrupt.pending()
 
 
-def _is_first_ones(error: BaseException) -> bool:
-    """Whether rank 0 reports the same error, according to the store."""
-    from dualsft.distributed import heartbeat
-    from dualsft.distributed.store import Connection
+def _record(error: BaseException) -> None:
+    """Write the error to torchrun's error file, which torchrun shows in its summary."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    if isinstance(error, interrupt.Interrupted):
-        return True
-    if (known := heartbeat.repeated(error)) is not None:
-        return known
-    if _agent_store():  # else rank 0 hosts the store: already closed, or not yet created
-        with suppress(RuntimeError, OSError):
-            line, deadline = Connection(SAID), time.monotonic() + FIRST_WORD
-            while not line.has(SAID) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            return line.has(SAID) and line.read([SAID]) == [str(error).encode()]
-    return False
+        with suppress(OSError):
+            get_error_handler().record_exception(error)
 
 
 # --- --gpus -------------------------------------------------------------------------------------
@@ -121,7 +109,7 @@ def _is_first_ones(error: BaseException) -> bool:
 
 def spread(gpus: int | None, config: Config, say: Callable[[str], None]) -> None:
     """With --gpus N > 1, replace this process by the launcher; does not return then."""
-    if gpus is not None and _launched():
+    if gpus is not None and launched():
         raise ConfigError(
             f"--gpus: this process was started by a launcher (WORLD_SIZE="
             f"{os.environ['WORLD_SIZE']}); leave --gpus out, or start without torchrun"
@@ -199,7 +187,7 @@ def launch(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except ChildFailedError as failed:
-        return _told(failed)
+        return _exit_code(failed)
     return 0
 
 
@@ -208,20 +196,29 @@ def _is_ignored(name: str) -> bool:
     return number is not None and signal.getsignal(number) is signal.SIG_IGN
 
 
-def _told(failed: Any) -> int:
-    """Return the exit code of the first failure; report processes that a signal killed."""
-    for number, failure in failed.failures.items():
+def _exit_code(failed: Any) -> int:
+    """Exit code of the process that failed first; reports processes that a signal killed."""
+    first = min(failure.timestamp for failure in failed.failures.values())
+    causes = {
+        rank: failure
+        for rank, failure in failed.failures.items()
+        if failure.timestamp < first + AFTERWARDS  # later: killed by the agent
+    }
+    for rank, failure in causes.items():
         if failure.exitcode < 0 and failure.exitcode not in FOLLOWERS:
-            name = signal.Signals(-failure.exitcode).name
-            why = " (by a user, or by the system: out of memory)" if name == "SIGKILL" else ""
+            name = failure.signal_name()
             sys.stderr.write(
-                f"error: rank {number} (process {failure.pid}) was killed by {name}{why}\n"
+                f"error: rank {rank} (process {failure.pid}) was killed by {name}"
+                f"{_SIGNAL_CAUSES.get(name, '')}; {RESUME}\n"
             )
-    causes = sorted(
-        failed.failures.values(), key=lambda one: (one.exitcode in FOLLOWERS, one.timestamp)
-    )
-    code = causes[0].exitcode
+    code = min(causes.values(), key=lambda one: (one.exitcode in FOLLOWERS, one.timestamp)).exitcode
     return 128 - code if code < 0 else code
+
+
+_SIGNAL_CAUSES = {
+    "SIGKILL": " (by a user, or by the system: out of memory)",
+    "SIGABRT": " (if NCCL timed out, see its message above: another process hangs)",
+}
 
 
 if __name__ == "__main__":

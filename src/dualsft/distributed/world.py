@@ -32,17 +32,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from dualsft.distributed.failures import ExitNotes, collective_timeout, end_with_agent
+from dualsft.distributed.launch import launched
 from dualsft.errors import ConfigError, RunError
 from dualsft.system.paths import RunPath
 
 T = TypeVar("T")
 
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables set by torchrun, accelerate launch and other torch launchers."""
-MEETING = timedelta(minutes=10)
+JOIN_TIMEOUT = timedelta(minutes=10)
 """Timeout for all processes to join."""
-PATIENCE = timedelta(days=30)
-"""Timeout of collectives: effectively none, since `distributed/heartbeat.py` detects dead peers."""
 
 CHUNK = 1 << 22  # entries per chunk, which bounds the size of temporary copies
 PACK = 1 << 25  # entries per all-reduce of `sum_packed`
@@ -70,6 +68,11 @@ class World:
     @property
     def name(self) -> str:
         return f"rank {self.rank} of {self.size} (process {os.getpid()} on {socket.gethostname()})"
+
+    @property
+    def single(self) -> bool:
+        """Whether this process is the only one, so that it may act without the others."""
+        return self.size == 1
 
     # --- examples -------------------------------------------------------------------------------
 
@@ -395,13 +398,7 @@ def settled(*, sharded: bool, offload: bool) -> Iterator[World]:
         yield one
 
 
-def launched(alone_too: bool = True) -> bool:
-    """Whether a launcher started this process; `alone_too` includes a world of size 1."""
-    given = all(name in os.environ for name in ENVIRONMENT)
-    return given and (alone_too or os.environ["WORLD_SIZE"] != "1")
-
-
-def place_of_meeting() -> str:
+def waiting_message() -> str:
     """Message that rank 0 logs before it waits for the other processes; else empty."""
     if not launched(alone_too=False) or world().size > 1 or os.environ["RANK"] != "0":
         return ""
@@ -409,16 +406,16 @@ def place_of_meeting() -> str:
     return f"waiting for {size} processes at {where}:{os.environ['MASTER_PORT']}"
 
 
-def _meet(rank: int, size: int) -> Any:
-    """Rendezvous: return the store once all processes have joined."""
+def _rendezvous(rank: int, size: int) -> Any:
+    """The store of the processes, once all have joined."""
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        store, _, _ = next(rendezvous("env://", rank, size, timeout=MEETING))
+        store, _, _ = next(rendezvous("env://", rank, size, timeout=JOIN_TIMEOUT))
     except dist.DistError as problem:
         raise RunError(
             f"rank {rank} of {size} could not join the others at {where} within "
-            f"{MEETING.total_seconds() / 60:.0f} minutes ({problem}); start all processes, with "
-            "the same MASTER_ADDR and MASTER_PORT"
+            f"{JOIN_TIMEOUT.total_seconds() / 60:.0f} minutes ({problem}); start all processes, "
+            "with the same MASTER_ADDR and MASTER_PORT"
         ) from None
     return PrefixStore("dualsft", store)
 
@@ -428,29 +425,48 @@ def joined(use_cuda: bool, alone_too: bool = True) -> Iterator[World]:
     """Initialize the process group from the launcher's environment; destroy it at the end.
 
     Does nothing without a launcher, inside an outer `joined`, or, without `alone_too`, in a world
-    of size 1. An existing process group is used and not destroyed.
+    of size 1. An existing process group is used and not destroyed. An error that another process
+    caused is replaced by one that names it.
     """
     if not launched(alone_too) or world().size > 1:
         yield world()
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    here = World(rank=rank, size=size, local_rank=local_rank)
     device = _take_device(local_rank) if use_cuda else None
-    made = not dist.is_initialized()
-    if made:
-        backend = "gloo" if device is None else "cpu:gloo,cuda:nccl"
-        store = _meet(rank, size)
-        named = {"store": store, "rank": rank, "world_size": size}
-        dist.init_process_group(backend, timeout=PATIENCE, device_id=device, **named)
-    elif "gloo" not in str(dist.get_backend_config()):
-        raise ConfigError(
-            f"the process group was initialized with {dist.get_backend_config()} only; collectives "
-            "on CPU tensors need gloo too: init_process_group('cpu:gloo,cuda:nccl')"
-        )
-    with _being(World(rank=rank, size=size, local_rank=local_rank)) as one:
-        yield one
-    if made:  # not after an error: other processes may not reach this call, and it would block
-        dist.destroy_process_group()
+    if dist.is_initialized():
+        if "gloo" not in str(dist.get_backend_config()):
+            raise ConfigError(
+                f"the process group was initialized with {dist.get_backend_config()} only; "
+                "collectives on CPU tensors need gloo too: init_process_group('cpu:gloo,cuda:nccl')"
+            )
+        with _being(here):
+            yield here
+        return
+    timeout = collective_timeout()
+    end_with_agent()
+    store = _rendezvous(rank, size)
+    dist.init_process_group(
+        "gloo" if device is None else "cpu:gloo,cuda:nccl",
+        timeout=timeout,
+        device_id=device,
+        store=store,
+        rank=rank,
+        world_size=size,
+    )
+    notes = ExitNotes(store, rank, size)
+    try:
+        with _being(here):
+            yield here
+        here.barrier()  # rank 0 may host the store: leave together
+    except BaseException as error:
+        explained = notes.explained(error)
+        if explained is error:
+            raise
+        raise explained from error
+    # Not after an error: other processes may not reach this call, and it would block.
+    dist.destroy_process_group()
 
 
 def _take_device(local_rank: int) -> torch.device:

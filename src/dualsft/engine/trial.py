@@ -33,8 +33,7 @@ from dualsft.memory.plans import (
     is_measured,
     unmeasured,
 )
-from dualsft.system.peak_memory import PeakMemory
-from dualsft.system.usage import free_memory, give_back, is_out_of_memory
+from dualsft.system.usage import PeakMemory, free_memory, give_back, is_out_of_memory
 
 TRIAL_TOKENS = 1024
 """Tokens of the smaller trial batch, unless the longest example has more."""

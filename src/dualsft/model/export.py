@@ -24,8 +24,8 @@ from dualsft.model.load import DTYPES, choose_dtype, load_model, load_tokenizer
 from dualsft.model.resolve import resolve_model, weights_hash
 from dualsft.model.sharded import is_sharded, saved_weights
 from dualsft.storage.vectors import save_tensors
-from dualsft.system.disk import explained
 from dualsft.system.paths import RunPath
+from dualsft.system.usage import explained
 
 _PROCESSOR_FILES = (
     "preprocessor_config.json",

@@ -27,7 +27,7 @@ from typing import BinaryIO
 from dualsft.errors import ConfigError, RunError
 from dualsft.model.safety import check_folder, check_neighbours, weight_files
 from dualsft.storage.manifest import damage, read_stage_manifest
-from dualsft.system.disk import cache_root
+from dualsft.system.usage import cache_root
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,8 @@ from dualsft.data.corpus import BUILTIN, builtin_file
 from dualsft.data.examples import Example
 from dualsft.data.sources import split_paths
 from dualsft.data.templates import pad_token_id
-from dualsft.distributed.world import launched, world
+from dualsft.distributed.launch import launched
+from dualsft.distributed.world import world
 from dualsft.engine.precision import precise
 from dualsft.engine.walk import PassSettings
 from dualsft.errors import RunError
@@ -48,10 +49,9 @@ from dualsft.runs.stages.split import read_split
 from dualsft.storage.manifest import damage, read_stage_manifest, sha256_file
 from dualsft.storage.resume import Pieces
 from dualsft.storage.vectors import LazyVector, accumulation_dtype
-from dualsft.system.disk import cache_root
 from dualsft.system.paths import Place, RunPath
 from dualsft.system.progress import Reporter
-from dualsft.system.usage import limit_memory
+from dualsft.system.usage import cache_root, limit_memory
 
 Settings = dict[str, Any]
 """Settings and hashes that a stage's result depends on: part of its fingerprint."""

@@ -43,9 +43,8 @@ from dualsft.storage.manifest import (
     versions,
 )
 from dualsft.system import signals as interrupt
-from dualsft.system.disk import FULL, check_room, folder_bytes, storage_failure
 from dualsft.system.paths import Place, RunPath, run_path
-from dualsft.system.peak_memory import PeakMemory
+from dualsft.system.usage import FULL, PeakMemory, check_room, folder_bytes, storage_failure
 
 log = logging.getLogger(__name__)
 

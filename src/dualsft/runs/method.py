@@ -41,7 +41,7 @@ from dualsft.runs.stages.gradients import read_pool
 from dualsft.runs.stages.scores import load_scored
 from dualsft.storage.vectors import Vector
 from dualsft.system.paths import RunPath
-from dualsft.system.peak_memory import PeakMemory
+from dualsft.system.usage import PeakMemory
 from dualsft.train.loop import Hooks
 
 T = TypeVar("T")

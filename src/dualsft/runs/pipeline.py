@@ -11,7 +11,6 @@ exactly the stages that depend on it, with the reason in the log. Stages are wri
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ import torch
 from dualsft.config import settings
 from dualsft.config.methods import parts
 from dualsft.config.settings import Config
-from dualsft.distributed.heartbeat import watched
-from dualsft.distributed.world import alone, joined, launched, place_of_meeting, settled, world
+from dualsft.distributed.launch import launched
+from dualsft.distributed.world import alone, joined, settled, waiting_message, world
 from dualsft.errors import ConfigError
 from dualsft.memory.scaling import ModelShape, scoring_memory, warmup_memory
 from dualsft.model.load import choose_device, empty_model
@@ -49,12 +48,10 @@ from dualsft.storage.manifest import (
     versions,
 )
 from dualsft.storage.resume import Pieces
-from dualsft.system.disk import explained
 from dualsft.system.paths import Place, RunPath
 from dualsft.system.progress import Reporter, clock
 from dualsft.system.signals import Interrupted
-
-log = logging.getLogger(__name__)
+from dualsft.system.usage import explained
 
 MOST_OF_GPU = 0.7  # share of a GPU that weights and state may take before mode auto shards
 
@@ -159,8 +156,8 @@ def run(
     last = check_stage(until)
     reporter = reporter or Reporter()
     use_cuda = choose_device(config.model.device).type == "cuda"
-    if meeting := place_of_meeting():
-        reporter.say(meeting)
+    if waiting := waiting_message():
+        reporter.say(waiting)
     with joined(use_cuda, config.parallel.mode == "shard") as present:
         kind = RunDir if present.main else FollowedRunDir
         rundir, voice = kind(out), reporter if present.main else Reporter(lambda _: None)
@@ -170,7 +167,7 @@ def run(
         for stage in stages():
             if STAGE_NAMES.index(stage.name) <= STAGE_NAMES.index(last):
                 stage.check(ctx)
-        with watched(present, log.error), explained(rundir.path.location), ExitStack() as held:
+        with explained(rundir.path.location), ExitStack() as held:
             rundir.create()
             held.enter_context(rundir.lock())
             _check_same(rundir, config)

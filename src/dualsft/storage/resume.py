@@ -34,8 +34,8 @@ from dualsft.storage.manifest import FORMAT_VERSION, damage, read_manifest, seal
 from dualsft.storage.tensor_files import TensorFile
 from dualsft.storage.vectors import save_tensors
 from dualsft.system import signals as interrupt
-from dualsft.system.disk import FULL, free_bytes, human, storage_errno
 from dualsft.system.paths import Place, RunPath, run_path
+from dualsft.system.usage import FULL, free_bytes, human, storage_errno
 
 State = tuple[Mapping[str, Tensor], Mapping[str, Any]]
 """Tensors by name, and JSON-serializable facts (JSON keeps floats exactly)."""
@@ -130,7 +130,7 @@ class Pieces:
 
         Does nothing with several processes: saving is collective, and not all may reach this call.
         """
-        return self._keep() if world().size == 1 else ""
+        return self._keep() if world().single else ""
 
     def _keep(self) -> str:
         if self.folder is None or self._unsaved is None:
@@ -153,23 +153,33 @@ class Pieces:
         `facts["layout"]`, if present, maps the first component of tensor names to a `Layout`;
         without it only the tensors of rank 0 are stored.
         """
-        assert self.folder is not None
         start = time.monotonic()
         present = world()
         number = present.decided(lambda: max(self._numbers(name), default=0) + 1)
         final = self._path(name, number)
         part = final.with_name(f"{final.name}.part")
         layout: Mapping[str, Layout] = facts.get("layout", {})
-        interrupt.SAVING.set()
-        try:
-            self._on_main(lambda: self._prepare(part))
+        body = {"format_version": FORMAT_VERSION, "identity": self._identity, "facts": dict(facts)}
+
+        def prepare() -> None:
+            part.parent.mkdir(exist_ok=True)
+            part.remove()
+            part.mkdir()
+
+        def write() -> None:
             with alone():
                 own = tensors if present.main else _own(tensors, layout)
-                full = not self._tried(lambda: save_tensors(part / _file(present.rank), own, {}))
-            if present.any(full)[0]:
-                raise OSError(errno.ENOSPC, "no space left for saved progress")
-            body = {"format_version": FORMAT_VERSION, "identity": self._identity}
-            self._on_main(lambda: self._seal(part, final, {**body, "facts": dict(facts)}))
+                save_tensors(part / _file(present.rank), own, {})
+
+        def finish() -> None:
+            seal(part, {**body, "world": present.size})
+            part.rename(final)
+            final.parent.fsync()
+
+        try:
+            _together(prepare, present.main)
+            _together(write)
+            _together(finish, present.main)
         except Exception as problem:
             _discard(part)
             if storage_errno(problem) not in FULL:
@@ -177,40 +187,12 @@ class Pieces:
             self._warn_full(part)
             return False
         finally:
-            interrupt.SAVING.clear()
-            self._cost = time.monotonic() - start
             self._saved_at = time.monotonic()
+            self._cost = self._saved_at - start
         if present.main:
             for old in self._numbers(name):
                 if old <= number - KEPT:
                     _discard(self._path(name, old))
-        return True
-
-    def _prepare(self, part: RunPath) -> None:
-        part.parent.mkdir(exist_ok=True)
-        part.remove()
-        part.mkdir()
-
-    def _seal(self, part: RunPath, final: RunPath, body: Mapping[str, Any]) -> None:
-        seal(part, {**body, "world": world().size})
-        part.rename(final)
-        final.parent.fsync()
-
-    def _on_main(self, work: Callable[[], None]) -> None:
-        """Run `work` on rank 0; a full disk there raises on all processes."""
-        full = world().main and not self._tried(work)
-        if world().any(full)[0]:
-            raise OSError(errno.ENOSPC, "no space left for saved progress")
-
-    @staticmethod
-    def _tried(work: Callable[[], None]) -> bool:
-        """Run `work`; returns False if the disk is full."""
-        try:
-            work()
-        except Exception as problem:
-            if storage_errno(problem) not in FULL:
-                raise
-            return False
         return True
 
     def _due(self) -> bool:
@@ -242,6 +224,20 @@ class Pieces:
 _SHARED = "all processes need the same run folder, on a shared file system"
 
 
+def _together(work: Callable[[], None], takes_part: bool = True) -> None:
+    """Run `work` on the processes that take part; a full disk on one of them raises on all."""
+    full = False
+    if takes_part:
+        try:
+            work()
+        except Exception as problem:
+            if storage_errno(problem) not in FULL:
+                raise
+            full = True
+    if world().any(full)[0]:
+        raise OSError(errno.ENOSPC, "no space left for saved progress")
+
+
 def _discard(folder: RunPath) -> None:
     """Remove a folder if possible; the next start ignores any remains."""
     with suppress(OSError):
@@ -260,19 +256,21 @@ def _tensors(
     """Load this process's tensors of a piece written by any number of processes."""
     before, present = manifest.get("world", 1), world()
     layout: Mapping[str, Layout] = manifest["facts"].get("layout", {})
-    if before == present.size == 1:
-        return TensorFile(folder / _file(0)).tensors()
+
+    def read(rank: int) -> dict[str, Tensor]:
+        return TensorFile(folder / _file(rank)).tensors()
+
     if before == present.size:
-        own = TensorFile(folder / _file(present.rank)).tensors()
-        shared = TensorFile(folder / _file(0)).tensors() if not layout else {}
-        return {**shared, **own}
-    parts = [TensorFile(folder / _file(rank)).tensors() for rank in range(before)]
+        shared = {} if layout or present.main else read(0)
+        return {**shared, **read(present.rank)}
+    parts = [read(rank) for rank in range(before)]
     found: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         every = [part[name] for part in parts if name in part]
         kind = layout.get(name.partition(".")[0], "same")
         if kind == "terms":
-            found[name] = sum(every[present.rank :: present.size], torch.zeros_like(every[0]))
+            terms = present.dealt(every)[present.rank]
+            found[name] = sum(terms, torch.zeros_like(every[0]))
         elif kind == "rows":
             assert span is not None
             start, stop = span(name)

@@ -36,11 +36,8 @@ MAX_READ_BYTES = 256 << 20
 MAX_ENTRIES = 1_000_000
 MAX_DEPTH = 32
 
-_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
-_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
-# O_NONBLOCK: opening a pipe must not block.
-_FILE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_HANDLES = os.open in os.supports_dir_fd  # not on Windows, where each component is checked first
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW  # O_NONBLOCK: a pipe must not block
 
 _KINDS = {
     stat.S_IFLNK: "a symlink",
@@ -143,7 +140,7 @@ class RunPath:
         try:
             return sorted(os.listdir(folder))
         finally:
-            _close(folder)
+            os.close(folder)
 
     def glob(self, pattern: str) -> list[RunPath]:
         """Direct entries of the folder that match `pattern`."""
@@ -204,7 +201,7 @@ class RunPath:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self))
         with self._beside() as (folder, name):
             try:
-                file = os.open(name, flags | _FILE | _NOFOLLOW, 0o666, dir_fd=folder)
+                file = os.open(name, flags | _FILE, 0o666, dir_fd=folder)
             except OSError as problem:
                 raise self._explained(problem) from None
         found = os.fstat(file)
@@ -316,22 +313,18 @@ class RunPath:
 
     def fsync(self) -> None:
         """Flush a file, or a folder's list of entries, to disk."""
-        if os.name == "nt":
-            return
         handle = self._folder() if self.is_dir() else self.descriptor(os.O_RDONLY)
-        if isinstance(handle, int):
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
     def share(self) -> None:
         """Apply the default permissions (umask); safetensors creates files as private."""
         mask = os.umask(0)
         os.umask(mask)
         with self.open() as file:
-            if os.name != "nt":
-                os.fchmod(file.fileno(), 0o666 & ~mask)
+            os.fchmod(file.fileno(), 0o666 & ~mask)
 
     def link_to(self, source: RunPath) -> None:
         """Create a hard link to a file of another run, or a copy if links are not supported."""
@@ -368,16 +361,12 @@ class RunPath:
             return stat.S_IFMT(mode)
         raise RunError(f"{self}: is {_described(mode)}; {_CURE}")
 
-    def _folder(self) -> int | str:
-        """Open this folder component by component; return the path if dir_fd is unsupported."""
-        if not _HANDLES:
-            for depth in range(1, len(self.parts) + 1):
-                RunPath(self.root, *self.parts[:depth])._refuse_link()
-            return str(self)
+    def _folder(self) -> int:
+        """Open this folder component by component, without following links."""
         handle = os.open(self.root, _FOLDER)
         for depth, part in enumerate(self.parts, 1):
             try:
-                below = os.open(part, _FOLDER | _NOFOLLOW, dir_fd=handle)
+                below = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=handle)
             except OSError as problem:
                 raise RunPath(self.root, *self.parts[:depth])._explained(problem) from None
             finally:
@@ -386,21 +375,14 @@ class RunPath:
         return handle
 
     @contextlib.contextmanager
-    def _beside(self) -> Iterator[tuple[int | None, str]]:
+    def _beside(self) -> Iterator[tuple[int, str]]:
         """Yield (file descriptor of the parent folder, name in it)."""
         assert self.parts, "the run folder itself is not a place in it"
         folder = self.parent._folder()
         try:
-            if isinstance(folder, int):
-                yield folder, self.name
-            else:
-                yield None, str(self)
+            yield folder, self.name
         finally:
-            _close(folder)
-
-    def _refuse_link(self) -> None:
-        if self.location.is_symlink():
-            raise RunError(f"{self}: is a symlink; {_CURE}")
+            os.close(folder)
 
     def _explained(self, problem: OSError) -> Exception:
         """The error to raise: a `RunError` for links and special files, else with the full path."""
@@ -417,18 +399,10 @@ _CURE = "a run folder holds plain files and folders only: remove it, or put a co
 
 def _split(name: str) -> Iterator[str]:
     """Split a relative name into parts; refuse one that leaves the run folder."""
-    if name.startswith("/") or (os.name == "nt" and Path(name).drive) or "\0" in name:
+    parts = name.split("/")
+    if name.startswith("/") or ".." in parts or "\0" in name:
         raise RunError(f"{name!r}: leads out of the run folder; give a name inside it")
-    for part in name.split("/"):
-        if part == "..":
-            raise RunError(f"{name!r}: leads out of the run folder; give a name inside it")
-        if part not in ("", "."):
-            yield part
-
-
-def _close(folder: int | str) -> None:
-    if isinstance(folder, int):
-        os.close(folder)
+    return (part for part in parts if part not in ("", "."))
 
 
 def _described(mode: int) -> str:

@@ -1,39 +1,30 @@
 """Progress reporting: units done, throughput, remaining time and peak memory.
 
 The library never prints. A `Reporter` formats progress as lines of text and passes them to a
-callback (the command line prints them) or to the `dualsft` logger. On a terminal one line is
-rewritten in place; otherwise a line is logged every few seconds. Not part of Algorithm 1.
+callback (the command line prints them) or to the `dualsft` logger, every few seconds. Given a
+terminal, it shows bars of `rich.progress` instead. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
 
 import logging
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dualsft.system.usage import peak_memory_gib
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 log = logging.getLogger("dualsft")
 
 RECORD_SECONDS = 5.0  # interval of progress records in metrics.jsonl
 
-
-def peak_memory_gib() -> float:
-    """Peak memory of this process in GiB: GPU memory if CUDA is in use, else resident memory."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 2**30
-    try:
-        with open("/proc/self/status", encoding="ascii") as status:
-            for line in status:
-                if line.startswith("VmHWM"):
-                    return int(line.split()[1]) / 2**20
-    except OSError:
-        pass
-    unit = 2**30 if sys.platform == "darwin" else 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+Show = Callable[[str, int], None]
+"""Shows a line about a task, of which so many units are done."""
 
 
 def clock(seconds: float) -> str:
@@ -51,7 +42,7 @@ class Progress:
     label: str
     total: int
     unit: str
-    show: Callable[[str, bool], None]
+    show: Show
     record: Callable[..., None] | None = None
     interval: float = 5.0
     started: float = field(default_factory=time.monotonic)
@@ -73,7 +64,7 @@ class Progress:
         last = self.done >= self.total
         if last or now - self.shown >= self.interval:
             self.shown = now
-            self.show(self.line(now - self.started), last)
+            self.show(self.line(now - self.started), self.done)
         if self.record is not None and (last or now - self.recorded >= RECORD_SECONDS):
             self.recorded = now
             self.record(**self.state(now - self.started))
@@ -109,22 +100,28 @@ NOTE = "note"
 
 
 class Reporter:
-    """Receives messages, warnings and progress of a run."""
+    """Receives messages, warnings and progress of a run; bars are shown on the given terminal."""
 
     def __init__(
         self,
         write: Callable[[str], None] | None = None,
-        rewrite: Callable[[str, bool], None] | None = None,
+        terminal: Console | None = None,
         interval: float = 5.0,
     ) -> None:
         self._write = write or log.info
         self._warn = write or log.warning
-        self._rewrite = rewrite
         self.interval = interval
         self.warnings: list[str] = []
         self.codes: dict[str, str] = {}
         """The code of each warning: reports look up what it means and its cure."""
         self.metrics: Callable[..., None] | None = None
+        self._bars = None
+        if terminal is not None:
+            from rich.progress import BarColumn, TextColumn
+            from rich.progress import Progress as Bars
+
+            text = TextColumn("{task.description}", markup=False)
+            self._bars = Bars(BarColumn(20), text, console=terminal, auto_refresh=False)
 
     def say(self, message: str) -> None:
         self._write(message)
@@ -140,12 +137,28 @@ class Reporter:
         """Track `total` units of work, of which `done` were completed by an earlier process."""
         if done:
             self.say(f"{label}: resuming after {done:,} of {total:,} {unit}")
+        with self._display(label, total) as (show, interval):
+            yield Progress(label, total, unit, show, self.metrics, interval, done=done, begun=done)
 
-        def show(line: str, last: bool) -> None:
-            if self._rewrite is not None:
-                self._rewrite(line, last)
+    @contextmanager
+    def _display(self, label: str, total: int) -> Iterator[tuple[Show, float]]:
+        """How and how often to show the state of one task: as lines, or as a bar."""
+        bars = self._bars
+        if bars is None:
+            yield lambda line, done: self._write(line), self.interval
+            return
+        bars.start()
+        task = bars.add_task(label, total=total)
+
+        def show(line: str, done: int) -> None:
+            if done >= total:
+                self._write(line)  # stays above the bars
             else:
-                self._write(line)
+                bars.update(task, completed=done, description=line, refresh=True)
 
-        interval = 0.2 if self._rewrite is not None else self.interval
-        yield Progress(label, total, unit, show, self.metrics, interval, done=done, begun=done)
+        try:
+            yield show, 0.2
+        finally:
+            bars.remove_task(task)
+            if not bars.tasks:  # tracked tasks may be nested
+                bars.stop()

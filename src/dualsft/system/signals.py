@@ -19,9 +19,6 @@ SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 
-SAVING = threading.Event()
-"""Set while progress is being saved, which suspends the stop timeout of the watchdog."""
-
 
 class Interrupted(BaseException):
     """The process was asked to stop. A BaseException, so `except Exception` does not catch it."""

@@ -47,9 +47,9 @@ from dualsft.runs.stages.selection import data_budget, final_folder, param_budge
 from dualsft.storage.resume import Pieces
 from dualsft.storage.vectors import ParamVector, Vector
 from dualsft.system.paths import Place, RunPath, run_path
-from dualsft.system.peak_memory import PeakMemory
 from dualsft.system.progress import Reporter
 from dualsft.system.signals import Interrupted
+from dualsft.system.usage import PeakMemory
 
 FOLDER = "diagnostics"
 

@@ -37,10 +37,8 @@ from dualsft.runs.stages.scores import kept_vectors
 from dualsft.runs.stages.selection import data_budget, param_budget
 from dualsft.runs.stages.warmup import warmup_plan
 from dualsft.storage.vectors import accumulation_dtype
-from dualsft.system.disk import free_bytes
-from dualsft.system.peak_memory import PeakMemory
 from dualsft.system.progress import Reporter
-from dualsft.system.usage import free_memory
+from dualsft.system.usage import PeakMemory, free_bytes, free_memory
 
 OPEN_SHARE = 0.1
 """Share of the pool that is scored again in half precision, because it is near the boundary (a

@@ -36,8 +36,7 @@ from dualsft.memory.placement import Scratch
 from dualsft.memory.plans import Activations, LinearFit
 from dualsft.model.load import find_candidates, shallow_model, text_parameters
 from dualsft.runs.context import RunContext
-from dualsft.system.peak_memory import PeakMemory
-from dualsft.system.usage import give_back, is_out_of_memory
+from dualsft.system.usage import PeakMemory, give_back, is_out_of_memory
 from dualsft.train.optimizer import SparseAdamW
 
 DEPTHS = (1, 2)

@@ -35,7 +35,8 @@ def backward(model: nn.Module, step: int, micro_batches: int = 1) -> None:
 
 
 def attached(model: nn.Module, indices: Any = None, **settings: Any) -> SparseAdamW:
-    return SparseAdamW(model.named_parameters(), indices, **({"lr": 1e-3} | settings))
+    lr = settings.pop("lr", 1e-3)
+    return SparseAdamW(model.named_parameters(), indices, lr=lr, **settings)
 
 
 def random_masks(model: nn.Module, share: float, seed: int = 0) -> Masks:

@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM
 import dualsft
 from dualsft.data.examples import Batch, Example, training_order
 from dualsft.errors import ConfigError, RunError
-from dualsft.lab.report import markdown as report
 from dualsft.model.export import written_whole
 from dualsft.model.load import empty_model
 from dualsft.model.resolve import resolve_model
@@ -354,14 +353,6 @@ def test_unknown_stage(make_run: Runner) -> None:
 def test_budget_larger_than_the_pool(make_run: Runner) -> None:
     with pytest.raises(ConfigError, match=r"select\.data_budget.*pool has"):
         make_run("select.data_budget=0.95")
-
-
-def test_a_selection_that_names_no_method_is_reported() -> None:
-    """Runs of before there were other methods: their summaries have no `methods`."""
-    chosen = {"k": 3, "per_module": {"mlp.up_proj": 3}, "per_layer": {"0": 3}}
-    text = report._selection({"selection": chosen})
-    assert "mlp.up_proj" in text and "Methods" not in text
-    assert "data: less" in report._selection({"selection": chosen | {"methods": {"data": "less"}}})
 
 
 # --- interruptions -------------------------------------------------------------------------------

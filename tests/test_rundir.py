@@ -29,7 +29,7 @@ from dualsft.storage.manifest import (
     sha256_file,
 )
 from dualsft.system import paths as run_paths
-from dualsft.system import peak_memory
+from dualsft.system import usage
 from dualsft.system.paths import RunPath
 from dualsft.system.usage import PeakMemory
 
@@ -589,7 +589,7 @@ def test_peak_memory_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
         def read_text(self, *_: object, **__: object) -> str:
             raise PermissionError(str(self))
 
-    monkeypatch.setattr(peak_memory, "Path", NoProc)
+    monkeypatch.setattr(usage, "Path", NoProc)
     with PeakMemory() as memory:
         pass
     assert memory.since_start and memory.rss_bytes > 2**20

@@ -25,6 +25,7 @@ from dualsft.storage.resume import Pieces
 from dualsft.system.signals import Interrupted
 from dualsft.train.loop import train
 from dualsft.train.optimizer import SparseAdamW
+from dualsft.train.step import Part
 
 PLAN = short_training(
     lr=1e-2, epochs=2, batch_size=3, max_grad_norm=0.0, micro_batch_size=None, batch_tokens=256
@@ -78,16 +79,16 @@ def test_inside_the_optimizer_s_step(
             train(model, examples_for(model), optimizer, PLAN, QUIET, "warmup", pieces=pieces)
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
-    real, calls = SparseAdamW._update, [0]
+    real, calls = Part.run, [0]
 
-    def stopped(self: SparseAdamW, *given: object, **named: object) -> object:
+    def stopped(self: Part, *given: object, **named: object) -> object:
         calls[0] += 1
         if calls[0] == update:
             raise Interrupted(2)
         return real(self, *given, **named)  # pyright: ignore
 
     with monkeypatch.context() as patch:
-        patch.setattr(SparseAdamW, "_update", stopped)
+        patch.setattr(Part, "run", stopped)
         interrupted(trained, tmp_path, done)
     resumed(trained, tmp_path)
 

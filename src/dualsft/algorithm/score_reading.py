@@ -115,10 +115,10 @@ def together(work: Callable[P, T]) -> Callable[P, T]:
             found = work(*args, **kwargs)
         except Exception as error:
             world().any(True)  # pairs with the collective call of the processes that succeed
-            world().answers(f"{type(error).__name__}: {error}")
+            world().gather(f"{type(error).__name__}: {error}")
             raise
         if any(world().any(False)):
-            said = world().answers("")
+            said = world().gather("")
             rank = next(rank for rank, words in enumerate(said) if words)
             raise RunError(f"the selection failed in another process, rank {rank}: {said[rank]}")
         return found
@@ -220,7 +220,7 @@ def look(source: ScoreSource) -> Look:
 
 def surveyed(own: Look) -> Survey:
     """Gather the first readings of all processes, check them, and merge their samples."""
-    shares = world().answers(own.share)
+    shares = world().gather(own.share)
     _refuse_misfits(shares)
     stride = max(share.stride for share in shares)
     most = SAMPLE + len(shares)  # each sample may exceed its limit by one
@@ -229,7 +229,7 @@ def surveyed(own: Look) -> Survey:
     return Survey(
         own=own,
         num_total=sum(share.num_scores for share in shares),
-        sample=world().joined(own.keys[:: stride // own.share.stride]),
+        sample=world().concatenated(own.keys[:: stride // own.share.stride]),
     )
 
 

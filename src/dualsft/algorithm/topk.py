@@ -143,7 +143,7 @@ class _Kept:
 
 def topk_signed(source: ScoreSource, k: int) -> TopK:
     """Select the k largest scores over all parameters and all processes."""
-    world().agreed(str(k), "the number of scores to select")
+    world().check_equal(str(k), "the number of scores to select")
     if k < 1:
         raise ValueError(f"k is {k}; at least 1 score must be selected")
     survey = surveyed(look(source))
@@ -220,7 +220,7 @@ def _collect(source: ScoreSource, survey: Survey, bracket: _Bracket, k: int) -> 
     """The k largest, by one reading; None if the bracket misses the k-th or holds too many keys."""
     kept = _kept(source, survey, bracket, k)
     own = [kept.num_kept, kept.num_open, kept.num_positive, kept.num_cut, kept.overfull]
-    total = world().total(np.array(own, np.int64)).tolist()
+    total = world().sum_array(np.array(own, np.int64)).tolist()
     num_kept, num_open, num_positive, num_cut, overfull = total
     if overfull or not num_kept - num_open < k <= num_kept:
         return None
@@ -305,7 +305,7 @@ def _settled(parts: dict[str, list[_Part]], key: int, ties: int) -> dict[str, Te
     equal = np.zeros((len(parts), world().size), np.int64)
     for row, mine in zip(equal, parts.values(), strict=True):
         row[world().rank] = sum(int((part.keys == key).sum()) for part in mine)
-    world().total(equal)
+    world().sum_array(equal)
     before = (
         equal.cumsum().reshape(equal.shape) - equal
     )  # ties that come earlier: by parameter, then by rank

@@ -84,7 +84,7 @@ class World:
         """This process's item in a turn, or None."""
         return turn[self.rank] if self.rank < len(turn) else None
 
-    def dealt(self, items: Sequence[T]) -> list[Sequence[T]]:
+    def round_robin(self, items: Sequence[T]) -> list[Sequence[T]]:
         """Items of each process by rank, assigned round-robin."""
         return [items[rank :: self.size] for rank in range(self.size)]
 
@@ -110,7 +110,7 @@ class World:
 
     # --- object collectives ---------------------------------------------------------------------
 
-    def told(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Broadcast the value of rank 0; the values of other ranks are ignored."""
         if self.size == 1:
             return value
@@ -118,11 +118,11 @@ class World:
         dist.broadcast_object_list(box, src=0)
         return box[0]  # pyright: ignore[reportReturnType]
 
-    def decided(self, make: Callable[[], T]) -> T:
+    def on_main(self, make: Callable[[], T]) -> T:
         """Call `make` on rank 0 only and broadcast the result."""
-        return self.told(make() if self.main else None)  # pyright: ignore[reportReturnType]
+        return self.broadcast(make() if self.main else None)  # pyright: ignore[reportReturnType]
 
-    def answers(self, value: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         """Gather the values of all processes, by rank."""
         if self.size == 1:
             return [value]
@@ -142,9 +142,9 @@ class World:
         """Wait until all processes reach this call."""
         self.any(False)
 
-    def agreed(self, value: str, what: str) -> None:
+    def check_equal(self, value: str, what: str) -> None:
         """Raise on all processes if their values differ."""
-        found = self.answers(value)
+        found = self.gather(value)
         odd = [rank for rank, other in enumerate(found) if other != found[0]]
         if odd:
             raise RunError(
@@ -166,31 +166,31 @@ class World:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
-    def total(self, values: np.ndarray) -> np.ndarray:
+    def sum_array(self, values: np.ndarray) -> np.ndarray:
         """Sum a NumPy array over the processes, in place."""
         if self.size > 1 and values.size:
             dist.all_reduce(torch.from_numpy(values))
         return values
 
-    def joined(self, own: Tensor) -> Tensor:
+    def concatenated(self, own: Tensor) -> Tensor:
         """Concatenate the 1-D tensors of all processes, of any lengths, on every process."""
         if self.size == 1:
             return own
-        counts = self.answers(own.numel())
+        counts = self.gather(own.numel())
         padded = own.new_zeros(max(1, *counts))
         padded[: own.numel()] = own
         every = own.new_empty(self.size * len(padded))
-        gather(every, padded)
+        all_gather(every, padded)
         parts = every.view(self.size, -1)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def across(self, count: int) -> int:
         """Total count: the sum over processes if sharded, else `count`."""
-        return sum(self.answers(count)) if self.sharded else count
+        return sum(self.gather(count)) if self.sharded else count
 
     def kept(self, own: Tensor) -> Tensor:
         """The 1-D tensor to keep: this process's own if sharded, else all concatenated."""
-        return own if self.sharded else self.joined(own)
+        return own if self.sharded else self.concatenated(own)
 
     def at_main(self, owner: int, make: Callable[[], Tensor], like: Tensor) -> Tensor | None:
         """Call `make` on rank `owner` and send the result to rank 0, in host memory.
@@ -237,9 +237,9 @@ class World:
         return self.sum_(tensor) if self.sharded else tensor
 
     def agreed_copies(self, value: str, what: str) -> None:
-        """As `agreed`, for something of which each process has a copy, or if sharded its rows."""
+        """As `check_equal`, for something that each process has a copy or, if sharded, rows of."""
         if not self.sharded:
-            self.agreed(value, what)
+            self.check_equal(value, what)
 
     # --- what a run does differently with several processes ---------------------------------------
 
@@ -263,11 +263,11 @@ class World:
         """Raise unless every process sees what rank 0 writes to `folder`."""
         if self.size == 1:
             return
-        probe = folder / f".{self.told(secrets.token_hex(8))}.tmp"
+        probe = folder / f".{self.broadcast(secrets.token_hex(8))}.tmp"
         if self.main:
             probe.write_bytes(b"")
         self.barrier()
-        missing = self.answers(probe.is_file()).count(False)
+        missing = self.gather(probe.is_file()).count(False)
         if self.main:
             probe.unlink()
         if missing:
@@ -352,7 +352,7 @@ class World:
             raise RunError(f"{self.name} ran out of memory: {message}")
 
 
-def gather(every: Tensor, own: Tensor) -> None:
+def all_gather(every: Tensor, own: Tensor) -> None:
     """All-gather equally sized tensors into one, by rank."""
     newer = getattr(dist, "all_gather_single", None)  # new name in torch 2.13
     (newer or dist.all_gather_into_tensor)(every, own)

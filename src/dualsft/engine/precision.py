@@ -49,7 +49,7 @@ def precise(
         for p in model.parameters()
         if p.dtype in HALF_DTYPES
     )
-    fits = world().told(more <= MOST_OF_FREE * free_memory(models[0].device))
+    fits = world().broadcast(more <= MOST_OF_FREE * free_memory(models[0].device))
     if wanted and not fits:
         warn(
             f"{label}: fp32 weights would take {more / 2**30:.1f} GiB more and leave too little "

@@ -150,10 +150,10 @@ class SketchRows:
     def reduce(self) -> None:
         """Gather the rows of all processes; each row is nonzero on one of them, so sums are
         exact."""
-        world().total(self.norms)
+        world().sum_array(self.norms)
         for rows in _row_slices(self.count, self.dim * 4):
             part = self.stored[rows].astype(np.promote_types(self.stored.dtype, np.float32))
-            self.stored[rows] = world().total(part)
+            self.stored[rows] = world().sum_array(part)
 
     def add(self, rows: Sequence[int], sketches_Bp: np.ndarray) -> None:
         """Add sketches to these rows (parts of a gradient arrive in several walks)."""

@@ -126,7 +126,7 @@ class _Walk:
         """Walk under the best plan; after running out of memory, again from the last saved state
         under a smaller one."""
         state, settings = self.state, self.settings
-        plans, memory = world().told(self._plans())
+        plans, memory = world().broadcast(self._plans())
         fallback = Fallback(
             self.label, plans, memory, settings.batch_tokens, self.reporter.warn, settings.note
         )

@@ -149,7 +149,7 @@ class WalkState:
     def reduce(self) -> PassResult:
         """Sum over the processes: each example was processed once, G is a sum over examples."""
         for output in self.outputs.values():
-            world().total(output)
+            world().sum_array(output)
         if self.sketches is not None:
             self.sketches.reduce()
         for block in self.sums.tensors.values() if self.sums is not None else ():

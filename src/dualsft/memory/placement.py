@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import Tensor
 
-from dualsft.distributed.world import gather, scatter_sum, world
+from dualsft.distributed.world import all_gather, scatter_sum, world
 from dualsft.memory.plans import Plan
 from dualsft.memory.streaming import BlockStream, DtypeOf, in_host_memory, on_device
 from dualsft.model.load import Candidates
@@ -187,7 +187,7 @@ class ShardedPlacement(Placement):
     def _gathered(self, name: str) -> Tensor:
         rows, shape = self._rows[name], self._shapes[name]
         every = rows.new_empty(world().size * len(rows))
-        gather(every, rows)
+        all_gather(every, rows)
         return every[: shape.numel()].view(shape)
 
     def _reduce(self, name: str, block: Tensor) -> None:

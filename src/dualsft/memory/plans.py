@@ -380,7 +380,7 @@ def memory_errors_shared(label: str, shape: Shape | None = None) -> Iterator[Non
         ) from None
     if not any(world().any(failed is not None)):
         return
-    reports = world().answers(None if failed is None else (failed, shape))
+    reports = world().gather(None if failed is None else (failed, shape))
     failures = [report for report in reports if report is not None]
     # of several shapes the one with the fewest tokens once its batch is halved
     shapes = [shape for _, shape in failures if shape is not None]

@@ -79,7 +79,7 @@ def load_sharded(
             local_rows(p).copy_(rows.to_local())
         given = dict(whole.named_buffers()) if whole is not None else {}
         for name, buffer in list(model.named_buffers()):  # FSDP2 does not shard buffers
-            value = present.decided(lambda name=name: given[name].cpu())
+            value = present.on_main(lambda name=name: given[name].cpu())
             owner, _, key = name.rpartition(".")
             setattr(model.get_submodule(owner), key, value.to(device, buffer.dtype))
     vars(model)[_GATHERED] = _find_gathered(model)

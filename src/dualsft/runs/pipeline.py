@@ -181,8 +181,8 @@ def run(
 def _check_same(rundir: RunDir, config: Config) -> None:
     """Raise unless all processes have the same settings, packages and run folder."""
     text = "\n".join([settings.to_yaml(config), *settings.consent_of(config)])
-    world().agreed(sha256_text(text), "the configuration (its hash)")
-    world().agreed(json.dumps(versions(), sort_keys=True), "what is installed")
+    world().check_equal(sha256_text(text), "the configuration (its hash)")
+    world().check_equal(json.dumps(versions(), sort_keys=True), "what is installed")
     world().check_shared(rundir.path)
 
 
@@ -190,8 +190,8 @@ def _check_same(rundir: RunDir, config: Config) -> None:
 def _settled(ctx: RunContext) -> Iterator[None]:
     """Set the world to replicated or sharded, as chosen by `parallel.mode`."""
     parallel, present = ctx.config.parallel, world()
-    present.decided(lambda: str(ctx.model_folder))  # rank 0 downloads the model first
-    sharded = launched(parallel.mode == "shard") and present.decided(lambda: _is_sharded(ctx))
+    present.on_main(lambda: str(ctx.model_folder))  # rank 0 downloads the model first
+    sharded = launched(parallel.mode == "shard") and present.on_main(lambda: _is_sharded(ctx))
     if sharded and (problems := _not_sharded(ctx.config)):
         raise ConfigError(problems)
     with settled(sharded=sharded, offload=sharded and parallel.offload) as present:
@@ -238,7 +238,7 @@ def _is_sharded(ctx: RunContext) -> bool:
     if mode != "auto" or device.type != "cuda":
         return mode == "shard"
     empty = empty_model(ctx.model_folder, ctx.trusted)
-    shape = ModelShape.of(empty, ctx.candidates(empty).parameters, ctx.dtype.itemsize)
+    shape = ModelShape.of(empty, ctx.candidates(empty), ctx.dtype.itemsize)
     needs = [scoring_memory(shape, 1, sharded=False)]
     warmup = ctx.config.warmup
     if warmup.epochs and not warmup.offload and warmup.trainable == "all":
@@ -383,7 +383,7 @@ def _reused(ctx: RunContext, stage: Stage, hashes: Mapping[str, str]) -> tuple[F
 def _ensure(ctx: RunContext, stage: Stage, hashes: Mapping[str, str]) -> str:
     """Reuse the finished stage or run it; returns its fingerprint's hash."""
     present = world()
-    fingerprint, ready = present.decided(lambda: _reused(ctx, stage, hashes))
+    fingerprint, ready = present.on_main(lambda: _reused(ctx, stage, hashes))
     if not ready:
         if stage.together(ctx):
             _compute_stage(ctx, stage, fingerprint)

@@ -88,7 +88,7 @@ class Pieces:
 
         `span` maps a tensor with layout `rows` to the flat range that this process loads.
         """
-        number = world().decided(lambda: self._newest(name))
+        number = world().on_main(lambda: self._newest(name))
         if number is None:
             return None
         folder = self._path(name, number)
@@ -155,7 +155,7 @@ class Pieces:
         """
         start = time.monotonic()
         present = world()
-        number = present.decided(lambda: max(self._numbers(name), default=0) + 1)
+        number = present.on_main(lambda: max(self._numbers(name), default=0) + 1)
         final = self._path(name, number)
         part = final.with_name(f"{final.name}.part")
         layout: Mapping[str, Layout] = facts.get("layout", {})
@@ -269,7 +269,7 @@ def _tensors(
         every = [part[name] for part in parts if name in part]
         kind = layout.get(name.partition(".")[0], "same")
         if kind == "terms":
-            terms = present.dealt(every)[present.rank]
+            terms = present.round_robin(every)[present.rank]
             found[name] = sum(terms, torch.zeros_like(every[0]))
         elif kind == "rows":
             assert span is not None

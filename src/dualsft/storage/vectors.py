@@ -167,7 +167,7 @@ class Vector(Mapping[str, Tensor]):
         # Each process checks its own rows; the smallest index over all processes is the result.
         names = list(self.forms)
         found = next(filter(self._is_nonfinite, names), None)
-        numbers = world().answers(len(names) if found is None else names.index(found))
+        numbers = world().gather(len(names) if found is None else names.index(found))
         return names[min(numbers)] if min(numbers) < len(names) else None
 
     def _is_nonfinite(self, name: str) -> bool:
@@ -304,7 +304,7 @@ class PartedVector(ParamVector):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
-        counts = world().answers({name: t.numel() for name, t in tensors.items()})
+        counts = world().gather({name: t.numel() for name, t in tensors.items()})
         self._counts = {name: [found[name] for found in counts] for name in tensors}
         self.forms = {
             name: Form(t.dtype, torch.Size([sum(self._counts[name])]))
@@ -387,7 +387,7 @@ class Products:
     def _blocks(self) -> dict[tuple[str, str], dict[str, float]]:
         """Products by pair and parameter; synchronizes with the device once."""
         sums = torch.stack([total.to(self._sums[0].device) for total in self._sums]).cpu()
-        columns = world().total(sums.numpy()).T.tolist()
+        columns = world().sum_array(sums.numpy()).T.tolist()
         return {
             pair: dict(zip(self._names, column, strict=True))
             for pair, column in zip(self._pairs, columns, strict=True)

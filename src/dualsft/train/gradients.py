@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dualsft.distributed.world import gather as all_gather
-from dualsft.distributed.world import scatter_sum, world
+from dualsft.distributed.world import all_gather, scatter_sum, world
 from dualsft.train.compact import MASTER_DTYPES, CompactIndex, num_buckets_of
 from dualsft.train.step import gather
 
@@ -237,7 +236,7 @@ class ShardedGradients(FreedGradients):
 
     def select(self, indices: Mask) -> None:
         super().select(indices)
-        counts = world().answers({name: self.count(name) for name in indices})
+        counts = world().gather({name: self.count(name) for name in indices})
         shares = {name: [found.get(name, 0) for found in counts] for name in self.params}
         self.shares = {name: share for name, share in shares.items() if any(share)}
 

@@ -291,7 +291,7 @@ class _Loop:
         to the host together, so there is one device synchronization per step.
         """
         device, optimizer, plan = device_of(self.model), self.optimizer, self.plan
-        shares = [micro_batches(share, plan) for share in world().dealt(rows)]
+        shares = [micro_batches(share, plan) for share in world().round_robin(rows)]
         pieces = shares[world().rank]
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(_noise_seed(plan.seed, step) + world().rank)
@@ -304,9 +304,9 @@ class _Loop:
         done = [example for piece in pieces for example in piece]
         bad = [e for e, loss in zip(done, each, strict=True) if not math.isfinite(loss)]
         mean = sum(values[1 : 1 + len(pieces)]) / len(rows)
-        mean, wrong = world().total(np.array([mean, float(bool(bad) or not finite)])).tolist()
+        mean, wrong = world().sum_array(np.array([mean, float(bool(bad) or not finite)])).tolist()
         if wrong:
-            bad = [example for found in world().answers(bad) for example in found]
+            bad = [example for found in world().gather(bad) for example in found]
             what = f"the loss of {named(bad)}" if bad else f"the gradient over {named(rows)}"
             optimizer.zero_grad()
             raise RunError(
@@ -358,7 +358,7 @@ class _Loop:
                 ) from None
             failure = full.shape, str(full)
         if any(world().any(failure is not None)):
-            failures = [one for one in world().answers(failure) if one is not None]
+            failures = [one for one in world().gather(failure) if one is not None]
             # the shape with the fewest tokens once its batch is halved
             raise _Full(*min(failures, key=lambda one: one[0][0] // 2 * one[0][1]))
         return losses

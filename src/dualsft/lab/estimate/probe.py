@@ -190,12 +190,12 @@ class _Measurement:
         # one batch of the pool pass, with a scratch vector as G and direction
         scratch = Scratch(engine.candidates, engine.candidates.dtype, engine.device)
         objective = loss_objective(engine.model)
-        with engine.tapped(sums=scratch, direction=scratch, bounds=True) as taps:
+        with engine.tapped(scratch, bounds=True) as taps:
 
             def walk(batch: Batch) -> None:
                 taps.begin(len(batch.input_ids))
                 objective(batch, engine.head_observer(taps))[0].backward()
-                taps.dots.cpu()
+                taps.outputs()["dots"].cpu()
 
             return Walks(loss, cwsd, self._seconds(walk))
 

@@ -189,7 +189,7 @@ def _compare_batch(
                     "at these rows, lower finetune.lr, or use model.dtype=float32)"
                 )
     if any(world().any(smaller is not None)):  # all processes retry the turn with smaller batches
-        budget, words = min(found for found in world().answers(smaller) if found is not None)
+        budget, words = min(found for found in world().gather(smaller) if found is not None)
         ctx.reporter.warn(f"{label}: {words}", code="out_of_memory")
         return budget
     if is_own and measured is not None:

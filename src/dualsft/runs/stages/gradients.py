@@ -113,7 +113,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
 def _stored(ctx: RunContext, vector: Vector, path: RunPath) -> Vector:
     """Write a vector and return it as a lazy vector that reads from the file."""
     vector.save(path)
-    path = world().told(path)  # broadcast: only rank 0's file is kept
+    path = world().broadcast(path)  # broadcast: only rank 0's file is kept
     if ctx.device.type == "cuda":
         ctx.pieces.forget()  # the saved progress of the walk still references its memory
     return LazyVector.open(path, list(vector), ctx.device)

@@ -54,8 +54,8 @@ def test_scores_are_those_of_the_dense_formula(count: int, dim: int, rho: float)
     pool, val = gradients(count, dim), gradients(9, dim, seed=1)
     got = calibrate(rows_of(pool, exact=True), rows_of(val, exact=True), 0, CPU, rho)
     expected = oracle.calibrated_scores(pool, val, rho)
-    assert np.abs(got.scores - expected.numpy()).max() <= 1e-7 * float(expected.abs().max())
-    assert got.residual <= 1e-6
+    assert np.abs(got.scores - expected.numpy()).max() <= 1e-9 * float(expected.abs().max())
+    assert got.residual <= 1e-12
 
 
 def test_lengths_repeats_and_order_do_not_change_the_ranking() -> None:

@@ -66,7 +66,13 @@ def test_summary_lines(
     config = settings.load("quickstart", overrides)
     lines = list(run_quickstart(config, tmp_path / "run", Reporter(lambda _: None)))
     text = "\n".join(lines)
-    parts = ["new skill", "old behaviour", "wrong examples", "λ = 0.8 relative", "λ = 0.8 absolute"]
+    parts = [
+        "new skill",
+        "old behaviour",
+        "wrong examples",
+        "calibrated scores",
+        "the paper's scores",
+    ]
     parts += [
         "by module",
         "by layer",

@@ -16,6 +16,7 @@ from worlds import short_training
 
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.sketch import Sketch
 from dualsft.engine.walk import PassSettings, loss_objective, remaining_batches, walk
 from dualsft.model.load import find_candidates
 from dualsft.runs.folder import RunDir
@@ -165,9 +166,12 @@ def scored(pieces: Pieces, arch: str = "gemma3") -> dict[str, Any]:
         sums=sums,
         direction=direction,
         bounds=True,
+        sketch=Sketch(16, seed=0, purpose="test"),
     )
+    assert result.sketches is not None
     bits = {name: block.clone() for name, block in sums.items()}
     arrays = {n: getattr(result, n) for n in ("values", "dots", "inner_sums")}
+    arrays |= result.sketches.arrays
     return bits | {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 

@@ -17,11 +17,13 @@ from dualsft.config import settings
 from dualsft.data.examples import Example, collate
 from dualsft.engine import sketch as sketch_module
 from dualsft.engine.ghost import alone
-from dualsft.engine.sketch import Sketch, Sketcher, sides
+from dualsft.engine.sketch import Sketch, sides
 from dualsft.errors import RunError
 from dualsft.lab.methods import per_example as module
+from dualsft.lab.methods import sketcher as sketcher_module
 from dualsft.lab.methods.greedy import linear_maps
 from dualsft.lab.methods.per_example import per_example
+from dualsft.lab.methods.sketcher import Sketcher
 from dualsft.model.load import find_candidates
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
@@ -104,7 +106,7 @@ def test_formed_gradients_give_the_same_in_any_chunks(
         return gradient.mul_(2.0)
 
     for limit in (1, 5000, 1 << 22):
-        monkeypatch.setattr(sketch_module, "FORMED_ENTRIES", {"cpu": limit})
+        monkeypatch.setattr(sketcher_module, "FORMED_ENTRIES", {"cpu": limit})
         with sketcher.tapped(transform) as taps:
             torch.testing.assert_close(sketcher.of_batch(taps, batch), 2 * plain)
     assert {1, 5} <= set(seen)

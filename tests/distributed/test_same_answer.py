@@ -31,6 +31,8 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("score.checkpointing=true", "finetune.checkpointing=true", "finetune.max_grad_norm=0.05"),
     ),
     "llama, fisher": ("llama", ("score.preservation=fisher", "score.lam_relative=true")),
+    "llama, calibrated": ("llama", ("score.form=calibrated", "score.sketch_dim=64")),
+    "gpt2, calibrated": ("gpt2", ("score.form=calibrated", "score.sketch_dim=64")),
     "llama, whole model": ("llama", ("method.params=all", "method.data=random")),
 }
 
@@ -76,6 +78,10 @@ def test_two_processes(
 ) -> None:
     """Two configurations: replicated and sharded, two architectures."""
     wanted = [("llama", "shard", "float64"), ("gpt2", "replicate", "float32")]
+    wanted += [
+        ("gpt2, calibrated", "shard", "float64"),
+        ("llama, calibrated", "replicate", "float64"),
+    ]
     compare(2, wanted, make_run, model_folder, corpus, tmp_path)
 
 

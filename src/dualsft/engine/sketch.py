@@ -1,53 +1,37 @@
 """Sketches of per-example gradients: random projections to a few thousand numbers, in batches.
 
-Not part of Algorithm 1: for methods that compare examples by their gradients (LESS and SPICE,
-docs/methods.md). The gradient G_n = Σ_t ε_t a_tᵀ of a linear map becomes Lᵀ G_n R / √dim, where L
-and R are random signs of that map and the result has p x q = dim numbers. The sketches of all maps
-are added up. Inner products of sketches equal those of the gradients in expectation; the error per
-map is that of a p- and a q-dimensional projection, and averages out over many maps. The full
-gradient of an example is never formed: (Lᵀ ε_t)(Rᵀ a_t)ᵀ is summed over its tokens. Only if a
-transform applies to the entries of the gradient first (LESS's Adam direction), gradients are
-formed, for one map at a time.
+For the calibrated scores of Algorithm 1 line 8 (`algorithm/calibration.py`), and for methods that
+compare examples by their gradients (LESS and SPICE, docs/methods.md). The gradient
+G_n = Σ_t ε_t a_tᵀ of a linear map becomes Lᵀ G_n R / √dim, where L and R are random signs of that
+map and the result has p x q = dim numbers. The sketches of all maps are added up. Inner products of
+sketches equal those of the gradients in expectation; the error per map is that of a p- and a
+q-dimensional projection, and averages out over many maps. The full gradient of an example is never
+formed: (Lᵀ ε_t)(Rᵀ a_t)ᵀ is summed over its tokens.
 
 A dense sketch multiplies the flattened gradient of each map by a matrix of random signs that is
 generated in chunks: the classic projection, with somewhat smaller errors, at a cost of dim signs
 per entry and batch.
 
-The signs depend only on the seed, the purpose and the name of the map. As in the ghost engine
-(`engine/rules.py`), each use of a linear map is observed with its input and output gradient.
+The signs depend only on the seed, the purpose and the name of the map.
 
 Shape letters: B examples, T positions, I inputs, O outputs, p and q numbers of a sketch's sides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from dualsft.data.examples import Batch, digest
+from dualsft.data.examples import digest
 from dualsft.distributed.world import world
-from dualsft.engine.fused import checkpointed, fused_blocks
-from dualsft.engine.ghost import frozen, start_graph
-from dualsft.engine.losses import example_objective
-from dualsft.engine.rules import LinearRule
 from dualsft.storage.vectors import accumulation_dtype
-from dualsft.system.usage import give_back, is_out_of_memory
-
-Transform = Callable[[str, Tensor, slice], Tensor]
-"""(parameter, gradients [B, O, I] of some examples, their slice of the batch) -> what to project;
-may overwrite the gradients."""
 
 BLOCK_SIGNS = 1 << 24
 """Signs of a dense sketch generated at a time. Changing it changes the signs."""
-FORMED_ENTRIES = {"cpu": 1 << 22, "cuda": 1 << 27}
-"""Maximum entries of per-example gradients of one map formed at a time."""
 
 
 def sides(dim: int) -> tuple[int, int]:
@@ -197,92 +181,3 @@ def _row_slices(count: int, row_bytes: int) -> Iterator[slice]:
     step = max(1, ROW_BLOCK_BYTES // row_bytes)
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
-
-
-@dataclass
-class SketchTaps:
-    """Accumulator of one backward pass: the sketch of each example of the batch."""
-
-    sketch: Sketch
-    transform: Transform | None
-    dtype: torch.dtype
-    device: torch.device
-    bounds: bool = False
-    num_examples: int = 0
-    total: Tensor = field(init=False)
-
-    def begin(self, num_examples: int) -> None:
-        """Reset the sketches for a new batch."""
-        self.num_examples = num_examples
-        shape = (num_examples, self.sketch.dim)
-        self.total = torch.zeros(shape, dtype=self.dtype, device=self.device)
-
-
-class _SketchRule(LinearRule):
-    """Adds the sketch of each use of a linear map to the total."""
-
-    def observe(self, taps: Any, x_BTI: Tensor, norms_BT: Tensor | None, grad_BTO: Tensor) -> None:
-        name, sketch = self.names[0], taps.sketch
-        if taps.transform is None and not sketch.dense:
-            taps.total += sketch.of_tokens(name, x_BTI, grad_BTO)
-            return
-        size = grad_BTO.shape[-1] * x_BTI.shape[-1]
-        limit = FORMED_ENTRIES.get(grad_BTO.device.type, FORMED_ENTRIES["cpu"])
-        step = max(1, limit // size)
-        for start in range(0, len(x_BTI), step):
-            some = slice(start, min(start + step, len(x_BTI)))
-            left, right = grad_BTO[some].to(taps.dtype), x_BTI[some].to(taps.dtype)
-            formed = torch.bmm(left.mT, right)
-            if taps.transform is not None:
-                formed = taps.transform(name, formed, some)
-            taps.total[some] += sketch.of_matrices(name, formed)
-
-
-class Sketcher:
-    """Sketches of per-example gradients with respect to some linear maps of a model.
-
-    While it is tapped, no parameter of the model requires a gradient.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        modules: Mapping[str, nn.Module],
-        sketch: Sketch,
-        checkpointing: bool | None = None,
-    ) -> None:
-        """`modules` are linear maps, keyed by the name of their weight. `checkpointing` recomputes
-        activations in the backward pass; None: off until the first out-of-memory."""
-        self.model, self.sketch, self.checkpointing = model, sketch, checkpointing
-        self.rules = [_SketchRule(module, {"weight": name}) for name, module in modules.items()]
-        self.dtype = accumulation_dtype(next(model.parameters()).dtype)
-
-    @contextmanager
-    def tapped(self, transform: Transform | None = None) -> Iterator[SketchTaps]:
-        """Observe every backward pass inside the context; restores the model on exit."""
-        taps = SketchTaps(self.sketch, transform, self.dtype, self.model.device)
-        with ExitStack() as stack:
-            stack.enter_context(frozen(self.model))
-            stack.enter_context(fused_blocks(self.model, wide=True))
-            for rule in self.rules:
-                stack.enter_context(rule.attached(taps))  # pyright: ignore[reportArgumentType]
-            stack.callback(start_graph(self.model.get_input_embeddings()).remove)
-            yield taps
-
-    def of_batch(self, taps: SketchTaps, batch: Batch) -> Tensor:
-        """Sketches of the loss gradient of each example of a batch: [B, dim]."""
-        try:
-            return self._differentiate(taps, batch)
-        except Exception as problem:
-            if self.checkpointing is not None or not is_out_of_memory(problem):
-                raise
-        give_back(self.model.device)
-        self.checkpointing = True  # same results, less memory
-        return self._differentiate(taps, batch)
-
-    def _differentiate(self, taps: SketchTaps, batch: Batch) -> Tensor:
-        taps.begin(len(batch.input_ids))
-        with torch.enable_grad(), checkpointed(self.model, bool(self.checkpointing)):
-            objective, _ = example_objective(self.model, batch)
-            objective.backward()
-        return taps.total

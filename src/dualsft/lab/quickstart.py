@@ -1,8 +1,8 @@
 """The quickstart: Algorithm 1 on a real small model and a generated corpus.
 
 Runs the `quickstart` recipe and prints a summary: the loss on the new skill and on old behaviour,
-the share of wrong examples in the pool and in the selection (with the recipe's relative λ, and for
-comparison with the paper's absolute λ = 0.8), the selected parameters by layer and module, one
+the share of wrong examples in the pool and in the selection (with the recipe's scores, and for
+comparison with the paper's, λ = 0.8 absolute), the selected parameters by layer and module, one
 prompt answered before and after, and the time and memory of each stage.
 """
 
@@ -85,13 +85,14 @@ def _wrong(ctx: RunContext) -> Iterator[str]:
     chosen = set((ctx.folder("selection") / "ids.json").read_json())
     selected = np.array([e.id in chosen for e in pool])
     score = ctx.config.score
-    kind = "relative" if score.lam_relative else "absolute"
+    literal = f"literal, λ = {score.lam:g} {'relative' if score.lam_relative else 'absolute'}"
+    kind = literal if score.form == "literal" else "calibrated scores"
     yield f"wrong examples      pool {100 * wrong.mean():5.1f} %"
-    yield f"  selected          {100 * wrong[selected].mean():10.1f} %   (λ = {score.lam:g} {kind})"
+    yield f"  selected          {100 * wrong[selected].mean():10.1f} %   ({kind})"
     absolute = replace(ctx.config, score=replace(score, lam=0.8, lam_relative=False))
     other = _top_under(ctx, absolute, int(selected.sum()))
     share = 100 * wrong[other].mean()
-    yield f"  selected          {share:10.1f} %   (λ = 0.8 absolute, the paper's)"
+    yield f"  selected          {share:10.1f} %   (the paper's scores, λ = 0.8)"
     yield ""
 
 

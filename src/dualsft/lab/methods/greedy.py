@@ -42,9 +42,10 @@ from transformers import PreTrainedModel
 
 from dualsft.data.examples import Batch, Example
 from dualsft.engine.losses import Positions, last_hidden
-from dualsft.engine.sketch import Sketch, Sketcher
+from dualsft.engine.sketch import Sketch
 from dualsft.errors import ConfigError
 from dualsft.lab.methods.per_example import per_example
+from dualsft.lab.methods.sketcher import Sketcher
 from dualsft.model.load import is_linear, output_head
 from dualsft.runs.method import DataChoice, DataMethod, Job
 from dualsft.storage.vectors import accumulation_dtype, reduction_dtype

@@ -28,9 +28,10 @@ from transformers.pytorch_utils import Conv1D
 
 from dualsft.config.methods import Entry
 from dualsft.data.examples import Batch, Example
-from dualsft.engine.sketch import Sketch, Sketcher, Transform
+from dualsft.engine.sketch import Sketch
 from dualsft.errors import ConfigError
 from dualsft.lab.methods.per_example import per_example, top
+from dualsft.lab.methods.sketcher import Sketcher, Transform
 from dualsft.model.load import decoder_blocks, is_linear
 from dualsft.runs.method import DataChoice, DataMethod, Job
 from dualsft.storage.vectors import accumulation_dtype

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MEASURED = Path(__file__).with_name("measured") / "smollm2_gsm8k"
+FORMS = Path(__file__).with_name("measured") / "score_forms" / "smollm2_135m.json"
 BASE, OWN = "base model", "dualsft"
 FILES = {"gsm8k_test": "GSM8K test", "alpaca": "Alpaca", "code": "code"}
 TASKS = {
@@ -41,6 +42,8 @@ def tables() -> dict[str, str]:
         "costs": costs(results["rows"], resources["rows"]),
         "benchmarks": benchmarks(results["rows"], read("benchmarks")),
         "seeds": seeds(results["rows"], read("seeds")),
+        "forms": forms(json.loads(FORMS.read_text(encoding="utf-8"))),
+        "damping": damping(json.loads(FORMS.read_text(encoding="utf-8"))),
     }
 
 
@@ -131,6 +134,58 @@ def _spread(values: Sequence[float], show: Callable[[float], str]) -> str:
 
 def _interval(found: Mapping[str, float]) -> str:
     return f"{_signed(found['mean'])} [{_signed(found['low'])}, {_signed(found['high'])}]"
+
+
+POOLS = {
+    "mixed": "thirds, target GSM8K",
+    "code": "thirds, target code",
+    "ten": "a tenth GSM8K",
+    "noisy": "GSM8K, 40 % wrong answers",
+    "clean": "GSM8K",
+}
+
+
+def forms(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Loss after training on the rows of each form, and the share of them off target or wrong."""
+    # (title, key of the loss, form and damping of the share)
+    columns = {
+        "random": ("random", None, None),
+        "target rows": ("target", None, None),
+        "inner product": ("dot", "dot", None),
+        "cosine": ("cos128", "cos128", None),
+        "ridge": ("a128@1e-03", "a128", "1e-03"),
+        "ridge over leverage": ("b128@1e-03", "b128", "1e-03"),
+        "unit rows": ("c128@1e-03", "c128", "1e-03"),
+        "unit rows, unit validation rows": ("c128@1e-03vu", "cvu128", "1e-03"),
+    }
+    lines = [["pool", "seed", *columns]]
+    for cell in sorted(cells, key=lambda c: (list(POOLS).index(c["pool"]), c["seed"])):
+        line = [POOLS[cell["pool"]], str(cell["seed"])]
+        for key, form, rho in columns.values():
+            draws = [v for name, v in cell["loss"].items() if name.rstrip("0123456789") == key]
+            found = [cell["loss"][key]] if form else draws
+            text = f"{statistics.mean(found):.3f}" if found else ""
+            if form and cell["pool"] != "clean":
+                share = cell["off_target"][form]
+                text += f" ({100 * (share if rho is None else share[rho]):.0f} %)"
+            line.append(text)
+        lines.append(line)
+    return _markdown(lines)
+
+
+def damping(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Mean share of rows off target or wrong by ρ and size of the sketch, and where the cosine of
+    the halves is largest."""
+    rhos = ("1e-01", "1e-02", "3e-03", "1e-03", "3e-04", "1e-04")
+    lines = [["pool", "numbers per example", "cosine", *(f"ρ = {rho}" for rho in rhos)]]
+    for pool in [name for name in POOLS if name != "clean"]:
+        found = [cell["off_target"] for cell in cells if cell["pool"] == pool]
+        for side in (16, 32, 64, 128):
+            shares = [statistics.mean(f[f"cvu{side}"][rho] for f in found) for rho in rhos]
+            cosine = statistics.mean(f[f"cvu{side}"]["1e+09"] for f in found)
+            texts = [f"{100 * share:.1f} %" for share in (cosine, *shares)]
+            lines.append([POOLS[pool], f"{side * side:,}", *texts])
+    return _markdown(lines)
 
 
 def _markdown(lines: Sequence[Sequence[str]]) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dualsft.algorithm.calibration import scored_by_sketches
+from dualsft.algorithm.duplicates import Duplicates
 from dualsft.algorithm.gradients import pool_gradient, prior_gradient, validation_gradient
 from dualsft.algorithm.projection import Scored, projection_terms
 from dualsft.algorithm.scores import (
@@ -63,6 +64,7 @@ class Scores:
     projection: ParamVector
     """u / eta_sc."""
     eta_sc: float
+    pool: Sequence[Example] = field(repr=False)
     ties: np.ndarray
     """Tie-breaking order of equal scores: the indices of the examples."""
     summary: dict[str, Any] = field(repr=False)
@@ -190,6 +192,7 @@ def score(
         prior_grad=prior_grad,
         projection=projection,
         eta_sc=terms.eta_sc,
+        pool=pool,
         ties=np.array([example.index for example in pool]),
         summary=summary | {"checks": checks},
         scored=scored,
@@ -199,9 +202,13 @@ def score(
 
 
 def select(
-    scores: Scores, *, data_budget: int | float = 0.1, param_budget: int | float = 0.05
+    scores: Scores,
+    *,
+    data_budget: int | float = 0.1,
+    param_budget: int | float = 0.05,
+    duplicates: Duplicates = "keep",
 ) -> Selection:
-    """The exact signed top-k and top-b.
+    """The exact signed top-k and top-b; `duplicates` as the setting `select.duplicates`.
 
     Fractions refer to the candidates and the pool; in `dualsft run` the data budget refers to the
     whole corpus instead.
@@ -215,6 +222,13 @@ def select(
     if b > count:
         raise ConfigError(f"data_budget: {b:,} of a pool of {count:,}; lower it")
     chosen = choose_examples(
-        scores.example_scores, scores.bound, scores.ties, b, scores.rescore, scores.say
+        scores.example_scores,
+        scores.bound,
+        scores.ties,
+        b,
+        scores.rescore,
+        scores.say,
+        examples=scores.pool,
+        duplicates=duplicates,
     )
     return Selection(mask.indices, chosen.positions, len(chosen.rescored))

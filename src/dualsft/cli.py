@@ -299,7 +299,8 @@ def diagnose(
         raise ConfigError("diagnose: give a run folder, or --list")
     check_run_folder(RunPath(folder))
     given = words or []
-    consent = [w for w in given if w.partition("=")[0] in settings.CONSENTS]
+    allowed = (*settings.CONSENTS, *settings.OUTSIDE)  # what a folder cannot say for its user
+    consent = [w for w in given if w.partition("=")[0] in allowed]
     options = [w for w in given if "=" in w and w not in consent]
     wanted = diagnostics.Wanted.of([w for w in given if "=" not in w], options)
     diagnose = later("dualsft.lab.diagnostics.job").diagnose

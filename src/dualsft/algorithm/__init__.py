@@ -8,9 +8,14 @@
     line 5   v_new                   `gradients.py: validation_gradient`
     line 6   v_prior                 `gradients.py: prior_gradient`
     line 7   u                       `projection.py: ProjectionTerms.projection`
-    line 8   s_theta, s_D            `projection.py: param_scores`, `scores.py: exact_dots`
-    line 9   the mask                `selection.py: choose_entries`
-    lines 10, 11   the examples      `selection.py: choose_examples` with `certificate.py`
+    line 8   s_theta                 `projection.py: param_scores`
+             s_D, two passes         `scores.py: exact_dots`
+             s_D, one pass           `gradients.py: pool_gradient` makes f_n, with bounds by
+                                     `scores.py: one_pass_bounds`
+             s_D, calibrated (ours)  `calibration.py: scored_by_sketches`
+    line 9   the mask                `selection.py: choose_entries`, by `topk.py`
+    lines 10, 11   the examples      `selection.py: choose_examples`, with `certificate.py`;
+                                     copies: `duplicates.py: distinct_texts` (ours)
     line 12  restricted fine-tuning  `train/optimizer.py: SparseAdamW`, `runs/stages/finetune.py`
 
 The stages of a run (`runs/stages`) and `dualsft.score` and `dualsft.select` call these functions.

@@ -14,10 +14,10 @@ The system is solved in the smaller of N x N and p x p (p numbers per sketch), i
 N x N form, with M = Φ Φᵀ / N, s = (M + ρ I)⁻¹ Φ v, which is the same vector. The sketches are read
 in blocks; the matrix and its factor are in memory, at most 16 p² bytes (4 GiB for p = 16,384).
 
-ρ is chosen from the data. D_val is split into random halves A and B. The scores for half A weight
-the pool; the ρ wins whose weighted gradient Σ_n s_n φ_n has the largest mean cosine with half B.
-Among those within one standard error (of the paired differences) of the best, the smallest is used:
-docs/results.md, "Calibrated scores", has the measurements behind this choice.
+ρ is chosen from the data. D_val is split into random halves A and B, and the pool is scored for A.
+For each ρ we measure the mean cosine of Σ_n s_n φ_n with B over several splits, and use the
+smallest ρ whose cosine is within one standard error (of the paired differences) of the best. The
+measurements behind this are in docs/results.md, "Which example scores find the target".
 """
 
 from __future__ import annotations

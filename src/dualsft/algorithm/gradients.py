@@ -99,8 +99,8 @@ def pool_gradient(
     direction: Vector | None = None,
     sketch: Sketch | None = None,
 ) -> tuple[Vector, PassResult]:
-    """(G, per-example losses and, given a direction, f_n and inner sums, or given a sketch,
-    sketches): Algorithm 1 line 3."""
+    """G and the outputs per example: losses; with a direction also f_n and inner sums; with a
+    sketch also the sketches. Algorithm 1 line 3."""
     grad_sum = blank(engine.candidates, engine.candidates.dtype)
     label = "pool (G)" if direction is None else "pool (G and f)"
     with precise(passes.precision, "pool", label, reporter.warn, engine.model) as (wide,):

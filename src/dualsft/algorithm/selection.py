@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dualsft.algorithm.certificate import judge, settle
+from dualsft.algorithm.duplicates import Duplicates, distinct_texts
 from dualsft.algorithm.projection import Scored, param_scores
 from dualsft.algorithm.score_reading import ScoreSource
 from dualsft.algorithm.scores import exact_dots
@@ -94,13 +95,30 @@ def choose_examples(
     rescore: Callable[[np.ndarray], np.ndarray],
     say: Callable[[str], None],
     reverse: bool = False,
+    examples: Sequence[Example] = (),
+    duplicates: Duplicates = "keep",
 ) -> Chosen:
     """The exact top b, by the certificate where it decides and by exact scores elsewhere.
 
     `bound` is the bound on the error of each score; in half precision it includes the measured
     rounding. `rescore` computes exact scores at given positions. `ties` orders equal scores.
-    `reverse` takes the bottom b, by negating every score.
+    `reverse` takes the bottom b, by negating every score. Copies among `examples` are passed over
+    as `duplicates` says.
     """
+    if duplicates != "keep":
+        rows = distinct_texts(duplicates, examples, -scores if reverse else scores, ties, b)
+        if len(rows) < len(scores):
+            say(f"{len(scores) - len(rows):,} of {len(scores):,} examples repeat others")
+            kept = choose_examples(
+                scores[rows],
+                bound[rows],
+                ties[rows],
+                b,
+                lambda positions: rescore(rows[positions]),
+                say,
+                reverse,
+            )
+            return kept.within(rows, len(scores))
     sign = -1.0 if reverse else 1.0
     score, bound = sign * scores, bound.copy()
     verdict = judge(score, bound, b)

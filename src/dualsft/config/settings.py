@@ -8,6 +8,7 @@ reproduces the config.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -55,6 +56,7 @@ from dualsft.config.parse import (
 )
 from dualsft.errors import ConfigError, RunError
 from dualsft.system.paths import Place, RunPath
+from dualsft.system.usage import cache_root
 
 METHOD = "method."
 MAX_CONFIG_BYTES = 1_000_000
@@ -329,6 +331,13 @@ def sealed_text(text: str) -> str:
 CONSENTS = ("model.trust_remote_code", "evaluation.allow_code_execution")
 """Settings that allow code to run. They are accepted only from the command line or from Python.
 They are never read from a file or stored in a run folder, since files may come from others."""
+OUTSIDE = (
+    *("model.path", "data.path", "data.val_path", "data.template_file"),
+    *("evaluation.files", "evaluation.data_dir"),
+)
+"""Settings that name files outside a run folder. Those of a run folder's own config.yaml are used
+only if this user wrote that file: a received folder could name the user's private files, whose
+content would then be in the outputs."""
 NO = (None, False, "false", "False", "no", "off", "null", "~", "")
 
 
@@ -340,8 +349,38 @@ def load(source: str | Place | None = None, overrides: Sequence[str] = ()) -> Co
     for key in CONSENTS:
         if (stored := flat.pop(key, None)) not in NO and key not in given:
             problems.append(stored_consent(key, f"{show(stored)} in {source}"))
+    if isinstance(source, RunPath) and not is_own_config(source.read_text()):
+        problems += _foreign_paths(flat, given, source)
     _override(flat, overrides, problems)
     return Config(**_build(_resolve(flat, problems)))
+
+
+def _foreign_paths(flat: Mapping[str, Any], given: set[str], source: RunPath) -> list[str]:
+    """A problem for each path outside the run folder that the command line does not repeat."""
+    named = {key: flat.get(key) for key in OUTSIDE if key not in given}
+    return [
+        f"{key}: {show(path)} comes from {source}, which this user did not write here (the folder "
+        f"was received or copied, or the cache is another one); if it is what you want, give it on "
+        f"this command line: {key}=..."
+        for key, path in named.items()
+        if path not in (None, {}, "null") and not str(path).startswith("builtin:")
+    ]
+
+
+def _own_config(text: str) -> Path:
+    return cache_root() / "own_configs" / hashlib.sha256(text.encode()).hexdigest()
+
+
+def note_own_config(text: str) -> None:
+    """Remember that this user wrote a run folder's config.yaml with this text."""
+    with contextlib.suppress(OSError):  # without a cache, the paths must be given again
+        path = _own_config(text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+def is_own_config(text: str) -> bool:
+    return _own_config(text).is_file()
 
 
 def load_yaml(path: str | Place) -> Config:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from dualsft.config.settings import sealed_text
+from dualsft.config.settings import note_own_config, sealed_text
 from dualsft.errors import ConfigError, RunError
 from dualsft.storage.manifest import (
     FORMAT_VERSION,
@@ -158,6 +158,7 @@ class RunDir:
 
     def write_config(self, text: str) -> None:
         """Write `config.yaml` with a seal that detects damage."""
+        note_own_config(sealed_text(text))
         atomic_write_text(self.path / "config.yaml", sealed_text(text))
 
     def _write_manifest(self) -> None:

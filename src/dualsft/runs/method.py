@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dualsft.algorithm.duplicates import distinct_texts
 from dualsft.algorithm.projection import Scored
 from dualsft.algorithm.scores import rounding_scales
 from dualsft.algorithm.selection import Chosen, choose_entries, choose_examples, rescore
@@ -311,21 +310,17 @@ class Scoring:
             rows = [pool[i] for i in positions]
             return rescore(self.engine, rows, self.scored, passes, ctx.reporter)
 
-        order = -scores if reverse else scores
-        rows = distinct_texts(ctx.config.select.duplicates, pool, order, ties, b)
-        if len(rows) == len(pool):
-            return choose_examples(scores, bound, ties, b, exactly, ctx.reporter.say, reverse)
-        ctx.reporter.say(f"{len(pool) - len(rows):,} of {len(pool):,} examples repeat others")
-        found = choose_examples(
-            scores[rows],
-            bound[rows],
-            ties[rows],
+        return choose_examples(
+            scores,
+            bound,
+            ties,
             b,
-            lambda positions: exactly(rows[positions]),
+            exactly,
             ctx.reporter.say,
             reverse,
+            pool,
+            ctx.config.select.duplicates,
         )
-        return found.within(rows, len(pool))
 
     def describe(self, part: RunPath, data: Chosen, b: int) -> dict[str, Any]:
         """Write rescored.parquet; returns the data side of the summary."""
@@ -344,7 +339,7 @@ class Scoring:
         highest_out = float(others.max()) if len(others) else None
         near = 0
         if highest_out is not None:
-            half = ctx.dtype in HALF_DTYPES
+            half = ctx.dtype in HALF_DTYPES and self.summary["rounding_ratio"] > 0
             margin = self.rounding if half else np.full(len(pool), slack)
             if half:
                 margin[data.rescored] /= WIDER

@@ -3,7 +3,7 @@
 v_new is the gradient of the mean validation loss, G the sum over the scoring pool. In one-pass mode
 (docs/algorithm.md, "One pass instead of two") the pool pass also computes f_n = ⟨U₀, g_n⟩ for a
 direction U₀ known in advance, and the inner sums of the bound on the error of U₀. DualSFT-Param
-needs only G, the calibrated form G and the sketches of val and pool (`algorithm/calibration.py`).
+needs only G. The calibrated form needs G and the sketches of val and pool.
 Each vector is written as soon as it is computed and read back on access, so during the pool pass
 only G and the direction are in memory, and the teacher of v_prior is freed. Reads 1_split and
 2_warmup; writes grad_sum, val_grad, prior_grad (safetensors), pool.parquet and, in the

@@ -454,6 +454,37 @@ def test_a_tokenizer_is_checked_before_it_is_shown(name: str, place: str, scene:
     assert (scene.run / "report.html").read_bytes() == before
 
 
+# --- files of the user that the settings of the folder name ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    "key", ["data.path", "data.val_path", "data.template_file", "evaluation.files"]
+)
+@pytest.mark.parametrize(
+    "command", ["split", "score", "select", "finetune", "evaluate", "diagnose"]
+)
+def test_a_private_file_named_in_the_settings(command: str, key: str, scene: Scene) -> None:
+    """It would become the corpus, and its rows selected.jsonl; on the command line it may."""
+    private = scene.outside / "private.jsonl"
+    rows = [{"prompt": f"{SECRET} {i}", "response": f"{SECRET} and more {i}"} for i in range(60)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    private.write_text(f"{SECRET}" if key == "data.template_file" else text)
+    value = f"{{mine: {private}}}" if key == "evaluation.files" else str(private)
+    scene.settings(f"{key}={value}", sealed=True)
+    said = scene.attempt(*words_for(command, scene.run), names=[f"{key}/config.yaml"])
+    assert said.code == 2 and "give it on this command line" in said.text, said.text
+
+
+def test_paths_given_again_serve_a_received_folder(scene: Scene) -> None:
+    scene.settings("select.data_budget=0.2", sealed=True)  # not the text that this user wrote
+    words = ["select", str(scene.run)]
+    said = scene.attempt(*words, names=["model.path", "data.path"])
+    assert said.code == 2, said.text
+    said = scene.dualsft(*words, f"model.path={scene.model}", f"data.path={scene.corpus}")
+    assert said.code == 0, said.text
+    assert scene.dualsft(*words).code == 0  # config.yaml is this user's now
+
+
 # --- consent to run code -------------------------------------------------------------------------
 
 CONSENT_WORDS = ["trust_remote_code", "auto_map", "evil.py", "config.yaml"]

@@ -11,7 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import Runner
+from hostile import reseal
 from models import ARCHITECTURES, tiny_examples, tiny_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import dualsft
@@ -253,3 +255,49 @@ def test_api_scores_as_the_run_does(dtype: str, make_run: Runner, monkeypatch) -
     chosen = set(json.loads((run / "5_selection/ids.json").read_text()))
     picked = dualsft.select(scores, data_budget=len(chosen)).data_subset
     assert {roles["pool"][i].id for i in picked} == chosen
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"form": "calibrate"}, "form='calibrate'"),
+        ({"sketch_dim": 3}, "sketch_dim=3"),
+        ({"rho": 0.0}, "rho=0.0"),
+        ({"candidates": "*norm*"}, "compares the gradients of linear weights"),
+    ],
+)
+def test_api_refuses_what_has_no_meaning(given: dict[str, object], words: str) -> None:
+    examples = [Example(e.id, e.index, e.input_ids, e.labels) for e in tiny_examples(6)]
+    call = {"form": "calibrated", "sketch_dim": 16, **given}
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        dualsft.score(tiny_model("llama", torch.float32), examples, examples, eta_ft=1e-3, **call)
+
+
+def test_bf16_models_of_many_layers_are_scored() -> None:
+    """Rounding of their sketches is large, and it is measured apart from the engine's errors."""
+    examples = [Example(e.id, e.index, e.input_ids, e.labels) for e in tiny_examples(12, seed=1)]
+    model = tiny_model("llama", torch.bfloat16, num_hidden_layers=12)
+    found = dualsft.score(
+        model, examples, examples[:4], eta_ft=1e-3, form="calibrated", sketch_dim=256
+    )
+    probes = found.summary["checks"]["sketched_alone"]
+    assert all(p["error"] <= 2e-3 < p["rounding"] for p in probes)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: {n: v for n, v in t.items() if n != "val_norms"}, "val_norms"),
+        (lambda t: {**t, "pool": t["pool"][:-1]}, "pool has shape"),
+        (lambda t: {**t, "pool": t["pool"] * 2}, "unit length"),
+        (lambda t: {**t, "val": t["val"].float()}, "val is float32"),
+        (lambda t: {**t, "val": t["val"].flip(0) * -1}, "validation examples add up"),
+    ],
+)
+def test_sketches_of_another_form_are_refused(change, words: str, make_run: Runner) -> None:
+    run = make_run(*CALIBRATED, until="gradients")
+    file = run / "3_gradients/sketches.safetensors"
+    save_file({n: t.contiguous() for n, t in change(load_file(file)).items()}, file)
+    reseal(run / "3_gradients")
+    with pytest.raises(RunError, match=words):
+        make_run(*CALIBRATED, until="scores")

@@ -49,3 +49,13 @@ def test_a_budget_beyond_the_distinct_rows_is_filled_by_the_best_copies() -> Non
     rows = [example(i, [1, 2, 3, 4, 5]) for i in range(6)]
     kept = distinct_texts("near", rows, np.array([0.0, 5.0, 4.0, 3.0, 2.0, 1.0]), np.arange(6), 3)
     assert kept.tolist() == [1, 2, 3]
+
+
+def test_rows_that_share_an_instruction_are_no_copies() -> None:
+    """A source of 61 rows in 600 whose instruction is a third of each row."""
+    rng = np.random.default_rng(1)
+    shared = list(range(900, 912))
+    rows = [example(i, shared + rng.integers(0, 800, 18).tolist()) for i in range(61)]
+    rows += [example(i, rng.integers(0, 800, 30).tolist()) for i in range(61, 600)]
+    kept = distinct_texts("near", rows, -np.arange(600.0), np.arange(600), 100)
+    assert len(set(kept.tolist()) & set(range(61))) >= 60

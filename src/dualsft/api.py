@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dualsft.algorithm.calibration import scored_by_sketches
+from dualsft.algorithm.calibration import scored_by_sketches, sketch_with
 from dualsft.algorithm.duplicates import Duplicates
 from dualsft.algorithm.gradients import pool_gradient, prior_gradient, validation_gradient
 from dualsft.algorithm.projection import Scored, projection_terms
@@ -41,7 +41,6 @@ from dualsft.data.examples import Example
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.precision import Precision
-from dualsft.engine.sketch import Sketch
 from dualsft.engine.walk import PassSettings
 from dualsft.errors import ConfigError
 from dualsft.model.load import find_candidates
@@ -135,6 +134,12 @@ def score(
         raise ConfigError("score: give both theta_old and anchors for CWSD, or neither")
     if not pool or not val:
         raise ConfigError("score: pool and val must not be empty")
+    if form not in ("literal", "calibrated"):
+        raise ConfigError(f"score: form={form!r} is not allowed; give 'literal' or 'calibrated'")
+    if not isinstance(sketch_dim, int) or sketch_dim < 16:
+        raise ConfigError(f"score: sketch_dim={sketch_dim!r} is not allowed; give a count >= 16")
+    if rho is not None and not 1e-6 <= rho < math.inf:
+        raise ConfigError(f"score: rho={rho!r} is not allowed; give a number >= 1e-6, or None")
     if not 0 < eta_ft < math.inf:
         raise ConfigError(f"score: eta_ft={eta_ft} is not allowed; give a learning rate > 0")
     vocabulary = len(model.get_input_embeddings().get_parameter("weight"))
@@ -150,7 +155,9 @@ def score(
     )
     say, tolerance = reporter or Reporter(), TOLERANCE[model.dtype]
     check_fused_loss(model, val[0], passes, tolerance)
-    sketch = Sketch(sketch_dim, seed, "calibrated") if form == "calibrated" else None
+    sketch = None
+    if form == "calibrated":
+        sketch = sketch_with(engine, sketch_dim, seed, candidates)
     mean, validation = validation_gradient(engine, val, passes, say, sketch)
     val_grad = mean.held()
     kind = "none" if theta_old is None else "cwsd"
@@ -175,7 +182,9 @@ def score(
     if sketch is not None:
         assert result.sketches is not None and validation.sketches is not None
         pair = (result.sketches, validation.sketches)
-        found, more = scored_by_sketches(engine, sketch, *pair, grad_sum, pool, seed, rho, passes)
+        found, more = scored_by_sketches(
+            engine, sketch, *pair, grad_sum, val_grad, pool, seed, rho, passes
+        )
         example_scores, bound = found.scores, np.zeros(len(pool))
         checks, summary = checks | more, summary | {"form": form} | found.facts()
     else:

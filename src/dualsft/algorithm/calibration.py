@@ -12,7 +12,7 @@ A very large ρ gives the cosine with v. F is a mean, so a pool written twice ra
 
 The system is solved in the smaller of N x N and p x p (p numbers per sketch), in float64. In the
 N x N form, with M = Φ Φᵀ / N, s = (M + ρ I)⁻¹ Φ v, which is the same vector. The sketches are read
-in blocks; the matrix and its factor are in memory, at most 16 p² bytes (4 GiB for p = 16,384).
+in blocks; the matrix and its factor are in memory, at most 24 p² bytes (6 GiB for p = 16,384).
 
 ρ is chosen from the data. D_val is split into random halves A and B, and the pool is scored for A.
 For each ρ we measure the mean cosine of Σ_n s_n φ_n with B over several splits, and use the
@@ -32,12 +32,15 @@ from torch import Tensor
 
 from dualsft.data.examples import Example
 from dualsft.distributed.world import world
+from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine, alone
 from dualsft.engine.precision import widened
 from dualsft.engine.sketch import Sketch, SketchRows
+from dualsft.engine.walk import loss_objective, walk
 from dualsft.engine.walk_state import PassSettings
-from dualsft.errors import RunError
+from dualsft.errors import ConfigError, RunError
 from dualsft.storage.vectors import ParamVector, Vector
+from dualsft.system.progress import Reporter
 
 RHOS = tuple(10.0 ** (-exponent / 2) for exponent in range(0, 9))
 """Candidates for ρ, half decades from 1 to 1e-4. The eigenvalues of F add up to one."""
@@ -50,6 +53,8 @@ RESIDUAL_LIMIT = 1e-8  # a larger relative residual of the solve is an error
 SKETCH_TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3}
 """Relative error of sketches, by the model's dtype; stored fp16 rows alone make about 3e-4."""
 HALF_SKETCH_TOLERANCE = 5e-2
+ROUNDING_LIMIT = 0.3  # of a sketch's length; random bf16 models of 28 layers reach 0.12
+SLACK_FACTOR = 4.0  # assumed error of a score over that measured by the probes
 NUM_ALONE = 3  # examples sketched again by plain autograd
 
 
@@ -70,9 +75,9 @@ class Calibration:
     def how(self) -> str:
         """How ρ was chosen, in words."""
         if not self.curve:
-            return "given, or too few validation examples to choose"
+            return "not chosen from the data"
         flat = [point["rho"] for point in self.curve if point["flat"]]
-        return f"from halves of D_val; {min(flat):.2g} to {max(flat):.2g} do as well"
+        return f"from halves of D_val; as good from {min(flat):.2g} to {max(flat):.2g}"
 
     def facts(self) -> dict[str, Any]:
         flat = [point["rho"] for point in self.curve if point["flat"]]
@@ -111,7 +116,12 @@ class Solver:
         """(matrix + ρ I)⁻¹ right, by a Cholesky factorization."""
         damped = self.matrix.clone()
         damped.diagonal().add_(rho)
-        solution = torch.cholesky_solve(right, torch.linalg.cholesky(damped))
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        if int(failed):
+            raise RunError(
+                f"score.rho: {rho:g} is too small for the sketches of this pool; raise it"
+            )
+        solution = torch.cholesky_solve(right, factor)
         residual = torch.linalg.vector_norm(right - self.matrix @ solution - rho * solution, dim=0)
         worst = float((residual / torch.linalg.vector_norm(right, dim=0).clamp_min(1e-300)).max())
         if not worst <= RESIDUAL_LIMIT:
@@ -229,6 +239,33 @@ def sketch_of(engine: GhostEngine, sketch: Sketch, vector: Vector) -> Tensor:
     return world().sum_(total)
 
 
+def check_total(
+    rows: SketchRows, expected: Tensor, tolerance: float, what: str, sum_of: str
+) -> float:
+    """Relative difference of the sum of sketches to the sketch of the sum; raise if too large."""
+    # rounding adds up like a random walk, relative to the lengths of the rows
+    lengths = float(np.sqrt((rows.norms.astype(np.float64) ** 2).sum()))
+    size = max(float(torch.linalg.vector_norm(expected)), lengths, 1e-300)
+    apart = float(torch.linalg.vector_norm(rows.total() - expected)) / size
+    if not apart <= tolerance:
+        raise RunError(
+            f"self-check failed: the sketches of the {what} add up to something else than the "
+            f"sketch of {sum_of} (relative difference {apart:.2g} > {tolerance:g}); nothing was "
+            "written. The model computes something outside its layers: please report it"
+        )
+    return apart
+
+
+def sketch_with(engine: GhostEngine, dim: int, seed: int, candidates: str) -> Sketch:
+    """The sketch of the calibrated form; raises if there is nothing that it could cover."""
+    if not engine.linear_weights:
+        raise ConfigError(
+            f"score.form: 'calibrated' compares the gradients of linear weights, and "
+            f"score.candidates={candidates} has none; give block_linear, or score.form=literal"
+        )
+    return Sketch(dim, seed, "calibrated")
+
+
 def check_sketches(
     engine: GhostEngine,
     sketch: Sketch,
@@ -242,24 +279,27 @@ def check_sketches(
 
     Two checks: Σ_n φ_n, at original lengths, is the sketch of G; and a few random examples are
     sketched again from their gradient by plain autograd, without batch, layer rules or fused loss.
+    A half-precision model is converted to fp32 for that, and the engine sketches the examples in
+    fp32 too: comparing these two checks the engine, comparing them with the stored sketches
+    measures the rounding.
     """
+    half = engine.model.dtype in HALF_DTYPES
     tolerance = SKETCH_TOLERANCE.get(engine.model.dtype, HALF_SKETCH_TOLERANCE)
-    # rounding adds up like a random walk, relative to the lengths of the rows
-    lengths = float(np.sqrt((pool.norms.astype(np.float64) ** 2).sum()))
-    expected = sketch_of(engine, sketch, grad_sum)
-    size = max(float(torch.linalg.vector_norm(expected)), lengths, 1e-300)
-    apart = float(torch.linalg.vector_norm(pool.total() - expected)) / size
-    if not apart <= tolerance:
-        raise RunError(
-            f"self-check failed: the sketches of the examples add up to something else than the "
-            f"sketch of G (relative difference {apart:.2g} > {tolerance:g}); nothing was written. "
-            "The model computes something outside its layers: please report it"
-        )
+    apart = check_total(pool, sketch_of(engine, sketch, grad_sum), tolerance, "examples", "G")
     probed: list[dict[str, Any]] = []
     probes = np.random.default_rng([seed, 21]).permutation(len(examples))[:NUM_ALONE]
+    limit = SKETCH_TOLERANCE.get(engine.candidates.dtype, tolerance)
+    smallest = float(torch.finfo(engine.candidates.dtype).eps) * float(pool.norms.max())
     with widened(engine.model) as (wide,):
-        exactly = engine.on(wide)
-        for i in probes.tolist():
+        exactly, again, rows = engine.on(wide), pool, probes.tolist()
+        if half:
+            chosen, silent = [examples[i] for i in rows], Reporter(lambda _: None)
+            label = "probes, sketched in fp32"
+            objective = loss_objective(wide)
+            found_again = walk(exactly, chosen, objective, passes, silent, label, sketch=sketch)
+            assert found_again.sketches is not None
+            again, rows = found_again.sketches, list(range(len(chosen)))
+        for i, position in zip(probes.tolist(), rows, strict=True):
             parts: list[Tensor] = []
 
             def visit(name: str, gradient: Tensor, parts: list[Tensor] = parts) -> None:
@@ -268,14 +308,22 @@ def check_sketches(
             batch = passes.collate([examples[i]], engine.device)
             alone(wide, exactly.candidates, batch, visit)
             found = torch.stack(parts).sum(0)
-            error = float(torch.linalg.vector_norm(pool.row(i) - found))
-            error /= max(float(torch.linalg.vector_norm(found)), 1e-300)
-            probed.append({"id": examples[i].id, "error": error})
-            if not error <= tolerance:
+            # below `smallest` a gradient is rounding: an example that the model has saturated on
+            length = max(float(torch.linalg.vector_norm(found)), smallest, 1e-300)
+            error = float(torch.linalg.vector_norm(again.row(position) - found)) / length
+            rounding = float(torch.linalg.vector_norm(pool.row(i) - found)) / length
+            probed.append({"id": examples[i].id, "error": error, "rounding": rounding})
+            if not error <= limit:
                 raise RunError(
                     f"self-check failed: the sketch of example {examples[i].id} differs from that "
                     f"of its gradient by plain autograd (relative difference {error:.2g} > "
-                    f"{tolerance:g}); nothing was written"
+                    f"{limit:g}); nothing was written"
+                )
+            if not rounding <= ROUNDING_LIMIT:
+                raise RunError(
+                    f"self-check failed: rounding changes the sketch of example {examples[i].id} "
+                    f"by {rounding:.2g} of its length (limit {ROUNDING_LIMIT:g}); nothing was "
+                    "written (use score.precision=full or model.dtype=float32)"
                 )
     return {"sketch_tolerance": tolerance, "sketch_sum_error": apart, "sketched_alone": probed}
 
@@ -286,19 +334,19 @@ def scored_by_sketches(
     pool: SketchRows,
     val: SketchRows,
     grad_sum: Vector,
+    val_grad: Vector,
     examples: Sequence[Example],
     seed: int,
     rho: float | None,
     passes: PassSettings,
 ) -> tuple[Calibration, dict[str, Any]]:
-    """Check the sketches and solve for the scores: (scores, results of the checks).
-
-    The slack is the error of the worst probe: scores are linear in the sketch of their example.
-    """
+    """Check the sketches and solve for the scores: (scores, results of the checks)."""
     checks = check_sketches(engine, sketch, pool, grad_sum, examples, seed, passes)
+    expected = sketch_of(engine, sketch, val_grad) * val.count
+    check_total(val, expected, checks["sketch_tolerance"], "validation examples", "v_new")
     found = calibrate(pool, val, seed, engine.device, rho)
-    worst = max(probe["error"] for probe in checks["sketched_alone"])
-    slack = worst * float(np.abs(found.scores).max())
+    worst = max(probe["rounding"] for probe in checks["sketched_alone"])
+    slack = SLACK_FACTOR * worst * float(np.abs(found.scores).max())
     return found, checks | {"rounding_slack": slack, "rounding_ratio": 0.0}
 
 

@@ -106,6 +106,8 @@ def choose_examples(
     as `duplicates` says.
     """
     if duplicates != "keep":
+        if bound.any():  # which copy stays depends on the exact scores
+            scores, bound = rescore(np.arange(len(scores))), np.zeros(len(scores))
         rows = distinct_texts(duplicates, examples, -scores if reverse else scores, ties, b)
         if len(rows) < len(scores):
             say(f"{len(scores) - len(rows):,} of {len(scores):,} examples repeat others")

@@ -143,7 +143,7 @@ class ScoreConfig:
     length, compared with D_val after damping what the whole pool shares (docs/algorithm.md)."""
     sketch_dim: Annotated[int, Bounds(least=16)] = 16384
     """Numbers per example that the calibrated form keeps of its gradient, 2 bytes each."""
-    rho: Positive | None = None
+    rho: Annotated[float, Bounds(least=1e-6)] | None = None
     """Damping of the calibrated form. null: chosen from random halves of D_val."""
     lam: Annotated[float, Bounds(least=0, most=1e30)] = 0.8
     """Weight of the preservation gradient: v_val = v_new + lam * v_prior."""
@@ -360,6 +360,8 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
             "evaluation.files: the name 'validation' is taken: the run uses it for D_val; write"
             " another_name:PATH"
         )
+    if get("select.rounds") and get("select.duplicates", "keep") != "keep":
+        refuse("select.duplicates", "select.rounds, which re-select without it", "leave one out")
     if get("score.form") == "calibrated":
         other = "score.form=calibrated, whose scores come from the sketches of one pass"
         if get("score.mode") == "two_pass":

@@ -245,6 +245,8 @@ class _Walk:
     def _refuse_nonfinite(self, rows: Sequence[int], label: str) -> None:
         outputs = self.state.outputs
         finite = np.isfinite(outputs["values"][rows]) & np.isfinite(outputs["dots"][rows])
+        if self.state.sketches is not None:
+            finite &= np.isfinite(self.state.sketches.norms[rows])
         if not finite.all():
             bad = [self.examples[i] for i, ok in zip(rows, finite, strict=True) if not ok]
             raise RunError(

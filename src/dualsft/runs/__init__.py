@@ -19,7 +19,8 @@ ENTRIES: tuple[Entry, ...] = (
     _data(
         name="dualsft",
         target="dualsft.runs.method:DualData",
-        summary="the b largest signed scores ⟨u, g_n⟩ of the scoring pool (D_train without D_warm)",
+        summary="the b largest signed scores of the scoring pool (D_train without D_warm): "
+        "⟨u, g_n⟩, or calibrated (score.form)",
         cost=f"{_PASS} with one more product a layer",
         memory="the model, G and u over the candidates, a batch's activations",
         source="Algorithm 1 of the DualSFT paper",

@@ -102,7 +102,7 @@ STAGES: tuple[Stage, ...] = (
         gradients.settings,
         ("split", "warmup"),
         gradients.richer_settings,
-        need=lambda ctx: 3 * ctx.vector_bytes,
+        need=gradients.disk_bytes,
         needed="scores",
     ),
     Stage(

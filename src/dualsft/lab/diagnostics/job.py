@@ -240,9 +240,10 @@ class DiagnosticJob:
         return values, seconds
 
     def known_scores(self) -> tuple[np.ndarray | None, np.ndarray]:
-        """(best known s_D of the pool, error bound of each); None if examples were not scored."""
+        """(best known ⟨u, g_n⟩ of the pool, error bound of each); None if it was not computed: for
+        DualSFT-Param, and in the calibrated form, whose scores are others."""
         table = (self.ctx.folder("scores") / "examples.parquet").read_table()
-        if table["score"].null_count:
+        if table["score"].null_count or self.ctx.config.score.form == "calibrated":
             return None, np.zeros(len(table))
         score, bound = table["score"].to_numpy().copy(), table["bound"].to_numpy().copy()
         rescored = self.ctx.folder("selection") / "rescored.parquet"

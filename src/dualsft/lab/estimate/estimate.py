@@ -32,7 +32,7 @@ from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job
 from dualsft.runs.preflight import STAGE_NAMES, check_paths, check_stage
 from dualsft.runs.stages.finetune import finetune_plan
-from dualsft.runs.stages.gradients import one_pass_wanted
+from dualsft.runs.stages.gradients import one_pass_wanted, sketch_bytes, sketches_wanted
 from dualsft.runs.stages.scores import kept_vectors
 from dualsft.runs.stages.selection import data_budget, param_budget
 from dualsft.runs.stages.warmup import warmup_plan
@@ -263,12 +263,13 @@ class _Estimator:
             walks.append(self._walk("anchor", wide=wide, teacher=True))
             batches = self.work.of("anchor").batches(counts["anchor"], self.ctx.batch_tokens)
             seconds += sum(map(self.probe.forward_seconds.at, batches))  # the teacher's pass
-        one_pass = one_pass_wanted(self.ctx)
+        one_pass, sketched = one_pass_wanted(self.ctx), sketches_wanted(self.ctx)
         walks.append(self._walk("pool", wide=self._widens("full"), direction=one_pass))
-        disk = 3 * self.vector_bytes
+        sketches = sketch_bytes(self.config.score.sketch_dim, counts) if sketched else 0
+        disk = 3 * self.vector_bytes + sketches
         seconds += sum(walk.seconds for walk in walks) + (2 * disk + self.model_bytes) / IO_BYTES
         device, host = max(walk.device for walk in walks), max(walk.host for walk in walks)
-        return self._walked("gradients", walks[-1].plan, device, host, seconds, disk)
+        return self._walked("gradients", walks[-1].plan, device, host + sketches, seconds, disk)
 
     def _scores(self) -> StageEstimate:
         disk = len(kept_vectors(self.ctx)) * self.vector_bytes
@@ -283,6 +284,11 @@ class _Estimator:
         if self.half:  # the engine scores the self-check examples once more in fp32
             again = self._walk("pool", count, wide=True, sums=False, direction=True)
             device, seconds = max(device, again.device), seconds + again.seconds
+        if sketches_wanted(self.ctx):
+            dim, counts = self.config.score.sketch_dim, self.work.counts
+            side = min(dim, counts["pool"])
+            host = sketch_bytes(dim, counts) + 24 * side**2  # the matrix, its copy and its factor
+            return self._stage("scores", device, host, seconds, disk, "from the sketches")
         if one_pass_wanted(self.ctx) or not self.methods.scored("data"):
             return self._stage("scores", device, 0, seconds, disk, "from the pool pass")
         pool = self._walk("pool", wide=self._widens("full"), sums=False, direction=True)
@@ -294,7 +300,7 @@ class _Estimator:
         device, host = self.model_bytes + 2 * self._vector_on_device(), 16 * chosen
         seconds = self.num_candidates * TOPK_SECONDS[self.ctx.device.type]
         seconds += (self.model_bytes + 4 * self.vector_bytes) / IO_BYTES
-        if self.half and methods.scored("data"):
+        if self.half and methods.scored("data") and not sketches_wanted(self.ctx):
             count = math.ceil(OPEN_SHARE * self.work.counts["pool"])
             again = self._walk("pool", count, wide=True, sums=False, direction=True)
             device, host = max(device, again.device), max(host, again.host)

@@ -158,8 +158,18 @@ def score_rows(facts: Facts) -> Rows:
     ]
     if "relative_error" in checks:
         rows.append(["self-check: Σ scores against ⟨u, G⟩", f"{checks['relative_error']:.1e}"])
+    if s.get("form") == "calibrated":
+        sketched = max(row["error"] for row in checks["sketched_alone"])
+        flat = s["rho_flat"] and " to ".join(map(number, s["rho_flat"]))
+        rows += [
+            ["example scores", f"calibrated, {number(s['sketch_dim'])} numbers per example"],
+            ["ρ, damping", number(s["rho"]) + (f" (as good: {flat})" if flat else "")],
+            ["self-check: Σ sketches against that of G", f"{checks['sketch_sum_error']:.1e}"],
+            ["self-check: sketches by autograd", f"{sketched:.1e}"],
+            ["residual of the solve", f"{s['residual']:.1e}"],
+        ]
     worst = max((row["error"] for row in checks["alone"]), default=0.0)
-    rows.append([f"self-check: {len(checks['alone'])} examples by autograd", f"{worst:.1e}"])
+    rows.append([f"self-check: ⟨u, g⟩ of {len(checks['alone'])} by autograd", f"{worst:.1e}"])
     labels = {
         "boundary_gap": "gap between the last selected and the first rejected",
         "rounding_slack": "rounding slack of a score",
@@ -280,11 +290,12 @@ def _of_scores(scores: Mapping[str, Any]) -> Iterator[Concern]:
     pull = scores["lam_effective"] * scores["norms"]["prior_grad"]
     learn = scores["norms"]["val_grad"]
     if pull > DOMINATES * learn:
+        chosen = "entries are" if scores.get("form") == "calibrated" else "examples and entries are"
         yield Concern(
             "Preservation dominates",
             f"λ‖v_prior‖ = {pull:.3g} is {_times(pull, learn)} ‖v_new‖ = {learn:.3g}.",
             "The direction that scores are measured by is mostly that of keeping the old "
-            "behaviour; examples are chosen for not hurting rather than for teaching.",
+            f"behaviour; {chosen} chosen for not hurting rather than for teaching.",
             "Lower score.lam, or set score.lam_relative=true, which makes λ scale-free.",
         )
 

@@ -12,6 +12,7 @@ calibrated form, sketches.safetensors.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from dualsft.algorithm.calibration import sketch_with
 from dualsft.algorithm.gradients import pool_gradient, prior_gradient, validation_gradient
 from dualsft.algorithm.projection import projection_terms
 from dualsft.algorithm.scores import TOLERANCE, check_fused_loss
@@ -29,7 +31,6 @@ from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.sketch import Sketch, SketchRows
 from dualsft.engine.walk import PassSettings
 from dualsft.engine.walk_state import PassResult
-from dualsft.errors import ConfigError
 from dualsft.runs.context import RunContext, Settings, pass_settings
 from dualsft.runs.preflight import reading
 from dualsft.storage.tensor_files import TensorFile
@@ -38,6 +39,7 @@ from dualsft.system.paths import RunPath
 from dualsft.system.usage import give_back
 
 SKETCHES = "sketches.safetensors"
+CPU = torch.device("cpu")
 DIRECTION = (
     "score.lam",
     "score.lam_relative",
@@ -79,6 +81,8 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     passes = pass_settings(ctx)
     check_fused_loss(model, roles["val"][0], passes, TOLERANCE[ctx.dtype])
     sketch = sketch_for(ctx, engine)
+    if sketch is not None and (others := len(engine.candidates) - len(engine.linear_weights)):
+        ctx.reporter.say(f"sketches leave out {others:,} candidates that are not linear weights")
     mean, validation = validation_gradient(engine, roles["val"], passes, ctx.reporter, sketch)
     val_grad = _stored(ctx, mean, part / "val_grad.safetensors")
     del mean
@@ -140,22 +144,26 @@ def sketches_wanted(ctx: RunContext) -> bool:
     return ctx.config.score.form == "calibrated" and ctx.methods.scored("data")
 
 
+def sketch_bytes(dim: int, counts: Mapping[str, int]) -> int:
+    """Bytes of the sketches of val and pool."""
+    return 2 * dim * (counts["val"] + counts["pool"])
+
+
+def disk_bytes(ctx: RunContext) -> int:
+    """Bytes that this stage writes."""
+    sketches = 0
+    if sketches_wanted(ctx):
+        counts = {role: len(rows) for role, rows in ctx.roles().items()}
+        sketches = sketch_bytes(ctx.config.score.sketch_dim, counts)
+    return 3 * ctx.vector_bytes + sketches
+
+
 def sketch_for(ctx: RunContext, engine: GhostEngine) -> Sketch | None:
     """The sketch of the calibrated form; None in the literal form."""
     if not sketches_wanted(ctx):
         return None
-    covered = engine.linear_weights
-    if not covered:
-        raise ConfigError(
-            f"score.form: 'calibrated' compares the gradients of linear weights, and "
-            f"score.candidates={ctx.config.score.candidates} has none; give block_linear, or "
-            "score.form=literal"
-        )
-    if others := len(engine.candidates) - len(covered):
-        ctx.reporter.say(
-            f"sketches cover {len(covered):,} linear weights, not the {others:,} other candidates"
-        )
-    return Sketch(ctx.config.score.sketch_dim, ctx.config.seed, "calibrated")
+    score = ctx.config.score
+    return sketch_with(engine, score.sketch_dim, ctx.config.seed, score.candidates)
 
 
 def _write_sketches(path: RunPath, sketch: Sketch, **rows: SketchRows | None) -> None:
@@ -167,14 +175,24 @@ def _write_sketches(path: RunPath, sketch: Sketch, **rows: SketchRows | None) ->
     save_tensors(path, tensors, {"dim": str(sketch.dim), "seed": str(sketch.seed)})
 
 
-def read_sketches(path: RunPath) -> dict[str, SketchRows]:
-    """The sketches of val and pool."""
-    tensors = TensorFile(path).tensors()
+def read_sketches(path: RunPath, counts: Mapping[str, int], dim: int) -> dict[str, SketchRows]:
+    """The sketches of val and pool; raises unless they have the form that this stage writes."""
     found: dict[str, SketchRows] = {}
-    for role in ("val", "pool"):
-        stored, norms = tensors[role].numpy(), tensors[f"{role}_norms"].numpy()
-        found[role] = SketchRows(*stored.shape, exact=stored.dtype == np.float64)
-        found[role].stored, found[role].norms = stored, norms
+    with reading(path):
+        tensors = TensorFile(path).tensors()
+        for role in ("val", "pool"):
+            stored, norms = tensors[role].numpy(), tensors[f"{role}_norms"].numpy()
+            rows = SketchRows(0, dim, exact=stored.dtype == np.float64)
+            if (stored.dtype, norms.dtype) != (rows.stored.dtype, rows.norms.dtype):
+                raise ValueError(f"{role} is {stored.dtype} with {norms.dtype} lengths")
+            if stored.shape != (counts[role], dim) or norms.shape != (counts[role],):
+                raise ValueError(f"{role} has shape {stored.shape}, not {(counts[role], dim)}")
+            rows.count, rows.stored, rows.norms = counts[role], stored, norms
+            lengths = [torch.linalg.vector_norm(b, dim=1) for _, b in rows.blocks(CPU)]
+            off = (torch.cat(lengths) - 1).abs().numpy() > 1e-2
+            if bool((off & (norms > 0)).any()):
+                raise ValueError(f"{role} has rows that are not of unit length")
+            found[role] = rows
     return found
 
 

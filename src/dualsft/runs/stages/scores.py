@@ -112,7 +112,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     )
     scores = None if dots is None else dots * eta_sc
     if sketches_wanted(ctx):
-        found, checked = _calibrated(ctx, engine, pool_examples, scored.grad_sum)
+        found, checked = _calibrated(ctx, engine, pool_examples, scored)
         scores, bound, checks = found.scores, np.zeros(len(pool_examples)), checks | checked
         summary |= {"form": "calibrated", "sketch_dim": ctx.config.score.sketch_dim}
         summary |= found.facts()
@@ -131,16 +131,26 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
 
 
 def _calibrated(
-    ctx: RunContext, engine: GhostEngine, pool: list[Example], grad_sum: Vector
+    ctx: RunContext, engine: GhostEngine, pool: list[Example], scored: Scored
 ) -> tuple[Calibration, dict[str, Any]]:
     """Scores of the calibrated form, and the checks of the sketches and the solve."""
     sketch = sketch_for(ctx, engine)
     assert sketch is not None
-    rows = read_sketches(ctx.folder("gradients") / SKETCHES)
+    counts = {role: len(rows) for role, rows in ctx.roles().items()}
+    rows = read_sketches(ctx.folder("gradients") / SKETCHES, counts, sketch.dim)
     seed, rho, passes = ctx.config.seed, ctx.config.score.rho, pass_settings(ctx)
     with ctx.reporter.track("solving for the scores", 1, "system") as progress:
         found, checks = scored_by_sketches(
-            engine, sketch, rows["pool"], rows["val"], grad_sum, pool, seed, rho, passes
+            engine,
+            sketch,
+            rows["pool"],
+            rows["val"],
+            scored.grad_sum,
+            scored.terms.val_grad,
+            pool,
+            seed,
+            rho,
+            passes,
         )
         progress.advance(1)
     ctx.reporter.say(f"calibrated scores: ρ = {found.rho:.2g} ({found.how})")
@@ -152,13 +162,17 @@ def _warn(ctx: RunContext, summary: dict[str, Any]) -> None:
     if lam * norms["prior_grad"] > 2 * norms["val_grad"]:
         ctx.reporter.warn(
             f"preservation dominates: λ‖v_prior‖ = {lam * norms['prior_grad']:.3g} is over twice "
-            f"‖v_new‖ = {norms['val_grad']:.3g}; the selection mostly protects the old behaviour "
+            f"‖v_new‖ = {norms['val_grad']:.3g}; {_what(ctx)} mostly protects the old behaviour "
             "(score.lam_relative=true makes λ scale-free)",
             code="preservation_dominates",
         )
     share = summary["curvature_share"]
     if share is not None:
         ctx.reporter.say(f"curvature share ‖second‖/‖first‖ of u: {share:.3g}")
+
+
+def _what(ctx: RunContext) -> str:
+    return "the mask" if sketches_wanted(ctx) else "the selection"
 
 
 def _write_examples(

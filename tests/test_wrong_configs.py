@@ -179,7 +179,7 @@ def test_a_wrong_value(setting: str, shown: str, allowed: str, cure: str, shell:
         (("--score.lamb", "0.5"), ("score.lamb: no such key; did you mean 'score.lam'?",)),
         (("--modle.path=x",), ("modle.path: no such key; did you mean 'model.path'",)),
         (("score.lam.x=1",), ("score.lam.x: no such key", "score.lam")),
-        (("score=1",), ("score: 1 is not allowed; it is a section", "such as score.lam")),
+        (("score=1",), ("score: 1 is not allowed; it is a section", "such as score.form")),
         (("score.=1",), ("score.: no such key",)),
         (("=1",), ("'=1': not a setting; write key=value, as in score.lam=0.5",)),
         (("method.data=lass",), ("method.data: 'lass' is not a method of this axis",)),

@@ -714,8 +714,8 @@ def test_a_killed_diagnostic_goes_on_to_the_same_numbers(
     shutil.rmtree(twin / "diagnostics")
     left = {"fidelity": 8, "drift": 4, "reverse": 5}[name]
     calls = {"n": 0}
-    owner: Any = sys.modules[train.__module__] if name == "drift" else trials_module.Trials
-    work = "_fitting_step" if name == "drift" else "run"
+    owner: Any = sys.modules[train.__module__]._Loop if name == "drift" else trials_module.Trials
+    work = "fitting_step" if name == "drift" else "run"
     own = getattr(owner, work)
 
     def until_killed(*given: Any, **named: Any) -> Any:

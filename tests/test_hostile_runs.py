@@ -217,7 +217,8 @@ def test_saved_progress_of_a_diagnostic(kind: str, scene: Scene) -> None:
     scene.settings("resume.every=0", sealed=True)
     entry = "diagnostics/coordination_gap.work"
     scene.plant(kind, entry)
-    scene.attempt("diagnose", str(scene.run), "coordination_gap", names=[entry])
+    paths = [f"model.path={scene.model}", f"data.path={scene.corpus}"]
+    scene.attempt("diagnose", str(scene.run), "coordination_gap", *paths, names=[entry])
 
 
 def test_settings_that_are_no_settings_are_not_quoted(scene: Scene) -> None:

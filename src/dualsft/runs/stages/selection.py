@@ -409,10 +409,12 @@ def _find_choice(
     """Find the same example selection, intact, in this run or a cached run; None if not found."""
     for run in (ctx.rundir.path, *ctx.lenders) if identity is not None else ():
         folder = run / FOLDERS["selection"]
-        manifest, wrong = read_stage_manifest(folder)
-        if wrong:
+        if not folder.is_dir():
             continue
+        manifest, wrong = read_stage_manifest(folder)
         try:
+            if wrong:
+                raise ValueError(wrong)
             facts = manifest["facts"]
             noted = facts.get("data_choice") or {}
             if noted.get("fingerprint") == identity:

@@ -365,6 +365,8 @@ MALFORMED: list[tuple[str, str, Callable[[Path], None], str]] = [
     ("5_selection", "finetune", in_json("ids.json", ["of no row"]), "ids.json"),
     ("5_selection", "finetune", in_json("ids.json", []), "ids.json"),
     ("5_selection", "finetune", in_mask(lambda index: index.float()), "mask.safetensors"),
+    ("5_selection", "report", in_mask(lambda index: index + 2**40), "mask.safetensors"),
+    ("5_selection", "report", in_mask(lambda index: index - 10**6), "mask.safetensors"),
     ("5_selection", "finetune", in_mask(lambda index: index[None]), "mask.safetensors"),
     ("5_selection", "finetune", in_mask(lambda index: index.flip(0)), "mask.safetensors"),
     ("5_selection", "finetune", in_mask(lambda index: index - 10**6), "mask.safetensors"),

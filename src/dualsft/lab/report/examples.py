@@ -22,6 +22,8 @@ import pyarrow.parquet as pq
 import torch
 
 from dualsft.model.load import locate
+from dualsft.runs.preflight import reading
+from dualsft.runs.stages.selection import check_indices
 from dualsft.storage.tensor_files import TensorFile
 from dualsft.system.paths import RunPath
 
@@ -277,8 +279,12 @@ def collect_mask(run: RunPath, facts: Mapping[str, Any]) -> list[dict[str, Any]]
     names = sorted(file.forms, key=lambda name: _place(name, modules))
     side = GRID if len(names) <= MANY_TENSORS else SMALL_GRID
     for name in names:
-        index = file.piece(name, 0, file.forms[name].num_entries, cpu).numpy()
+        found = file.piece(name, 0, file.forms[name].num_entries, cpu)
         shape = shapes.get(name)
+        if found.numel():
+            with reading(path):
+                check_indices(name, found.view(file.forms[name].shape), shape)
+        index = found.numpy()
         layer, module = locate(name)
         cell = {
             "name": name,

@@ -348,12 +348,17 @@ def read_mask(
         stored = TensorFile(folder / "mask.safetensors").tensors().items()
         found = {name: index for name, index in stored if index.numel()}
         for name, index in found.items():
-            flat = index.dtype == torch.int64 and index.dim() == 1
-            if not flat or int(index[0]) < 0 or bool((index[1:] <= index[:-1]).any()):
-                raise ValueError(f"the indices of {name} are not sorted int64 positions")
-            if shapes is not None and int(index[-1]) >= math.prod(shapes[name]):
-                raise ValueError(f"index {int(index[-1])} is outside {name}")
+            check_indices(name, index, None if shapes is None else shapes[name])
     return found if shapes is None else _own_part(found, shapes)
+
+
+def check_indices(name: str, index: Tensor, shape: Sequence[int] | None) -> None:
+    """Raise unless these are sorted positions, and inside the parameter if its shape is known."""
+    flat = index.dtype == torch.int64 and index.dim() == 1
+    if not flat or int(index[0]) < 0 or bool((index[1:] <= index[:-1]).any()):
+        raise ValueError(f"the indices of {name} are not sorted int64 positions")
+    if shape is not None and int(index[-1]) >= math.prod(shape):
+        raise ValueError(f"index {int(index[-1])} is outside {name}")
 
 
 def final_folder(selection: RunPath) -> RunPath:

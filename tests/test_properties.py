@@ -431,7 +431,8 @@ def any_settings_are_refused_by_name_or_replayed(given_settings: dict[str, str])
         return
     with scratch() as folder:
         (folder / "c.yaml").write_text(config_module.to_yaml(config), encoding="utf-8")
-        again = config_module.load(folder / "c.yaml")
+        consent = config_module.consent_of(config)  # never stored, so it is given again
+        again = config_module.load(folder / "c.yaml", consent)
     assert again == config and config_module.to_yaml(again) == config_module.to_yaml(config)
     assert config_module.from_mapping(config_module.to_mapping(config)) == config
 

@@ -301,3 +301,9 @@ def test_sketches_of_another_form_are_refused(change, words: str, make_run: Runn
     reseal(run / "3_gradients")
     with pytest.raises(RunError, match=words):
         make_run(*CALIBRATED, until="scores")
+
+
+def test_too_few_validation_examples_are_named() -> None:
+    pool, val = rows_of(gradients(20, 40)), rows_of(gradients(7, 40, seed=1))
+    assert "fewer than 8 validation examples" in calibrate(pool, val, 0, CPU).how
+    assert calibrate(pool, val, 0, CPU, 0.01).how == "as given"

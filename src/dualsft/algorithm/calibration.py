@@ -70,12 +70,15 @@ class Calibration:
     best, and whether it is within that error of the best."""
     solved_in: str
     residual: float
+    given: bool = False
+    """Whether ρ was given instead of chosen."""
 
     @property
     def how(self) -> str:
         """How ρ was chosen, in words."""
         if not self.curve:
-            return "not chosen from the data"
+            few = f"the default: fewer than {MIN_VALIDATION} validation examples to choose it from"
+            return "as given" if self.given else few
         flat = [point["rho"] for point in self.curve if point["flat"]]
         return f"from halves of D_val; as good from {min(flat):.2g} to {max(flat):.2g}"
 
@@ -176,7 +179,7 @@ def calibrate(
     curve, chosen = _choose(np.array(found)) if halves else ([], DEFAULT_RHO)
     used = chosen if rho is None else rho
     scores = solver.scores(solver.solve(right[:, :1], used))[:, 0].cpu().numpy()
-    return Calibration(scores, used, curve, solver.side, solver.worst)
+    return Calibration(scores, used, curve, solver.side, solver.worst, given=rho is not None)
 
 
 def _halves(count: int, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -33,12 +33,14 @@ SECTIONS = (
     "scoring",
     "finetuning",
     "topk",
+    "solving",
     "peers",
     "less",
     "sharding",
     "answers",
     "fidelity",
     "training_fidelity",
+    "microscope",
 )
 DEFAULTS = {  # model, rows, rounds, tokens per scoring batch
     "cpu": ("smollm2-135m-shape", 8, 2, 1024),
@@ -54,9 +56,9 @@ def parse(arguments: list[str]) -> tuple[Options, list[str], Path | None]:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--only", help=f"some of {','.join(SECTIONS)}")
     parser.add_argument("--model", help=f"one of {', '.join(SHAPES)}; or a model's name or folder")
-    parser.add_argument("--real-model", help="fidelity: a trained model (default smollm2-135m)")
-    parser.add_argument("--data", type=Path, help="fidelity: JSONL rows (default: built in)")
-    parser.add_argument("--fields", help="fidelity: PROMPT,RESPONSE, the names in the rows")
+    parser.add_argument("--real-model", help="fidelity, microscope: a trained model")
+    parser.add_argument("--data", type=Path, help="fidelity, microscope: JSONL rows")
+    parser.add_argument("--fields", help="PROMPT,RESPONSE, the names in those rows")
     parser.add_argument("--rows", type=int, help="rows of the pool")
     parser.add_argument("--rounds", type=int, help="timed rounds")
     parser.add_argument("--batch-tokens", type=int, help="padded tokens of a scoring batch")

@@ -16,15 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.roles import Roles
-from dualsft.algorithm.certificate import judge
 from dualsft.algorithm.projection import effective_lambda
-from dualsft.algorithm.scores import NUM_ALONE_HALF, dot_alone, rounding_ratio
+from dualsft.algorithm.scores import NUM_ALONE_HALF, dot_alone, judge, rounding_ratio
 from dualsft.algorithm.selection import product_source
 from dualsft.algorithm.topk import top_b, topk_signed
 from dualsft.data.examples import Example
 from dualsft.engine.fused import HALF_DTYPES, fused_blocks
 from dualsft.engine.ghost import GhostEngine
-from dualsft.engine.precision import widened
+from dualsft.engine.passes import widened
 from dualsft.engine.walk import PassResult, cwsd_objective, loss_objective, walk
 from dualsft.model.load import find_candidates
 from dualsft.storage.vectors import ParamVector, Vector

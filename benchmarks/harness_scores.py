@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 from dualsft.config import settings
-from dualsft.lab.evaluation.tasks import BENCHMARKS, quiet
+from dualsft.lab.evaluation.tasks import BENCHMARKS, silenced
 from dualsft.model.resolve import resolve_model
 from dualsft.runs import pipeline
 from dualsft.system.progress import Reporter
@@ -75,7 +75,7 @@ def harness_tasks(name: str, folder: Path) -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
 
     root = Path(str(lm_eval.tasks.__file__)).parent / Path(BENCHMARKS[name].definition).parts[0]
-    with quiet(), hub_of(name, folder):
+    with silenced(), hub_of(name, folder):
         manager = TaskManager(include_path=str(root), include_defaults=False)
         tasks: dict[str, Any] = dict(manager.load([name])["tasks"])
     for task in tasks.values():
@@ -96,7 +96,7 @@ def harness_scores(
 
     wrapper: Any = HFLM
     scores, texts = {}, []
-    with quiet():
+    with silenced():
         lm = wrapper(pretrained=str(model), device="cpu", batch_size=batch, dtype="float32")
         for name in names:
             tasks = harness_tasks(name, folder)

@@ -30,8 +30,7 @@ from dualsft.data.examples import Example, collate, make_batches
 from dualsft.engine.losses import example_objective, plain_example_loss
 from dualsft.engine.sketch import Sketch
 from dualsft.errors import RunError
-from dualsft.lab.methods.less import Checkpoint, attach, target_maps
-from dualsft.lab.methods.sketcher import Sketcher
+from dualsft.lab.methods.less import Checkpoint, Sketcher, attach, target_maps
 from dualsft.lab.methods.table import LessOptions
 
 MODELS = {"cpu": "small", "cuda": "llama-3.2-1b-shape"}

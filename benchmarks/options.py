@@ -16,9 +16,9 @@ class Options:
     model: str
     """A shape of `workload.SHAPES`, or a real model by name or folder."""
     real_model: str
-    """The trained model of the fidelity benchmark."""
+    """The trained model of the fidelity and microscope benchmarks (default smollm2-135m)."""
     data: Path | None
-    """JSONL rows of the fidelity benchmark; None is the built-in corpus."""
+    """JSONL rows of those benchmarks; None is the built-in corpus."""
     fields: tuple[str, str] | None
     """Field names of prompt and response in `data`; None detects them from the rows."""
     rows: int

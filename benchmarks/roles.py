@@ -57,11 +57,11 @@ def _data_name(options: Options) -> str:
     return options.data.name if options.data else "built-in corpus"
 
 
-def read_roles(options: Options) -> Roles:
-    """Rows in source order, split into roles; random tokens for a shape."""
+def read_roles(options: Options, limit: int | None = None) -> Roles:
+    """At most `limit` rows in source order, split into roles; random tokens for a shape."""
     if options.real_model in SHAPES:
         vocabulary, pad_id = SHAPES[options.real_model].vocabulary, 0
-        examples = make_pool(40, vocabulary, 120)
+        examples = make_pool(limit or 40, vocabulary, 120)
     else:
         folder = resolve_model(options.real_model)
         tokenizer = load_tokenizer(folder)
@@ -77,7 +77,7 @@ def read_roles(options: Options) -> Roles:
             bad_rows="skip",
         )
         rows, report = read_rows(Path(path), config)
-        limit = 40 if options.quick else ROWS[options.device.type]
+        limit = limit or (40 if options.quick else ROWS[options.device.type])
         positions = read_model_config(folder).max_position_embeddings
         examples, _ = tokenize(rows[:limit], tokenizer, config, report, max_positions=positions)
     roles, start = {}, 0

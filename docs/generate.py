@@ -13,15 +13,15 @@ import tomllib
 from pathlib import Path
 
 from results_tables import with_tables
-
-from dualsft.config import settings as config
-from dualsft.memory.scaling import (
+from scaling_formulas import (
     ModelShape,
     finetuning_memory,
     scoring_memory,
     walk_traffic,
     warmup_memory,
 )
+
+from dualsft.config import settings as config
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/dualsft"

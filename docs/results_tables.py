@@ -10,6 +10,7 @@ from typing import Any
 
 MEASURED = Path(__file__).with_name("measured") / "smollm2_gsm8k"
 FORMS = Path(__file__).with_name("measured") / "score_forms" / "smollm2_135m.json"
+PACKAGE = Path(__file__).with_name("measured") / "pools"
 BASE, OWN = "base model", "dualsft"
 FILES = {"gsm8k_test": "GSM8K test", "alpaca": "Alpaca", "code": "code"}
 TASKS = {
@@ -44,7 +45,14 @@ def tables() -> dict[str, str]:
         "seeds": seeds(results["rows"], read("seeds")),
         "forms": forms(json.loads(FORMS.read_text(encoding="utf-8"))),
         "damping": damping(json.loads(FORMS.read_text(encoding="utf-8"))),
+        "found": found_rows(read_pools("warmup_20_seeds_0_1")),
+        "pools": trained_pools(read_pools("warmup_20_seeds_3_to_5")),
+        "warmups": warmups(read_pools("warmup_64"), read_pools("warmup_20_seeds_3_to_5")),
     }
+
+
+def read_pools(name: str) -> Any:
+    return json.loads((PACKAGE / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def losses(rows: Sequence[Mapping[str, Any]], differences: Mapping[tuple[str, str], Any]) -> str:
@@ -185,6 +193,89 @@ def damping(cells: Sequence[Mapping[str, Any]]) -> str:
             cosine = statistics.mean(f[f"cvu{side}"]["1e+09"] for f in found)
             texts = [f"{100 * share:.1f} %" for share in (cosine, *shares)]
             lines.append([POOLS[pool], f"{side * side:,}", *texts])
+    return _markdown(lines)
+
+
+NAMES = {
+    "mixed": "thirds, target GSM8K",
+    "code": "thirds, target code",
+    "tenth": "a tenth GSM8K",
+    "noisy": "GSM8K, 40 % wrong answers",
+    "copies": "GSM8K, every row three times",
+    "clean": "GSM8K",
+}
+
+
+def _in_order(cells: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return sorted(cells, key=lambda cell: (list(NAMES).index(cell["pool"]), cell["seed"]))
+
+
+def found_rows(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Share of selected rows that are off target, wrong, or copies, by way to select."""
+    arms = ("recommended", "cosine", "literal", "less", "spice", "top_loss")
+    lines = [["pool", "seed", *arms]]
+    for cell in _in_order([cell for cell in cells if cell["pool"] != "clean"]):
+        what = "copies" if cell["pool"] == "copies" else "off_target"
+        shares = [f"{100 * cell['selected'][arm][what]:.1f} %" for arm in arms]
+        lines.append([NAMES[cell["pool"]], str(cell["seed"]), *shares])
+    return _markdown(lines)
+
+
+def _best(results: Mapping[str, Mapping[str, float]]) -> Mapping[str, float]:
+    """The training at the rate that is best on the rows held apart."""
+    return min(results.values(), key=lambda result: result["tune"])
+
+
+def _draws(cell: Mapping[str, Any], reference: str) -> list[float]:
+    names = [name for name in cell["trained"] if name.rstrip("0123456789") == reference]
+    return [_best(cell["trained"][name])["test"] for name in names]
+
+
+def _kl(result: Mapping[str, float]) -> float:
+    """Mean KL to the base over the files of other behaviour."""
+    return statistics.mean(value for key, value in result.items() if key.endswith("_kl"))
+
+
+def trained_pools(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Loss of unseen target rows after training on selected, random and target rows."""
+    head = ["pool", "seed", "recommended", "random, 8 draws", "target rows, 8 draws"]
+    lines = [[*head, "of the gap closed", "better than random by", "KL", "KL, random"]]
+    for cell in _in_order(cells):
+        own, random = _best(cell["trained"]["recommended"]), _draws(cell, "random")
+        mean, spread, target = statistics.mean(random), statistics.stdev(random), ""
+        closed = ""
+        if aims := _draws(cell, "target"):
+            target = f"{statistics.mean(aims):.3f} ± {statistics.stdev(aims):.3f}"
+            closed = f"{100 * (mean - own['test']) / (mean - statistics.mean(aims)):.0f} %"
+        drawn = [n for n in cell["trained"] if n.startswith("random")]
+        kl = statistics.mean(_kl(_best(cell["trained"][name])) for name in drawn)
+        shown = [f"{own['test']:.3f}", f"{mean:.3f} ± {spread:.3f}", target, closed]
+        shown += [f"{(mean - own['test']) / spread:+.1f} sd", f"{_kl(own):.2f}", f"{kl:.2f}"]
+        lines.append([NAMES[cell["pool"]], str(cell["seed"]), *shown])
+    return _markdown(lines)
+
+
+def warmups(found: Sequence[Mapping[str, Any]], held: Sequence[Mapping[str, Any]]) -> str:
+    """Longer warmups on four of the pools, each beside a random draw under the same mask."""
+    words = {"bf16-64": "64 steps", "bf16-64-3e-4": "64 steps at 3e-4"}
+    words |= {"fp32-20": "20 steps, fp32", "fp32-64": "64 steps, fp32"}
+    lines = [["pool", "seed", "warmup", "off target or wrong", "loss", "random rows, same mask"]]
+    cells = {(cell["pool"], cell["seed"]): cell for cell in held}
+    for one in _in_order(found):
+        if one["group"] == "bf16":
+            cell = cells[one["pool"], one["seed"]]
+            share = f"{100 * cell['selected']['recommended']['off_target']:.1f} %"
+            own, drawn = (
+                _best(cell["trained"][name])["test"] for name in ("recommended", "random0")
+            )
+            texts = ["20 steps", share, f"{own:.3f}", f"{drawn:.3f}"]
+            lines.append([NAMES[one["pool"]], str(one["seed"]), *texts])
+        for name, arm in one["arms"].items():
+            if name in words:
+                texts = [words[name], f"{100 * arm['off_target']:.1f} %"]
+                losses = (arm["trained"]["test"], one["arms"]["random0"]["trained"]["test"])
+                texts += [f"{loss:.3f}" for loss in losses]
+                lines.append([NAMES[one["pool"]], str(one["seed"]), *texts])
     return _markdown(lines)
 
 

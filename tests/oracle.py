@@ -209,11 +209,14 @@ def restricted_adamw(
     masks: Vector,
     weight_decay: float = 0.0,
     max_grad_norm: float | None = None,
+    retention: tuple[float, Any, float, Sequence[Sequence[ExampleLike]]] | None = None,
 ) -> tuple[Vector, Vector, Vector]:
     """AdamW on the entries where masks[name] (bool) is true: weights, first and second moments.
 
-    A step minimises the mean over the batch's examples; the last batch may be shorter. Clipping
-    takes the norm over the masked entries of all parameters. `model` itself is left alone.
+    A step minimises the mean over the batch's examples; the last batch may be shorter. With
+    `retention` (weight, teacher, tau, anchors of each step) it adds weight times the CWSD loss of
+    that step's anchors. Clipping takes the norm of the sum over the masked entries of all
+    parameters. `model` itself is left alone.
     """
     model = copy.deepcopy(model)
     parameters = {name: p for name, p in model.named_parameters() if name in masks}
@@ -224,6 +227,10 @@ def restricted_adamw(
     ]
     for step, (batch, lr) in enumerate(zip(batches, lr_schedule, strict=True), start=1):
         grads = val_grad(model, batch, list(parameters))
+        if retention is not None:
+            weight, teacher, tau, anchors = retention
+            prior = cwsd_gradient(teacher, model, anchors[step - 1], tau, list(parameters))
+            grads = add([grads, scale(prior, weight)])
         grads = {name: grad * masks[name] for name, grad in grads.items()}
         if max_grad_norm is not None:
             grads = scale(grads, min(1.0, max_grad_norm / (norm(grads) + 1e-6)))
@@ -269,7 +276,7 @@ def projection(
     grad_sum: Vector,
     curvature: Vector | None,
     lam: float,
-    lam_relative: bool,
+    lam_relative: bool | str,
     eta_sc: float,
     curvature_scale: float = 1.0,
     step: str = "sgd",
@@ -277,7 +284,11 @@ def projection(
     """u = eta_sc (v_new + lam v_prior) - eta_sc^2 / 2 * scale * c * G; `adam` divides it by c."""
     if step not in ("sgd", "adam") or (step == "adam" and curvature is None):
         raise ValueError(f"step={step!r}: sgd, or adam with a curvature")
-    if lam_relative and norm(prior_grad) > 0:
+    if lam_relative == "scores":
+        divided = curvature if step == "adam" else None
+        sizes = [rms_of_scores(v, grad_sum, divided) for v in (val_grad, prior_grad)]
+        lam = lam * sizes[0] / sizes[1] if sizes[1] > 0 else 0.0
+    elif lam_relative and norm(prior_grad) > 0:
         prior_grad = scale(prior_grad, norm(val_grad) / norm(prior_grad))
     u: Vector = {}
     for name, v_new in val_grad.items():
@@ -288,6 +299,17 @@ def projection(
             if step == "adam":
                 u[name] = u[name] / curvature[name]
     return u
+
+
+def rms_of_scores(v: Vector, grad_sum: Vector, curvature: Vector | None) -> float:
+    """Root of the mean over all entries of (v * G)^2, or of (v * G / c)^2."""
+    squares, count = 0.0, 0
+    for name, gradient in v.items():
+        term = gradient * grad_sum[name]
+        term = term if curvature is None else term / curvature[name]
+        squares += float((term**2).sum())
+        count += term.numel()
+    return math.sqrt(squares / count)
 
 
 def param_scores(u: Vector, grad_sum: Vector) -> Vector:
@@ -359,3 +381,17 @@ def calibrated_scores(pool: Tensor, val: Tensor, rho: float) -> Tensor:
     phi, v = unit_rows(pool), unit_rows(val).mean(0)
     fisher = phi.T @ phi / len(phi)
     return phi @ torch.linalg.inv(fisher + rho * torch.eye(phi.shape[1], dtype=phi.dtype)) @ v
+
+
+def influences(pool: Tensor, queries: Tensor, rho: float) -> Tensor:
+    """phi_n^T (F + rho I)^-1 q for every query at unit length: [N, Q]."""
+    return torch.stack([calibrated_scores(pool, query[None], rho) for query in queries], dim=1)
+
+
+def support(pool: Tensor, rho: float) -> Tensor:
+    """phi_n^T (F + rho I)^-1 times the sum of the other rows, divided by N: row by row."""
+    phi = unit_rows(pool)
+    fisher = phi.T @ phi / len(phi)
+    inverse = torch.linalg.inv(fisher + rho * torch.eye(phi.shape[1], dtype=phi.dtype))
+    others = [torch.cat([phi[:n], phi[n + 1 :]]).sum(0) / len(phi) for n in range(len(phi))]
+    return torch.stack([phi[n] @ inverse @ others[n] for n in range(len(phi))])

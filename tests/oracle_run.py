@@ -31,6 +31,7 @@ from oracle import (
     norm,
     param_scores,
     projection,
+    rms_of_scores,
     scale,
     top_b,
     top_k_signed,
@@ -207,7 +208,7 @@ def check_run(
     report |= _check_summary(run, true)
     if "mask" in run.vectors:
         report |= _check_mask(run, true, tolerance)
-    if run.example_rows:
+    if any(row["score"] is not None for row in run.example_rows.values()):
         report |= _check_examples(run, bar, true["projection"], tolerance, source)
     inexact = {key: value for key, value in report.items() if not key.endswith("_exact")}
     report["ok"] = all(v if isinstance(v, bool) else v <= tolerance for v in inexact.values())
@@ -235,7 +236,31 @@ def _check_summary(run: Run, true: dict[str, Vector]) -> Report:
         report["n_sc"] = run.summary["n_sc"] == num_pool
     if "eta_sc" in run.summary:
         report["eta_sc"] = abs(run.summary["eta_sc"] * num_pool / run.config["finetune"]["lr"] - 1)
+    if "rms_param_scores" in run.summary:
+        report |= _check_terms(run, true)
     return report
+
+
+def _check_terms(run: Run, true: dict[str, Vector]) -> Report:
+    """The RMS of both terms of s_theta, and the factor of v_prior."""
+    score, total = run.config["score"], true["grad_sum"]
+    c = run.vectors.get("curvature") if score["step"] == "adam" else None
+    divided = c and {name: tensor.double() for name, tensor in c.items()}
+    new, prior = (rms_of_scores(true[v], total, divided) for v in ("val_grad", "prior_grad"))
+    size, lam = norm(true["prior_grad"]), score["lam"]
+    if size <= ROUNDING * norm(true["val_grad"]):
+        lam = prior = 0.0
+    elif score["lam_relative"] == "scores":
+        lam = lam * new / prior
+    elif score["lam_relative"]:
+        lam = lam * norm(true["val_grad"]) / size
+    eta_sc = run.config["finetune"]["lr"] / len(run.role("pool"))
+    got = run.summary["rms_param_scores"]
+    return {
+        "rms_new": abs(got["new"] / (eta_sc * new) - 1),
+        "rms_prior": abs(got["prior"] - eta_sc * lam * prior) / (eta_sc * new),
+        "lam_effective": abs(run.summary["lam_effective"] - lam) / max(lam, 1.0) if prior else 0.0,
+    }
 
 
 def _check_mask(run: Run, true: dict[str, Vector], tolerance: float) -> Report:
@@ -272,7 +297,8 @@ def _check_examples(
     if run.selected_lines is None or run.config["select"]["variant"] == "param":
         return report
     lines = read_lines(source or run.config["data"]["path"])
-    b = min(len(pool), budget(run.config["select"]["data_budget"], len(run.examples)))
+    num_full = sum(not e.id.startswith("anchor-") for e in run.examples)  # not data.anchor_path
+    b = min(len(pool), budget(run.config["select"]["data_budget"], num_full))
     best = [lines[index] for index in top_b(s, [e.index for e in pool], b)]
     report["selection_exact"] = best == run.selected_lines
     waiting, chosen = list(run.selected_lines), torch.zeros(len(pool), dtype=torch.bool)

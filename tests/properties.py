@@ -7,7 +7,7 @@ A property is registered by `Properties.holds` and tried on 100 generated inputs
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_tokenizers import SPECIALS
+from torch import Tensor
 
+from dualsft.algorithm.topk_reading import ScoreSource
 from dualsft.data.examples import IGNORE, Example
 
 Check = Callable[..., None]
@@ -64,3 +66,15 @@ def example(ids: list[int], prompt: int, index: int) -> Example:
 examples = st.lists(st.tuples(token_lists, st.integers(0, 11)), min_size=1, max_size=20).map(
     lambda drawn: [example(ids, prompt, i) for i, (ids, prompt) in enumerate(drawn)]
 )
+
+
+def chunked(tensors: Mapping[str, Tensor], chunk: int = 1 << 22) -> ScoreSource:
+    """A source for scores in memory."""
+
+    def read() -> Iterator[tuple[str, int, Tensor]]:
+        for name, tensor in tensors.items():
+            flat = tensor.detach().view(-1)
+            for start in range(0, max(flat.numel(), 1), chunk):
+                yield name, start, flat[start : start + chunk]
+
+    return read

@@ -11,11 +11,12 @@ import oracle
 import pytest
 import torch
 from conftest import Runner
-from models import tiny_examples, tiny_model
+from models import tiny_examples, tiny_model, tiny_tokenizer
 from places import place
 
 import dualsft
 from dualsft.data.examples import Example
+from dualsft.errors import ConfigError
 from dualsft.model.load import find_candidates, load_model
 from dualsft.runs.stages.selection import read_mask
 from dualsft.runs.stages.split import read_split
@@ -74,6 +75,13 @@ def test_score_and_select_equal_the_oracle(relative: bool, scale: float) -> None
     chosen = dualsft.select(scores, data_budget=9, param_budget=0.05)
     expected = oracle.top_b(torch.tensor(true), list(range(len(pool))), 9)
     assert chosen.data_subset.tolist() == sorted(expected)
+    sources = ["ab"[i % 2] for i in everything]
+    halves = dualsft.select(scores, data_budget=8, per_source={"b": 0.25}, sources=sources)
+    order = sorted(everything, key=lambda i: (-true[i], i))
+    best = [i for i in order if i % 2][:2] + [i for i in order if i % 2 == 0][:6]
+    assert halves.data_subset.tolist() == sorted(best)
+    with pytest.raises(dualsft.ConfigError, match="have none"):
+        dualsft.select(scores, data_budget=8, per_source="even")
     k = int(0.05 * sum(g.numel() for g in true_sum.values()))
     mask = oracle.top_k_signed(oracle.param_scores(u, true_sum), k)
     assert all(torch.equal(chosen.param_mask[n], mask[n]) for n in names)
@@ -121,6 +129,7 @@ def test_the_api_chooses_what_a_run_chooses(make_run: Runner, dtype: str) -> Non
     bar = load_model(run / "2_warmup/theta_bar", kind, cpu)
     old = load_model(Path(config.model.path), kind, cpu)
     names = find_candidates(bar, config.score.candidates).names
+    assert isinstance(config.finetune.lr, float)
     scores = dualsft.score(
         bar,
         roles["pool"],
@@ -167,3 +176,45 @@ def test_examples_of_the_api_are_checked(change: dict[str, Any], message: str) -
         dualsft.score(model, [good, bad], [good], eta_ft=1e-3)
     with pytest.raises(dualsft.ConfigError, match="eta_ft"):
         dualsft.score(model, [good], [good], eta_ft=-1e-3)
+
+
+def test_lambda_by_the_parameter_scores() -> None:
+    old, bar = tiny_model("qwen3", seed=0).eval(), tiny_model("qwen3", seed=4).eval()
+    pool, val, anchors = examples(20, 1), examples(6, 2), examples(7, 3)
+    given = {"eta_ft": 1e-3, "anchors": anchors, "theta_old": old, "lam": 0.7, "reporter": QUIET}
+    with pytest.raises(ConfigError, match="give form='calibrated'"):
+        dualsft.score(bar, pool, val, lam_relative="scores", **given)
+    with pytest.raises(ConfigError, match="give True, False or 'scores'"):
+        dualsft.score(bar, pool, val, lam_relative="norms", **given)  # pyright: ignore[reportArgumentType]
+    scores = dualsft.score(
+        bar, pool, val, form="calibrated", sketch_dim=64, lam_relative="scores", **given
+    )
+    names = list(scores.grad_sum)
+    total = oracle.grad_sum(bar, pool, names)
+    new, prior = (
+        oracle.val_grad(bar, val, names),
+        oracle.cwsd_gradient(old, bar, anchors, 1.0, names),
+    )
+    u = oracle.projection(new, prior, total, None, 0.7, "scores", 1e-3 / len(pool))
+    for name in names:
+        assert torch.allclose(scores.projection[name] * scores.eta_sc, u[name], rtol=1e-6)
+
+
+def test_scores_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = examples(12, 1)
+    model = tiny_model("llama", torch.float32)
+    scores = dualsft.score(model, pool, examples(4, 2), eta_ft=1e-3, reporter=QUIET)
+    table = scores.to_table()
+    assert table.column_names == ["id", "index", "score", "bound", "loss"]
+    assert table["id"].to_pylist() == [e.id for e in pool]
+    assert (table["score"].to_numpy() == scores.example_scores).all()
+    chosen = dualsft.select(scores, data_budget=3)
+    tokenizer = tiny_tokenizer()
+    frame = scores.to_pandas(chosen, tokenizer)
+    assert np.flatnonzero(frame["selected"]).tolist() == sorted(chosen.data_subset)
+    for example, response in zip(pool, frame["response"], strict=True):
+        assert response == tokenizer.decode([i for i in example.labels if i != -100])
+    assert frame["prompt"].str.len().gt(0).any()
+    monkeypatch.setattr("dualsft.api.find_spec", lambda _: None)
+    with pytest.raises(dualsft.ConfigError, match="pandas is not installed; install it, or use"):
+        scores.to_pandas()

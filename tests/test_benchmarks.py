@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import agreement, finetuning, peers, scoring
+from benchmarks import agreement, finetuning, microscope, peers, scoring
 from benchmarks.__main__ import SECTIONS, parse
 from benchmarks.measuring import Measured, Meter, Section, Untimed, measure
+from benchmarks.roles import read_roles
 from benchmarks.workload import LENGTHS, SOURCES, Size, build_model, make_pool
 from dualsft.model.load import find_candidates
 
@@ -191,6 +192,50 @@ def test_agreement_tells_two_scorings_apart() -> None:
     assert found["Spearman of examples"] == pytest.approx(-1.0)
     assert found["Jaccard of examples"] == 0.0
     assert found["Jaccard of entries"] == pytest.approx(2 / 6)
+
+
+def test_microscope_has_every_measure(record: dict[str, Any]) -> None:
+    section = record["sections"]["microscope"]
+    measures = {"support", "score", "loss", "cosine with v_new"}
+    if metadata_of("bergson") is None:
+        assert section["skipped"] == {"bergson: cosine with D_val": "the package is not installed"}
+    else:
+        measures.add("bergson: cosine with D_val")
+    assert set(section["rows"]) == {
+        f"{measure}, {val} D_val" for measure in measures for val in ("clean", "planted")
+    }
+    for row in section["rows"].values():
+        figures = row["figures"]
+        assert 0 < figures["from"] <= figures["average precision"] <= figures["to"] <= 1
+
+
+def metadata_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def test_average_precision() -> None:
+    wrong = np.array([True, False, True, False])
+    assert microscope.average_precision(np.array([3.0, 1.0, 2.0, 0.0]), wrong) == 1
+    found = microscope.average_precision(np.array([3.0, 2.0, 1.0, 0.0]), wrong)
+    assert found == pytest.approx((1 + 2 / 3) / 2)
+
+
+def test_planted_rows_have_the_answers_of_others() -> None:
+    roles = read_roles(parse(["--device", "cpu", "--quick"])[0], 60)
+    made, wrong = microscope.planted(roles)
+    assert wrong.sum() == 4
+    for before, after, swapped in zip(roles.pool, made.pool, wrong, strict=True):
+        prompt = before.num_tokens - before.num_response_tokens
+        assert before.input_ids[:prompt] == after.input_ids[:prompt]
+        assert after.labels == [-100] * prompt + after.input_ids[prompt:]
+        assert (before.input_ids[prompt:] != after.input_ids[prompt:]) == swapped
+    answers = [
+        sorted(map(tuple, map(microscope._response, rows))) for rows in (roles.pool, made.pool)
+    ]
+    assert answers[0] == answers[1]
 
 
 def test_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,13 @@ from dualsft.lab.compare.tables import write_tables
 from dualsft.lab.evaluation import benchmarks as benchmarking
 from dualsft.lab.evaluation import tasks as benchmark_tasks
 from dualsft.lab.evaluation.sandbox import run_candidate, run_candidates
-from dualsft.lab.evaluation.tasks import BENCHMARKS, build_tasks, definitions, quiet, task_problems
+from dualsft.lab.evaluation.tasks import (
+    BENCHMARKS,
+    build_tasks,
+    definitions,
+    silenced,
+    task_problems,
+)
 from dualsft.runs import pipeline
 from dualsft.runs.preflight import check_paths
 from dualsft.storage.resume import Pieces
@@ -121,7 +127,7 @@ def finished(make_run: Runner, long_model: Path, corpus: Path, tmp_path: Path) -
 
 
 def rendered(task: Any) -> list[tuple[Any, ...]]:
-    with quiet():
+    with silenced():
         task.build_all_requests(limit=None, rank=0, world_size=1)
     return [(r.request_type, r.doc_id, r.idx, r.args) for r in task.instances]
 
@@ -431,7 +437,7 @@ def test_a_wrong_row_is_named(name: str, line: str, words: str, tmp_path: Path) 
     path = write_jsonl(tmp_path / f"{stem}.jsonl", rows()[stem][:1])
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(DataError, match=words):
-        benchmark_tasks.read_rows(path, BENCHMARKS[name])
+        benchmark_tasks.benchmark_rows(path, BENCHMARKS[name])
 
 
 def test_a_model_without_room_for_answers_is_refused_before_any_stage(

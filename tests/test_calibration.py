@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 import numpy as np
 import oracle
@@ -30,7 +31,7 @@ from dualsft.algorithm.gradients import pool_gradient
 from dualsft.config import settings
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
-from dualsft.engine.sketch import Sketch
+from dualsft.engine.sketch import Sketch, SketchRows
 from dualsft.engine.walk import PassSettings
 from dualsft.errors import ConfigError, RunError
 from dualsft.model.load import find_candidates
@@ -207,6 +208,35 @@ def test_how_a_run_computes_does_not_change_its_scores(
         run = make_run("model.dtype=float64", "score.rho=0.01", *CALIBRATED, *extra, until="scores")
         found.append(pq.read_table(run / "4_scores/examples.parquet")["score"].to_numpy())
     np.testing.assert_allclose(found[1], found[0], rtol=1e-6, atol=1e-9)
+
+
+def test_sketches_in_a_file_give_the_same_bits(
+    make_run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above a size, sketches are mapped from files instead of held; also after an interruption."""
+    options = ("score.form=calibrated", "resume.every=0", "score.batch_tokens=64")
+    held = make_run(*options, out="held", until="scores")
+    for module in ("engine.sketch", "storage.tensor_files"):
+        monkeypatch.setattr(f"dualsft.{module}.MAPPED_BYTES", 0)
+    memmap, mapped = np.memmap, list[str]()
+    monkeypatch.setattr(np, "memmap", lambda *a, **k: mapped.append(a[2]) or memmap(*a, **k))
+    add, calls = SketchRows.add, list[int]()
+
+    def failing(self: SketchRows, rows: Sequence[int], sketches: np.ndarray) -> None:
+        calls.append(1)
+        if len(calls) == 8:
+            raise RunError("stopped")
+        add(self, rows, sketches)
+
+    monkeypatch.setattr(SketchRows, "add", failing)
+    with pytest.raises(RunError, match="stopped"):
+        make_run(*options, out="mapped", until="scores")
+    monkeypatch.setattr(SketchRows, "add", add)
+    run = make_run(*options, out="mapped", until="scores")
+    assert {"w+", "c"} <= set(mapped)  # written to a file, and read from one
+    for name in ("3_gradients/sketches.safetensors", "4_scores/examples.parquet"):
+        assert (run / name).read_bytes() == (held / name).read_bytes()
+    assert not list(run.rglob("scratch*"))
 
 
 def test_fp32_run_chooses_as_float64(make_run: Runner) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from dualsft.algorithm.certificate import bounds, judge, settle
+from dualsft.algorithm.scores import bounds, judge, settle
 
 
 def top_by_sort(scores: np.ndarray, b: int) -> set[int]:

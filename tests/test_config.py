@@ -184,6 +184,33 @@ def test_budgets_keep_counts_and_fractions_apart(
         assert typed(to_flat(config)[key]) == typed(expected)
 
 
+@pytest.mark.parametrize(("word", "value"), [("scores", "scores"), ("on", True), ("false", False)])
+def test_a_switch_with_a_third_position(word: str, value: bool | str, tmp_path: Path) -> None:
+    more = {"score": {"form": "calibrated", "lam_relative": value}}
+    configs = [
+        flags("score.form=calibrated", f"score.lam_relative={word}"),
+        from_yaml(tmp_path, f"score: {{form: calibrated, lam_relative: {word}}}"),
+        from_mapping({"model.path": "m", "data.path": "d.jsonl", **more}),
+    ]
+    configs.append(from_text(tmp_path, to_yaml(configs[0])))
+    assert [typed(c.score.lam_relative) for c in configs] == [typed(value)] * 4
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("score.mode=two_pass",),
+        ("score.form=calibrated",),
+        ("select.variant=param",),
+        ("method.data=random",),
+    ],
+)
+def test_lambda_by_scores_needs_g_before_the_scores(words: tuple[str, ...]) -> None:
+    assert flags("score.lam_relative=scores", *words).score.lam_relative == "scores"
+    with pytest.raises(ConfigError, match="this weight needs G"):
+        flags("score.lam_relative=scores")
+
+
 def test_yaml_words_stay_what_the_field_says(tmp_path: Path) -> None:
     text = """
 data: {prompt_field: off, response_field: no}

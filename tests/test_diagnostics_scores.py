@@ -590,6 +590,18 @@ def test_other_runs(name: str, make_run: Callable[..., Path]) -> None:
     assert (bound is None) == (name == "adam")
 
 
+def test_lambda_by_scores_is_a_third_form(make_run: Callable[..., Path]) -> None:
+    """The run's own row is itself: the diagnostic chooses the same factor as the run."""
+    words = ["score.lam_relative=scores", "score.mode=two_pass", "score.step=adam"]
+    run = make_run(*words, out="scores")
+    diagnose(run, Wanted.of(["preservation"], []), Reporter(lambda _: None))
+    rows = json.loads((run / "diagnostics/preservation.json").read_text())["result"]["rows"]
+    (own,) = [r for r in rows if r["preservation"] == "cwsd" and r["lam_relative"] == "scores"]
+    assert len(rows) == 12 and own["jaccard_params"] == own["jaccard_examples"] == 1.0
+    summary = json.loads((run / "4_scores/summary.json").read_text())
+    assert own["lam_effective"] == summary["lam_effective"]
+
+
 def test_ranking() -> None:
     """Ties share the mean of their ranks; a sample holds the same places of every vector."""
     a, b = np.array([1.0, 2, 2, 5, 5, 5]), np.array([3.0, 1, 2, 6, 4, 4])

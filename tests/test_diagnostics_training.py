@@ -30,11 +30,18 @@ from dualsft.errors import ConfigError, RunError
 from dualsft.lab.diagnostics import Wanted, registry
 from dualsft.lab.diagnostics import fidelity as fidelity_module
 from dualsft.lab.diagnostics import hessian as hessian_module
-from dualsft.lab.diagnostics import trials as trials_module
-from dualsft.lab.diagnostics.canvas import panels, short_names, signed_axis
+from dualsft.lab.diagnostics import job as job_module
 from dualsft.lab.diagnostics.job import DiagnosticJob, diagnose, draw
-from dualsft.lab.diagnostics.ranking import Bootstrap, pair_agreement, spearman, top_overlap
+from dualsft.lab.diagnostics.ranking import (
+    Bootstrap,
+    pair_agreement,
+    sample,
+    spearman,
+    stratified_mask,
+    top_overlap,
+)
 from dualsft.lab.diagnostics.retraining import Sides, choose_probes
+from dualsft.lab.plots import panels, short_names, signed_axis
 from dualsft.runs import pipeline
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
@@ -180,7 +187,7 @@ def test_what_cannot_be_ranked_is_none() -> None:
 @pytest.mark.parametrize("k", [1, 17, 60, 111])
 def test_stratified_mask_has_k_entries_in_their_blocks(varied: bool, k: int) -> None:
     sizes = {"a": 60, "b": 1, "c": 50}
-    mask = trials_module.stratified_mask(np.random.default_rng(k), sizes, k, varied)
+    mask = stratified_mask(np.random.default_rng(k), sizes, k, varied)
     assert sum(len(index) for index in mask.values()) == k
     for name, size in sizes.items():
         index = mask.get(name, torch.empty(0))
@@ -188,7 +195,7 @@ def test_stratified_mask_has_k_entries_in_their_blocks(varied: bool, k: int) -> 
         assert not len(index) or (index.min() >= 0 and index.max() < size)
         if not varied:
             assert abs(len(index) - k * size / 111) < 1
-    again = trials_module.stratified_mask(np.random.default_rng(k), sizes, k, varied)
+    again = stratified_mask(np.random.default_rng(k), sizes, k, varied)
     assert mask.keys() == again.keys()
     assert all(torch.equal(mask[name], again[name]) for name in mask)
 
@@ -280,7 +287,7 @@ def test_fidelity_masks_train_only_their_entries(run: Path, truth: Truth) -> Non
     base, found, guesses = truth.losses(start, val).mean(), [], []
     for number in range(3):
         rng = job.rng(f"fidelity param {number}")
-        mask = trials_module.stratified_mask(rng, sizes, k, False)
+        mask = stratified_mask(rng, sizes, k, False)
         dense = {n: torch.zeros(sizes[n], dtype=torch.bool) for n in truth.names}
         for name, index in mask.items():
             dense[name][index] = True
@@ -342,9 +349,12 @@ def test_steps_that_do_harm_are_told(run: Path, lr: str, harm: bool) -> None:
 # ---------------------------------------------------------------- diagonal against full Hessian
 
 
-def test_both_checkpoints_are_judged_by_one_objective(make_run: Runner) -> None:
+@pytest.mark.parametrize(
+    "words", [["score.lam_relative=true"], ["score.lam_relative=scores", "score.mode=two_pass"]]
+)
+def test_both_checkpoints_are_judged_by_one_objective(words: list[str], make_run: Runner) -> None:
     """With a relative λ, whose factor only θ̄ has: v_prior is zero at θ_old."""
-    run = make_run("score.lam_relative=true", "score.curvature_scale=3", out="relative")
+    run = make_run(*words, "score.curvature_scale=3", out="relative")
     small = ("subsets=3", "masks=3", "horizons=2", "subset_size=8", "bootstrap=5")
     result = results(run, "fidelity", *small)
     own = json.loads((run / "4_scores/summary.json").read_text())["lam_effective"]
@@ -359,8 +369,8 @@ def objective(
 ) -> Callable[[dict[str, Tensor]], Tensor]:
     """L_val over the diagnostic's own rows as a function of the weights."""
     roles, options = job.roles, job.options
-    val = trials_module.sample(job.rng("hessian validation"), roles["val"], options.val_rows)
-    anchors = trials_module.sample(job.rng("hessian anchors"), roles["anchor"], options.val_rows)
+    val = sample(job.rng("hessian validation"), roles["val"], options.val_rows)
+    anchors = sample(job.rng("hessian anchors"), roles["anchor"], options.val_rows)
     lam = job.scoring.scored.terms.lam_effective
 
     class Called:
@@ -444,11 +454,11 @@ def test_hessian_products_in_smaller_batches(run: Path, monkeypatch: pytest.Monk
     total = ParamVector({n: torch.ones_like(p) for n, p in at.engine.candidates.items()})
     plain = at.second_order(each, total)
     sizes: list[int] = []
-    batch_of, products = hessian_module.batch_of, at.products
+    collate, products = RunContext.collate, at.products
 
-    def counted(ctx: Any, rows: list[Example]) -> Any:
+    def counted(ctx: RunContext, rows: list[Example]) -> Any:
         sizes.append(len(rows))
-        return batch_of(ctx, rows)
+        return collate(ctx, rows)
 
     def short(*given: Any) -> Any:
         found = products(*given)
@@ -456,7 +466,7 @@ def test_hessian_products_in_smaller_batches(run: Path, monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError("CUDA out of memory")
         return found
 
-    monkeypatch.setattr(hessian_module, "batch_of", counted)
+    monkeypatch.setattr(RunContext, "collate", counted)
     monkeypatch.setattr(at, "products", short)
     again = at.second_order(each, total)
     assert max(sizes) > 2 and 0 < sizes[-1] <= 2
@@ -714,7 +724,7 @@ def test_a_killed_diagnostic_goes_on_to_the_same_numbers(
     shutil.rmtree(twin / "diagnostics")
     left = {"fidelity": 8, "drift": 4, "reverse": 5}[name]
     calls = {"n": 0}
-    owner: Any = sys.modules[train.__module__]._Loop if name == "drift" else trials_module.Trials
+    owner: Any = sys.modules[train.__module__]._Loop if name == "drift" else job_module.Trials
     work = "fitting_step" if name == "drift" else "run"
     own = getattr(owner, work)
 

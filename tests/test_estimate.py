@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import small_run
+from conftest import corpus_rows, small_run, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -24,10 +25,10 @@ from dualsft import cli
 from dualsft.config import settings
 from dualsft.config.settings import Config
 from dualsft.data.examples import Example, collate, make_batches
+from dualsft.lab.check import check
 from dualsft.lab.estimate import estimate as estimation
-from dualsft.lab.estimate.costs import Machine, Training
 from dualsft.lab.estimate.probe import Memory, deeper, saved_bytes
-from dualsft.lab.estimate.workload import Lengths, Workload, batch_sizes, survey
+from dualsft.lab.estimate.workload import Lengths, Machine, Training, Workload, batch_sizes, survey
 from dualsft.memory.plans import GIB, HEADROOM, Activations, LinearFit
 from dualsft.model.load import shallow_model
 from dualsft.runs import pipeline
@@ -194,6 +195,28 @@ def test_the_loop_saves_memory_by_itself_before_anything_must_be_set() -> None:
     assert not gpu(16).fits(training().peak(gpu(16))[0])
 
 
+def test_retention_holds_a_second_model_and_sums_gradients() -> None:
+    """The teacher's 2 GiB; 10 anchors of 100 tokens cost 4/3 of a batch of as many examples."""
+    anchors = (10, Lengths(np.full(50, 100), 100))
+    assert training(anchors=anchors).peak(gpu(100))[0] / GIB == pytest.approx(2 + 17)
+    plan = replace(training().plan, batch_size=10)
+    one = training(plan=plan, num_examples=10, anchors=anchors)
+    assert one.peak(gpu(100))[0] / GIB == pytest.approx(2 + 17)
+    probe = SimpleNamespace(step_seconds=LinearFit(0.0, 1e-3), update_seconds=0.0)
+    plain = replace(one, anchors=None).seconds(probe)  # pyright: ignore[reportArgumentType]
+    taught = one.seconds(probe)  # pyright: ignore[reportArgumentType]
+    assert (plain, taught) == pytest.approx((1.0, 1.0 + 4 / 3))
+
+
+def test_the_estimate_of_a_run_with_retention(config: Config, tmp_path: Path) -> None:
+    """A tight GPU: what does not fit names the setting."""
+    more = replace(config, finetune=replace(config.finetune, retention=1.0))
+    with pytest.MonkeyPatch.context() as patch:
+        pretend_gpu(0.0001, patch)
+        cures = [dualsft.estimate(c, tmp_path / "run").stages[5].cure for c in (config, more)]
+    assert "finetune.retention=0" in cures[1] and "finetune.retention=0" not in cures[0]
+
+
 # --- the fit over layers and rows -----------------------------------------------------------------
 
 
@@ -260,6 +283,21 @@ def test_a_small_corpus_is_known_role_by_role(config: Config, tmp_path: Path) ->
         assert known.sample.tolist() == real and known.longest == real[-1]
         assert known.spread(count).tolist() == real[::-1]
         assert known.batches(count, 50) == batch_sizes(np.array(real[::-1]), 50)
+
+
+def test_anchors_of_a_file_do_not_count_in_the_corpus(
+    model_folder: Folders, corpus: Path, tmp_path: Path
+) -> None:
+    anchors = write_jsonl(tmp_path / "anchors.jsonl", corpus_rows(20, seed=9))
+    words = [f"data.anchor_path={anchors}", "split.anchor=null"]
+    config = settings.load(None, [*small_run(model_folder("llama"), corpus), *words])
+    said: list[str] = []
+    ctx = estimation.RunContext(config, estimation.RunDir(tmp_path), estimation.Reporter(print))
+    work = survey(ctx)
+    assert work.counts == {"val": 12, "anchor": 20, "warm": 12, "pool": 96} and work.num_full == 120
+    check(config, estimation.Reporter(said.append))
+    assert "split: val 12, anchor 20, warm 12, pool 96" in said
+    assert "would select 12 of 96 pool examples" in said
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from places import place
 from dualsft.algorithm.gradients import rounding_norm
 from dualsft.algorithm.scores import dot_alone, rounding_scales
 from dualsft.engine.ghost import GhostEngine
-from dualsft.engine.precision import widened
+from dualsft.engine.passes import widened
 from dualsft.engine.walk import PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.model.load import find_candidates, load_model
 from dualsft.runs.stages.gradients import read_pool
@@ -109,7 +109,7 @@ def test_full_precision_scores_the_pool_with_fp32_weights(make_run: Runner) -> N
 def test_no_room_for_fp32_weights_is_said(
     make_run: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dualsft.engine.precision.free_memory", lambda _: 1000)
+    monkeypatch.setattr("dualsft.engine.passes.free_memory", lambda _: 1000)
     run = make_run("model.dtype=bfloat16", "warmup.min_steps=4", until="gradients")
     manifest = json.loads((run / "3_gradients/manifest.json").read_text())
     told = [w for w in manifest["facts"]["warnings"] if "continuing in half precision" in w]

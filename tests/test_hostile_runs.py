@@ -44,6 +44,7 @@ from hostile import (
     swap_vocabulary,
     write_gguf,
 )
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import dualsft
@@ -321,6 +322,13 @@ def in_mask(act: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], Non
     return change
 
 
+def without_mask(stage: Path) -> None:
+    """A mask that selects no entry."""
+    mask = load_file(stage / "mask.safetensors")
+    save_file({name: index[:0] for name, index in mask.items()}, stage / "mask.safetensors")
+    reseal(stage)
+
+
 def in_table(file: str, column: str, value: Any) -> Callable[[Path], None]:
     """Give all rows of a column one value, or drop the column."""
 
@@ -365,6 +373,7 @@ MALFORMED: list[tuple[str, str, Callable[[Path], None], str]] = [
     ("5_selection", "finetune", in_json("ids.json", ["of no row"]), "ids.json"),
     ("5_selection", "finetune", in_json("ids.json", []), "ids.json"),
     ("5_selection", "finetune", in_mask(lambda index: index.float()), "mask.safetensors"),
+    ("5_selection", "finetune", without_mask, "mask.safetensors"),
     ("5_selection", "report", in_mask(lambda index: index + 2**40), "mask.safetensors"),
     ("5_selection", "report", in_mask(lambda index: index - 10**6), "mask.safetensors"),
     ("5_selection", "finetune", in_mask(lambda index: index[None]), "mask.safetensors"),
@@ -379,7 +388,27 @@ MALFORMED: list[tuple[str, str, Callable[[Path], None], str]] = [
     ("4_scores", "select", in_table("examples.parquet", "bound", None), "examples.parquet"),
     ("4_scores", "select", in_table("examples.parquet", "score", "x"), "examples.parquet"),
     ("4_scores", "select", in_json("summary.json", {}), "4_scores/summary.json"),
+    ("4_scores", "select", in_table("examples.parquet", "score", float("nan")), "examples.parquet"),
+    ("4_scores", "select", in_table("examples.parquet", "bound", -1.0), "examples.parquet"),
+    ("4_scores", "select", in_table("examples.parquet", "id", "same"), "examples.parquet"),
+    ("4_scores", "boundary", in_table("examples.parquet", "score", "x"), "examples.parquet"),
     ("7_evaluation", "report", in_json("results.json", [1]), "run"),
+    ("1_split", "report", in_json("summary.json", {"counts": "x"}), "run"),
+    *(
+        ("5_selection", "report", in_manifest(act), "5_selection/manifest.json")
+        for act in (
+            lambda body: body.update(seconds=10**400),
+            lambda body: body.update(peak_memory={"cuda": "x"}),
+            lambda body: body.update(versions=3),
+            lambda body: body["facts"].update(warning_codes=3),
+            lambda body: body["fingerprint"]["reads"].update(
+                {f"f{i}": "x" for i in range(3 * 10**5)}
+            ),
+            lambda body: body["files"].update(
+                {f"f{i}": {"size": 1, "sha256": ""} for i in range(10**5)}
+            ),
+        )
+    ),
 ]
 
 
@@ -389,7 +418,262 @@ def test_content_that_no_run_writes(
 ) -> None:
     """Whoever made the folder can seal anything; it is refused by name, as no bug of dualsft."""
     act(scene.run / stage)
-    said = scene.attempt(*words_for(command, scene.run), names=[named])
+    words = words_for(command, scene.run)
+    if command == "boundary":
+        words = ["diagnose", str(scene.run), "boundary"]
+    said = scene.attempt(*words, names=[named])
+    assert said.code == 1, said.text
+    assert len(said.text) < 20_000, "the whole content is told"
+
+
+# --- sizes: little on disk, much in memory or time -----------------------------------------------
+
+
+def hollow(run: Path, entry: str, size: int = 1 << 40) -> None:
+    """A sparse file, and a manifest that says so: its hash takes a quarter of an hour."""
+    (run / entry).write_bytes(b"")
+    os.truncate(run / entry, size)
+    if entry[0].isdigit():
+        told = {"size": size, "sha256": "0" * 64}
+        in_manifest(lambda body: body["files"].update({entry.partition("/")[2]: told}))(
+            run / entry.partition("/")[0]
+        )
+
+
+HOLLOW = [
+    ("1_split/tokens.parquet", "report"),
+    ("1_split/summary.json", "report"),
+    ("4_scores/examples.parquet", "report"),
+    ("5_selection/ids.json", "report"),
+    ("6_finetune/model/tokenizer.json", "report"),
+    ("3_gradients/grad_sum.safetensors", "report"),
+    ("config.yaml", "report"),
+    ("diagnostics/heatmap.json", "report"),
+    ("diagnostics/heatmap.svg", "report"),
+    ("2_warmup/theta_bar/model.safetensors", "evaluate"),
+    ("3_gradients/pool.parquet", "evaluate"),
+    ("5_selection/selected.jsonl", "evaluate"),
+    ("metrics.jsonl", "evaluate"),
+    ("manifest.json", "evaluate"),
+    (".lock", "evaluate"),
+]
+
+
+@pytest.mark.parametrize(("entry", "command"), HOLLOW)
+def test_a_terabyte_of_nothing(entry: str, command: str, scene: Scene) -> None:
+    """Refused by name, or made again; in no case hashed or read."""
+    hollow(scene.run, entry)
+    said = scene.dualsft(*words_for(command, scene.run))
+    assert said.code == (1 if command == "report" or entry == "metrics.jsonl" else 0), said.text
+    if said.code:
+        scene.check_refusal(said, [entry])
+    else:
+        assert (scene.run / "7_evaluation/results.json").is_file()
+
+
+def test_one_file_under_many_names(scene: Scene) -> None:
+    """Hard links: what lies on the disk once would be hashed a thousand times."""
+    stage = scene.run / "5_selection"
+    (stage / "n0").write_bytes(os.urandom(1 << 20))
+    for i in range(1, 1000):
+        os.link(stage / "n0", stage / f"n{i}")
+    said = scene.dualsft("report", str(scene.run))
+    assert said.code == 1, said.text
+    scene.check_refusal(said, ["5_selection/hard links"])
+
+
+@pytest.mark.parametrize("command", ["report", "finetune"])
+def test_a_stage_of_many_files(command: str, scene: Scene) -> None:
+    """Refused, or made again; the files that no stage wrote are not all listed."""
+    (scene.run / "5_selection/more").mkdir()
+    for i in range(25_000):
+        (scene.run / f"5_selection/more/f{i}").touch()
+    said = scene.dualsft(*words_for(command, scene.run))
+    assert said.code == (1 if command == "report" else 0) and len(said.text) < 20_000, said.text
+    if said.code:
+        scene.check_refusal(said, ["5_selection/more"])
+
+
+def nest(folder: Path, depth: int) -> None:
+    """Folders in folders, deeper than any path can be long."""
+    handle = os.open(folder, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("d", dir_fd=handle)
+        below = os.open("d", os.O_RDONLY, dir_fd=handle)
+        os.close(handle)
+        handle = below
+    os.close(handle)
+
+
+@pytest.mark.parametrize("where", ["5_selection", "5_selection.part", "5_selection.work"])
+def test_folders_of_any_depth(where: str, scene: Scene) -> None:
+    """The stage is made again, and the deep folder is gone."""
+    (scene.run / where).mkdir(exist_ok=True)
+    nest(scene.run / where, 3000)
+    (scene.outside / "kept").mkdir()
+    (scene.run / where / "d" / "link").symlink_to(scene.outside)
+    try:
+        said = scene.dualsft(*words_for("select", scene.run))
+        assert said.code == 0, said.text
+        assert not (scene.run / "5_selection/d").exists() and (scene.outside / "kept").is_dir()
+        if where != "5_selection":
+            assert not (scene.run / where).exists()
+    finally:  # pytest cannot remove it either
+        subprocess.run(["rm", "-rf", str(scene.run)], check=True)
+
+
+LAUGHS = "a: &a [x, x]\nb: &b [*a, *a]\nseed: [*b, *b]\n"
+SETTINGS = {
+    "aliases": lambda text: LAUGHS + text.replace("seed:", "old:"),
+    "too long": lambda text: text + "# " + "x" * 150_000 + "\n",
+    "too many keys": lambda text: text + "".join(f"k{i}: 1\n" for i in range(9000)),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("command", ["report", "split", "diagnose"])
+def test_settings_that_cost_too_much(name: str, command: str, scene: Scene) -> None:
+    """A few lines of aliases stand for gigabytes; the whole page would show them."""
+    text = (scene.run / "config.yaml").read_text().partition("\n")[2]
+    (scene.run / "config.yaml").write_text(SETTINGS[name](text))
+    said = scene.attempt(*words_for(command, scene.run))
+    assert said.code != 0 or (name, command) == ("too many keys", "report"), said.text
+    assert len(said.text) < 20_000, "every problem is told"
+
+
+COUNTS: dict[str, dict[str, Any]] = {
+    "layers": {"num_hidden_layers": 10**7},
+    "no layers": {"num_hidden_layers": 0},
+    "layers, negative": {"num_hidden_layers": -1},
+    "layers, listed": {"model_type": "qwen3", "num_hidden_layers": 10**7},
+    "experts": {"model_type": "mixtral", "num_local_experts": 10**8},
+    "labels": {"num_labels": 10**9},
+    "a long list": {"eos_token_id": list(range(200_000))},
+    "nested": {"text_config": {"num_hidden_layers": 10**7}},
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize(
+    ("place", "command"),
+    [("6_finetune/model", "evaluate"), ("6_finetune/model", "report")]
+    + [("2_warmup/theta_bar", "score"), ("2_warmup/theta_bar", "gap")],
+)
+def test_a_model_of_absurd_size(name: str, place: str, command: str, scene: Scene) -> None:
+    """Refused by folder and key before any part of it is built; the report needs no model."""
+    change("config.json", **COUNTS[name])(scene.run / place)
+    reseal((scene.run / place).parent)
+    words = words_for(command, scene.run)
+    if command == "gap":
+        words = ["diagnose", str(scene.run), "coordination_gap"]
+    said = scene.attempt(*words, names=[f"{place}/config.json"])
+    assert said.code == 2 or command == "report", said.text
+
+
+def test_a_model_that_asks_for_a_million_beams(scene: Scene) -> None:
+    """The answer to a prompt is greedy, whatever the generation_config.json of the model says."""
+    model = scene.run / "6_finetune/model"
+    change("generation_config.json", num_beams=10**6, num_return_sequences=10**6)(model)
+    reseal(model.parent)
+    assert scene.attempt(*words_for("evaluate", scene.run)).code == 0
+
+
+def replacing(old: dict[str, str], new: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": old, "content": new}
+
+
+DECODERS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "everywhere": lambda t: t.update(decoder=replacing({"String": ""}, "x" * 10**6)),
+    "nested": lambda t: t.update(
+        decoder={"type": "Sequence", "decoders": [replacing({"Regex": "."}, "x" * 10)] * 9}
+    ),
+    "long token": lambda t: t["added_tokens"].append(
+        t["added_tokens"][0] | {"id": len(t["model"]["vocab"]), "content": "Z" * 10**6}
+    ),
+    "added tokens": lambda t: t["added_tokens"].extend(
+        t["added_tokens"][0] | {"id": 1000 + i, "content": f"<t{i}>"} for i in range(60_000)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_tokenizer_that_writes_without_end(name: str, scene: Scene) -> None:
+    """The page is written without texts, and says why."""
+    path = scene.run / "6_finetune/model/tokenizer.json"
+    content = json.loads(path.read_text())
+    DECODERS[name](content)
+    path.write_text(json.dumps(content))
+    reseal(scene.run / "6_finetune")
+    if name == "long token":  # every token of the corpus is this one
+        ids = [content["added_tokens"][-1]["id"]] * 30
+        in_table("tokens.parquet", "input_ids", ids)(scene.run / "1_split")
+        in_table("tokens.parquet", "labels", ids)(scene.run / "1_split")
+    said = scene.attempt("report", str(scene.run))
+    assert said.code == 0, said.text
+    page = (scene.run / "report.html").read_text()
+    assert "repeats text" in page or "added tokens" in page or "characters of text" in page
+
+
+@pytest.mark.parametrize("what", ["many", "large"])
+def test_figures_that_no_page_can_hold(what: str, scene: Scene) -> None:
+    for i in range(600 if what == "many" else 3):
+        path = scene.run / f"diagnostics/heatmap{i}.svg"
+        path.write_bytes(b"")
+        os.truncate(path, 0 if what == "many" else 30 << 20)
+    said = scene.attempt("report", str(scene.run), names=["diagnostics"])
+    assert said.code == 1, said.text
+
+
+@pytest.fixture(scope="module")
+def calibrated(
+    launcher: Launcher,
+    tmp_path_factory: pytest.TempPathFactory,
+    model_folder: Folders,
+    corpus: Path,
+) -> Path:
+    run = tmp_path_factory.mktemp("calibrated") / "run"
+    words = [*small_run(model_folder("llama"), corpus), "score.form=calibrated"]
+    words += ["score.sketch_dim=64"]
+    must(launcher, "run", "--out", str(run), "--until", "selection", *words)
+    return run
+
+
+Tensors = dict[str, torch.Tensor]
+SKETCHES: dict[str, Callable[[Tensors], Tensors]] = {
+    "shape": lambda t: t | {"pool": t["pool"][:, :8]},
+    "rows": lambda t: t | {"pool": t["pool"][:3]},
+    "dtype": lambda t: t | {"pool": t["pool"].float()},
+    "missing": lambda t: {name: one for name, one in t.items() if name != "val"},
+    "length": lambda t: t | {"pool": t["pool"] * 2},
+    "nan": lambda t: t | {"pool": t["pool"] * float("nan")},
+    "nan of val": lambda t: t | {"val": t["val"] * float("nan")},
+    "infinite": lambda t: t | {"pool": t["pool"] * float("inf")},
+    "nan norms": lambda t: t | {"pool_norms": t["pool_norms"] * float("nan")},
+    "infinite norms": lambda t: t | {"val_norms": t["val_norms"] * float("inf")},
+    "negative norms": lambda t: t | {"pool_norms": -t["pool_norms"]},
+    "hidden length": lambda t: t | {"val": t["val"] * 9, "val_norms": t["val_norms"] * 0},
+}
+
+
+@pytest.mark.parametrize("name", SKETCHES)
+def test_sketches_that_no_run_writes(
+    name: str,
+    calibrated: Path,
+    launcher: Launcher,
+    model_folder: Folders,
+    tmp_path: Path,
+    corpus: Path,
+) -> None:
+    scene = Scene(tmp_path, launcher, model_folder("llama"), corpus)
+    shutil.copytree(calibrated, scene.run)
+    path = scene.run / "3_gradients/sketches.safetensors"
+    with safe_open(path, "pt") as file:
+        header = file.metadata()
+    changed = {n: t.contiguous() for n, t in SKETCHES[name](load_file(path)).items()}
+    save_file(changed, path, metadata=header)
+    reseal(path.parent)
+    words = ["score", str(scene.run), "score.rho=0.5"]
+    said = scene.attempt(*words, names=["3_gradients/sketches.safetensors"])
     assert said.code == 1, said.text
 
 
@@ -461,7 +745,8 @@ def test_a_tokenizer_is_checked_before_it_is_shown(name: str, place: str, scene:
 
 
 @pytest.mark.parametrize(
-    "key", ["data.path", "data.val_path", "data.template_file", "evaluation.files"]
+    "key",
+    ["data.path", "data.val_path", "data.anchor_path", "data.template_file", "evaluation.files"],
 )
 @pytest.mark.parametrize(
     "command", ["split", "score", "select", "finetune", "evaluate", "diagnose"]
@@ -623,6 +908,14 @@ def test_an_honest_comparison_is_served(comparing: Scene) -> None:
     for more in (["--tables"], [], ["finetune.epochs=3"]):
         said = comparing.attempt(*compare(comparing, *more))
         assert said.code == 0, said.text
+
+
+def test_a_cell_of_a_terabyte(comparing: Scene) -> None:
+    """It is named and left out of the tables, of which none is left."""
+    hollow(comparing.out / CELL, "6_finetune/model/model.safetensors")
+    said = comparing.dualsft(*compare(comparing, "--tables"))
+    assert said.code == 2, said.text
+    comparing.check_refusal(said, [f"{CELL}/6_finetune/model.safetensors"])
 
 
 CELLS = [

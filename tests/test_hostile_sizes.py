@@ -24,7 +24,9 @@ from malformed_files import GOOD, HEAD, columns
 from test_malformed import read
 
 import dualsft
-from dualsft.errors import ConfigError, DataError
+from dualsft.errors import ConfigError, DataError, RunError
+from dualsft.storage.tensor_files import TensorFile
+from dualsft.system.paths import RunPath
 
 # --- random damage -------------------------------------------------------------------------------
 
@@ -297,3 +299,76 @@ def test_hostile_sizes_are_refused_in_bounded_memory(
 def test_wide_and_long_rows_need_bounded_memory(name: str, hostile: Hostile) -> None:
     path, result = hostile(name)
     assert result["rows"] >= 1 or str(path) in result["said"][0], result
+
+
+# --- files of a run folder: little on disk, much in memory ---------------------------------------
+
+
+def one_string(times: int, length: int) -> pa.Table:
+    index = pa.nulls(times, pa.int32()).fill_null(0)
+    return columns(id=pa.DictionaryArray.from_arrays(index, ["x" * length]).cast(pa.string()))
+
+
+def one_list(length: int) -> pa.Table:
+    zeros = pa.nulls(length, pa.int32()).fill_null(0)
+    return columns(id=pa.ListArray.from_arrays([0, length], zeros))
+
+
+BOMBS: dict[str, Callable[[], bytes]] = {
+    "lists.json": lambda: b"[" + b"[]," * 5_000_000 + b"[]]",
+    "objects.json": lambda: b"[" + b"{}," * 5_000_000 + b"{}]",
+    "text.json": lambda: b'"' + b"x" * (140 << 20) + "\N{GRINNING FACE}".encode() + b'"',
+    "strings.parquet": lambda: m.parquet(one_string(150, MEGABYTE), compression="zstd"),
+    "rows.parquet": lambda: m.parquet(
+        columns(id=pa.nulls(40_000_000, pa.int8()).fill_null(0)), compression="zstd"
+    ),
+    "lists.parquet": lambda: m.parquet(one_list(40_000_000), compression="zstd"),
+    "header.safetensors": lambda: (
+        (15_000_008).to_bytes(8, "little") + b'{"a":[' + b"{}," * 5_000_000 + b"]}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_files_of_a_run_folder_that_grow(name: str, tmp_path: Path) -> None:
+    """Refused by name before they are parsed or decoded; the cure is said."""
+    path = RunPath(tmp_path) / name
+    (tmp_path / name).write_bytes(BOMBS[name]())
+    assert (tmp_path / name).stat().st_size < 200 << 20
+    readers = {".json": path.read_json, ".parquet": path.read_table}
+    read = readers.get(path.suffix, lambda: TensorFile(path))
+    with pytest.raises(RunError, match=rf"{name}: .*(remove|copy)") as refused:
+        read()
+    assert len(str(refused.value)) < 1000
+
+
+def test_honest_files_of_a_run_folder_are_read(tmp_path: Path) -> None:
+    """A hundred thousand ids and tokens; the ids differ, the rest may repeat itself."""
+    count = 100_000
+    ids = [f"{i:016x}-{i}" for i in range(count)]
+    path = RunPath(tmp_path) / "a.parquet"
+    table = pa.table({"id": ids, "role": ["pool"] * count, "input_ids": [[7] * 20] * count})
+    path.write_table(table)
+    assert path.read_table() == table
+    assert path.read_table(["role", "id"]) == table.select(["role", "id"])
+    batches = list(path.read_batches(200))
+    assert batches[0].num_rows == 0 and pa.Table.from_batches(batches) == table
+    (RunPath(tmp_path) / "ids.json").write_json(ids * 10)
+    assert (RunPath(tmp_path) / "ids.json").read_json() == ids * 10
+
+
+def test_holes_are_looked_for_where_stat_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may report no blocks for a file that is whole, as ZFS does for a while."""
+    whole, sparse = RunPath(tmp_path) / "whole", RunPath(tmp_path) / "sparse"
+    write_long(tmp_path / "whole", b"", b"", 130)
+    write_sparse(tmp_path / "sparse", b"x", 1)
+    monkeypatch.setattr("dualsft.system.paths.blocks_of", lambda state: 0)
+    assert whole.size == 130 * MEGABYTE
+    with pytest.raises(RunError, match="sparse: has 1,073,741,824 bytes, of which"):
+        sparse.open()
+    files, refused = RunPath(tmp_path).tree()
+    assert set(files) == {"whole", "sparse"} and len(refused) == 1 and "sparse" in refused[0]
+    sparse.unlink()
+    assert RunPath(tmp_path).tree()[1] == []

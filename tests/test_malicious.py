@@ -172,7 +172,7 @@ FOLDERS: dict[str, Poison] = {
         "generation_config.json", '{"a":' * 70 + "1" + "}" * 70, "nested deeper"
     ),
     "config too large": text(
-        "generation_config.json", '{"a": "' + "x" * model_safety.CONFIG_BYTES + '"}', "16,777,"
+        "generation_config.json", '{"a": "' + "x" * model_safety.CONFIG_BYTES + '"}', "4,194,"
     ),
     "template too large": text(
         "chat_template.jinja", "x" * (model_safety.TEMPLATE_BYTES + 1), "1,048,577 bytes"

@@ -24,9 +24,16 @@ from dualsft.config.methods import registry
 from dualsft.data.examples import Example, collate, training_order
 from dualsft.engine.losses import last_hidden, plain_example_loss
 from dualsft.errors import ConfigError
-from dualsft.lab.methods.matrices import WeightMatrix, matrices, shares, whole_units
-from dualsft.lab.methods.moving_masks import NanoAdam, reconstruction, smallest
-from dualsft.lab.methods.smt import block_entries, block_sizes, block_sums
+from dualsft.lab.methods.magnitudes import NanoAdam, reconstruction, smallest
+from dualsft.lab.methods.matrices import (
+    WeightMatrix,
+    block_entries,
+    block_sizes,
+    block_sums,
+    matrices,
+    shares,
+    whole_units,
+)
 from dualsft.model.load import text_parameters
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
@@ -346,7 +353,7 @@ def warm_start_by_hand(job: Job, steps: int) -> tuple[nn.Module, dict[str, Tenso
     """torch.optim.AdamW on every parameter; the summed, unclipped gradients."""
     ctx, rows = job.ctx, job.examples
     model: Any = ctx.theta_old()
-    plan = finetune_plan(ctx)
+    plan = finetune_plan(ctx, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, weight_decay=0.0)
     sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     per_epoch = math.ceil(len(rows) / plan.batch_size)
@@ -499,7 +506,7 @@ def test_lift_tiles_and_quotas(make_job: JobMaker, monkeypatch: pytest.MonkeyPat
     assert choice.literal and all("self_attn" in n for n in choice.indices)
     for m in (m for m in matrices(job) if m.role in "qkvo"):
         assert len(choice.indices[m.name]) == 3 * sum(m.shape)
-    monkeypatch.setattr("dualsft.lab.methods.moving_masks.TILE", 70)
+    monkeypatch.setattr("dualsft.lab.methods.magnitudes.TILE", 70)
     tiled = chosen(method, job, 1).indices
     assert all(torch.equal(tiled[n], choice.indices[n]) for n in tiled)
 

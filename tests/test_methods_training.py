@@ -32,8 +32,8 @@ from dualsft.config import settings
 from dualsft.config.methods import compose
 from dualsft.data.examples import Example, collate
 from dualsft.errors import ConfigError, RunError
-from dualsft.lab.methods.fapm import prune
 from dualsft.lab.methods.lora import Lora, linear_names
+from dualsft.lab.methods.magnitudes import prune
 from dualsft.lab.methods.table import FlowOptions
 from dualsft.lab.methods.token_weights import control_tokens, flow_weights
 from dualsft.runs.context import RunContext

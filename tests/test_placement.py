@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from dualsft.memory.placement import Scratch, blank, move, reset
+from dualsft.memory.placement import (
+    BlockStream,
+    Scratch,
+    blank,
+    in_host_memory,
+    move,
+    on_device,
+    reset,
+)
 from dualsft.memory.plans import NUM_SLOTS
-from dualsft.memory.streaming import BlockStream, in_host_memory, on_device
 from dualsft.storage.vectors import ParamVector
 
 CPU = torch.device("cpu")

@@ -18,12 +18,12 @@ from test_ghost import engine_of, examples_for, random_direction
 from dualsft.data.examples import Batch
 from dualsft.engine.walk import (
     PassSettings,
+    WalkState,
     cwsd_objective,
     loss_objective,
     remaining_batches,
     walk,
 )
-from dualsft.engine.walk_state import WalkState
 from dualsft.errors import RunError
 from dualsft.memory.placement import blank
 from dualsft.memory.plans import (

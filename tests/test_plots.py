@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from places import place
 
-from dualsft.lab.compare.plots import draw
+from dualsft.lab.plots import draw_comparison
 
 LEARNS = {"loss.new": 0.5, "kl.new": 2.0, "kl.old": 0.01, "kl.code": 0.03}
 FORGETS = {"loss.new": 1.5, "kl.new": 0.1, "kl.old": 1.0, "kl.code": 3.0}
@@ -30,7 +30,7 @@ def drawn(out: Path, names: list[str], more: dict[str, float]) -> list[str]:
         {"title": "Resources", "kind": "resources", "columns": [], "rows": cost, "where": "m"},
     ]
     (out / "comparison.json").write_text(json.dumps({"tables": tables}))
-    return sorted(path.name for path in draw(place(out)))
+    return sorted(path.name for path in draw_comparison(place(out)))
 
 
 def places(svg: Path) -> dict[str, tuple[float, float]]:
@@ -87,7 +87,7 @@ def test_planes_need_no_resource_table_and_titles_keep_their_files(tmp_path: Pat
     alone = [{**results, "title": t, "where": t} for t in ("a · b", "m 1", "m-1")]
     for tables in (alone, [*alone, {**resources, "where": "a · b"}]):
         (tmp_path / "comparison.json").write_text(json.dumps({"tables": tables}))
-        names = [path.stem for path in draw(place(tmp_path)) if path.suffix == ".svg"]
+        names = [path.stem for path in draw_comparison(place(tmp_path)) if path.suffix == ".svg"]
         assert [n for n in names if n.startswith("forgetting")] == [
             f"forgetting_{stem}" for stem in ("a___b", "m_1", "m_1_2")
         ]

@@ -357,18 +357,21 @@ def the_learning_rate_rises_then_falls(steps: int, peak: float, ratio: float) ->
 @PROPERTIES.holds(
     corpus=st.lists(st.integers(0, 40), min_size=12, max_size=60),
     trusted=st.lists(st.integers(0, 60), min_size=1, max_size=5),
+    kept=st.lists(st.integers(0, 60), max_size=5),
     seed=seeds,
     anchor=st.integers(1, 4),
     warm=st.integers(1, 4),
 )
 def a_split_is_complete_and_no_text_has_two_roles(
-    corpus: list[int], trusted: list[int], seed: int, anchor: int, warm: int
+    corpus: list[int], trusted: list[int], kept: list[int], seed: int, anchor: int, warm: int
 ) -> None:
-    rows, sure = (
-        [example([1, text + 3, 2], 0, i) for i, text in enumerate(t)] for t in (corpus, trusted)
+    rows, sure, anchors = (
+        [example([1, text + 3, 2], 0, i) for i, text in enumerate(t)]
+        for t in (corpus, trusted, kept)
     )
+    sizes = SplitConfig(anchor=None if anchors else anchor, warm=warm)
     try:
-        everything, split = divide(rows, sure, seed, SplitConfig(anchor=anchor, warm=warm))
+        everything, split = divide(rows, sure, seed, sizes, anchors)
     except ConfigError:
         return
     assert len(everything) == len(split.roles) == sum(split.counts.values())
@@ -376,8 +379,12 @@ def a_split_is_complete_and_no_text_has_two_roles(
     for one, role in zip(everything, split.roles, strict=True):
         roles.setdefault(one.key, set()).add(role)
     assert all(len(found) == 1 for found in roles.values())
-    assert everything[-len(sure) :] == sure and split.roles[-len(sure) :] == ["val"] * len(sure)
-    assert roles.keys() == {e.key for e in [*rows, *sure]}
+    held = [e for e in anchors if e.key not in {e.key for e in sure}]
+    tail = len(sure) + len(held)
+    assert everything[-tail:] == [*sure, *held]
+    assert split.roles[-tail:] == ["val"] * len(sure) + ["anchor"] * len(held)
+    assert not anchors or "anchor" not in split.roles[:-tail]
+    assert roles.keys() == {e.key for e in [*rows, *sure, *anchors]}
 
 
 @PROPERTIES.holds(count=st.integers(30, 80), seed=seeds, sizes=st.tuples(*[st.integers(1, 6)] * 4))

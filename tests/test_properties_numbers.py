@@ -17,11 +17,10 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from places import place
-from properties import Properties, finite, randoms, scratch, tame, texts
+from properties import Properties, chunked, finite, randoms, scratch, tame, texts
 from torch import Tensor, nn
 
-from dualsft.algorithm.certificate import bounds
-from dualsft.algorithm.score_reading import chunked
+from dualsft.algorithm.scores import bounds
 from dualsft.algorithm.topk import top_b, topk_signed
 from dualsft.errors import ConfigError
 from dualsft.model.delta import Delta, apply_delta, extract_delta, take_delta

@@ -185,8 +185,7 @@ def test_a_delta_that_is_none_is_one_line(model_folder: Folders, tmp_path: Path)
 
 def test_merge_takes_the_run_s_dtype(model_folder: Folders, tmp_path: Path) -> None:
     """A bf16 delta makes a bf16 model, whatever the base is stored in."""
-    from dualsft.model.delta import take_delta
-    from dualsft.model.export import merge
+    from dualsft.model.delta import merge, take_delta
     from dualsft.model.resolve import weights_hash
 
     base = model_folder("llama")

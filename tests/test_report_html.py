@@ -224,6 +224,9 @@ def test_damaged_rows_are_refused(finished: Path, tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_cannot_decode_is_named(finished: Path) -> None:
     class Broken:
+        def get_vocab(self) -> dict[str, int]:
+            return {}
+
         def batch_decode(self, *_: Any, **__: Any) -> list[str]:
             raise OverflowError("id 99 is none of mine")
 

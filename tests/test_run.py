@@ -15,7 +15,7 @@ import oracle_run
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import Runner, small_run
+from conftest import Runner, corpus_rows, small_run, write_jsonl
 from faults import content
 from models import ARCHITECTURES, tiny_examples, tiny_model
 from places import place
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 import dualsft
 from dualsft.data.examples import Batch, Example, training_order
 from dualsft.errors import ConfigError, RunError
-from dualsft.model.export import written_whole
+from dualsft.model.delta import written_whole
 from dualsft.model.load import empty_model
 from dualsft.model.resolve import resolve_model
 from dualsft.runs import folder as rundir
@@ -93,6 +93,45 @@ def test_options_equal_the_oracle(
 ) -> None:
     run = make_run(*F64, *options, arch="llama_tied_bias", until="selection")
     check(run, model_folder("llama_tied_bias"), corpus, 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("options", "lam"),
+    [
+        (("score.mode=two_pass", "score.lam=1"), 1.0),
+        (("score.mode=two_pass", "score.step=adam", "score.lam=0.5"), 0.5),
+        (("score.form=calibrated", "score.sketch_dim=64", "score.lam=2"), 2.0),
+        (("select.variant=param", "score.preservation=fisher", "score.lam=3"), 3.0),
+        (("method.data=random", "score.preservation=l2", "score.lam=1"), 1.0),
+        (("score.mode=two_pass", "warmup.epochs=0"), None),
+    ],
+)
+def test_lambda_by_the_parameter_scores_equals_the_oracle(
+    options: tuple[str, ...], lam: float | None, make_run: Runner, model_folder
+) -> None:
+    """λ is the ratio of what both terms do to the mask's ranking; a zero v_prior is logged."""
+    said: list[str] = []
+    run = make_run(*F64, "score.lam_relative=scores", *options, until="selection", said=said)
+    report = oracle_run.check_run(run, model_folder("llama"), 1e-7)
+    exact = ("grad_sum", "prior_grad", "projection", "param_scores", "rms_new", "lam_effective")
+    assert all(report[name] <= 1e-7 for name in exact) and report["mask"]
+    if "score.mode=two_pass" in options:
+        assert report["ok"] and report["selection"]
+    terms = json.loads((run / "4_scores/summary.json").read_text())["rms_param_scores"]
+    assert terms["prior"] / terms["new"] == pytest.approx(lam or 0.0, rel=1e-9)
+    (line,) = [line for line in said if "as the ratio of terms of the mask's scores" in line]
+    assert ("v_prior is zero and has no effect" in line) is (lam is None)
+
+
+def test_anchors_of_a_file_equal_the_oracle(
+    make_run: Runner, model_folder, corpus: Path, tmp_path: Path
+) -> None:
+    anchors = write_jsonl(tmp_path / "anchors.jsonl", corpus_rows(16, seed=9))
+    run = make_run(
+        *F64, f"data.anchor_path={anchors}", "split.anchor=null", "score.lam=5", until="selection"
+    )
+    assert len(oracle_run.load_run(run).role("anchor")) == 16
+    check(run, model_folder("llama"), corpus, 1e-8)
 
 
 @pytest.mark.parametrize("scale", ["1", "1e3", "1e5"])

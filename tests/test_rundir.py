@@ -515,6 +515,14 @@ def test_a_cut_metrics_line_spoils_no_other(run: RunDir) -> None:
     assert [record["step"] for record in run.read_metrics()] == [1, 2]
 
 
+def test_metrics_of_a_stranger(run: RunDir) -> None:
+    """Only the end is read, and only records that a run writes."""
+    lines = b"{}\n" * (2 << 20) + b'[1]\n3\n{"stage": 1}\n' + b"[" * 100_000 + b"\n"
+    (run.path / "metrics.jsonl").write_bytes(lines)
+    run.log_metrics("finetune", step=1)
+    assert [record["step"] for record in run.read_metrics()] == [1]
+
+
 # --- one writer -----------------------------------------------------------------------------------
 
 

@@ -19,11 +19,11 @@ from dualsft.engine import sketch as sketch_module
 from dualsft.engine.ghost import alone
 from dualsft.engine.sketch import Sketch, sides
 from dualsft.errors import RunError
+from dualsft.lab.methods import less as sketcher_module
 from dualsft.lab.methods import per_example as module
-from dualsft.lab.methods import sketcher as sketcher_module
 from dualsft.lab.methods.greedy import linear_maps
+from dualsft.lab.methods.less import Sketcher
 from dualsft.lab.methods.per_example import per_example
-from dualsft.lab.methods.sketcher import Sketcher
 from dualsft.model.load import find_candidates
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir

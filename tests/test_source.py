@@ -94,8 +94,9 @@ def test_the_lint_finds_it(line: str) -> None:
 
 OPENS_ELSEWHERE = {
     "system/paths.py": "the one way into a run folder",
+    "system/bounds.py": "tables that system/paths.py has opened; the memory of the process",
     "data/chat.py": "data.template_file, and the process's own memory",
-    "model/export.py": "new files beside the target that the user names; files of the base model",
+    "model/delta.py": "new files beside the target that the user names; files of the base model",
     "system/usage.py": "the memory of the process, the machine and the container",
     "model/safety.py": "a model folder, whose links it checks first",
     "model/resolve.py": "downloads and conversions in the cache",

@@ -336,3 +336,62 @@ def _round(n: int, i: int) -> list[dict[str, str]]:
         {"role": "user", "content": f"question {n} {i}"},
         {"role": "assistant", "content": f"answer {n} {i}"},
     ]
+
+
+# --- sources of rows -----------------------------------------------------------------------------
+
+
+def sources(path: object, **config: Any) -> list[str]:
+    return [row.source for row in read_rows(str(path), DataConfig(path=str(path), **config))[0]]
+
+
+def test_rows_of_several_files_have_the_file_as_their_source(tmp_path: Path) -> None:
+    a, b = write(tmp_path, "c.jsonl"), tmp_path / "maths.v2.jsonl.gz"
+    b.write_bytes(gzip.compress(JSONL))
+    assert sources(a) == [""] * 5
+    assert sources(f"{a},{b}") == ["c"] * 5 + ["maths.v2"] * 5
+    rows, _ = read_rows(f"{a},{b}", DataConfig(path="x"), key="data.val_path")
+    assert {row.source for row in rows} == {""}
+
+
+def test_numbered_parts_are_one_source_and_equal_names_are_told_apart(tmp_path: Path) -> None:
+    parts = ("one/train-00000-of-00002.jsonl", "one/train-00001-of-00002.jsonl", "two/train.jsonl")
+    for name in parts:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(JSONL)
+    assert sources(tmp_path / "one") == [""] * 10
+    assert sources(tmp_path) == ["one/train"] * 10 + ["two/train"] * 5
+    saved(tmp_path / "ds", ["data-00001.arrow", "data-00000.arrow"])
+    both = f"{tmp_path}/two/train.jsonl,{tmp_path}/ds"
+    assert sources(both) == ["train"] * 5 + ["ds"] * 10
+
+
+def test_entries_of_dataset_info_are_sources(tmp_path: Path) -> None:
+    write(tmp_path, "c.jsonl")
+    write(tmp_path, "c.csv")
+    columns = {"columns": {"prompt": "prompt", "response": "response"}}
+    info(tmp_path, one={"file_name": "c.jsonl", **columns}, two={"file_name": "c.csv", **columns})
+    assert sources(tmp_path, dataset="two,one") == ["two"] * 5 + ["one"] * 5
+
+
+def test_the_source_field_is_read_from_every_row(tmp_path: Path) -> None:
+    def rows(*values: Any) -> Path:
+        lines = [{"prompt": "p", "response": f"r{i}", "from": v} for i, v in enumerate(values)]
+        lines = [{k: v for k, v in line.items() if v is not Ellipsis} for line in lines]
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return path
+
+    assert sources(rows("a", "b c", 7), source_field="from") == ["a", "b c", "7"]
+    bad = {
+        ...: "field 'from' missing.*set data.source_field to the field that holds it",
+        None: "field 'from' is null, must be text",
+        True: "field 'from' is a boolean, must be text",
+        " ": "field 'from' is empty; write the name",
+        "a\nb": "holds a line break or a control character",
+        "a" * 201: "longer than 200 characters",
+    }
+    for value, problem in bad.items():
+        with pytest.raises(DataError, match=rf"rows.jsonl, line 2: .*{problem}"):
+            sources(rows("a", value), source_field="from")
+    assert sources(rows("a", None), source_field="from", bad_rows="skip") == ["a"]

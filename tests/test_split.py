@@ -6,16 +6,25 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from conftest import Runner, corpus_rows, write_jsonl
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from places import place
 
-from dualsft.algorithm.split import ROLES, Split, assign_roles, divide, resolve_budget
-from dualsft.config.settings import SplitConfig
+from dualsft.algorithm.split import (
+    ROLES,
+    Split,
+    assign_roles,
+    divide,
+    full_size,
+    resolve_budget,
+)
+from dualsft.config.settings import DataConfig, SplitConfig
 from dualsft.data.examples import IGNORE, Example, training_order
 from dualsft.data.rows import DataReport
 from dualsft.errors import ConfigError, RunError
@@ -272,3 +281,81 @@ def test_trusted_rows_are_val_and_their_texts_leave_the_corpus() -> None:
     assert len(everything) == 102 and trusted[0].key not in {e.key for e in everything[:-3]}
     assert "1 rows of data.path have the text of a row of data.val_path" in split.notes[-1]
     assert "val" not in split.roles[:-3]
+
+
+def test_the_source_of_an_example_is_kept_if_it_has_one(tmp_path: Path) -> None:
+    rows = [Example(f"e{i}", i, [1, i], [-100, i], source="ab"[i % 2]) for i in range(20)]
+    trusted = [Example("val-e0", 0, [1, 99], [-100, 99])]
+    for number, examples in enumerate((rows, [replace(row, source="") for row in rows])):
+        folder = place(tmp_path / str(number))
+        folder.mkdir()
+        every, split = divide(examples, trusted, 0, SplitConfig(anchor=2, warm=2))
+        write_split(folder, every, split)
+        names = pq.read_schema(tmp_path / str(number) / "split.parquet").names
+        assert ("source" in names) == (number == 0)
+        found = {e.id: e.source for role in read_split(folder).values() for e in role}
+        assert found == {e.id: e.source for e in [*examples, *trusted]}
+    table = (place(tmp_path) / "0/split.parquet").read_table()
+    odd = table.set_column(3, "source", [["a\x1b[2J"] * len(table)])
+    (place(tmp_path) / "0/split.parquet").write_table(odd)
+    with pytest.raises(RunError, match="control character"):
+        read_split(place(tmp_path) / "0")
+
+
+# --- anchors from a file of their own ----------------------------------------------------------
+
+
+def test_anchors_of_a_file_are_all_the_anchors_and_no_part_of_the_corpus() -> None:
+    examples, anchors = corpus(list(range(100))), corpus([3, 200, 201, 202])
+    everything, split = divide(examples, [], 0, SplitConfig(val=10, warm=0.1), anchors)
+    assert everything[-4:] == anchors and split.roles[-4:] == ["anchor"] * 4
+    assert "anchor" not in split.roles[:-4]
+    # 99 rows are left of the corpus, and 0.1 of them is 9: anchors are not counted
+    assert split.counts == {"val": 10, "anchor": 4, "warm": 9, "pool": 80}
+    assert "1 rows of data.path have the text of a row of data.anchor_path" in split.notes[-1]
+    assert full_size(split.counts, DataConfig(path="d", anchor_path="a")) == 99
+    assert full_size(split.counts, DataConfig(path="d")) == 103
+
+
+def test_a_text_of_both_files_stays_in_val() -> None:
+    examples = corpus(list(range(50)))
+    trusted, anchors = corpus([3, 100]), corpus([3, 5, 100, 101])
+    everything, split = divide(examples, trusted, 0, SplitConfig(warm=5), anchors)
+    assert everything[-4:] == [*trusted, anchors[1], anchors[3]]
+    assert split.roles[-4:] == ["val", "val", "anchor", "anchor"]
+    assert len(everything) == 48 + 4 and len({e.key for e in everything}) == len(everything)
+    notes = "\n".join(split.notes)
+    assert "2 rows of data.anchor_path have the text of a row of data.val_path" in notes
+    assert "1 rows of data.path have the text of a row of data.anchor_path" in notes
+    with pytest.raises(ConfigError, match="data.anchor_path: every row has the text of"):
+        divide(examples, trusted, 0, SplitConfig(warm=5), corpus([100, 3]))
+
+
+def test_a_run_with_anchors_of_its_own(make_run: Runner, tmp_path: Path) -> None:
+    """Ids do not collide with those of the same row elsewhere; budgets are of the corpus."""
+    from oracle_run import load_run
+
+    rows = corpus_rows()
+    anchors = write_jsonl(tmp_path / "anchors.jsonl", [*corpus_rows(30, seed=9), rows[0]])
+    trusted = write_jsonl(tmp_path / "trusted.jsonl", corpus_rows(12, seed=5))
+    said: list[str] = []
+    run = make_run(
+        f"data.anchor_path={anchors}",
+        f"data.val_path={trusted}",
+        "split.anchor=null",
+        "split.val=null",
+        until="selection",
+        said=said,
+    )
+    found = load_run(run)
+    assert len(found.role("anchor")) == 31 and len(found.role("val")) == 12
+    assert all(e.id.startswith("anchor-") for e in found.role("anchor"))
+    assert [e.index for e in found.role("anchor")] == list(range(31))
+    assert len({e.id for e in found.examples}) == len(found.examples)
+    num_full = 119 + 12  # a row of the corpus is an anchor
+    summary = json.loads((run / "1_split/summary.json").read_text())
+    assert summary["num_full"] == num_full and summary["num_examples"] == num_full + 31
+    assert summary["fractions"]["val"] == 12 / num_full
+    chosen = json.loads((run / "5_selection/summary.json").read_text())
+    assert (chosen["num_full"], chosen["b"]) == (num_full, 13)
+    assert any("1 rows of data.path have the text of a row of data.anchor_path" in s for s in said)

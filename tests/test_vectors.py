@@ -249,6 +249,7 @@ def terms_of(make: Callable[[int], Vector], **score: Any) -> tuple[ProjectionTer
     config = settings.load(None, ["model.path=x", "data.path=x"])
     config = replace(config, score=replace(config.score, **score))
     curvature = make(3).combine(torch.abs)
+    assert isinstance(config.finetune.lr, float)
     return projection_terms(
         config.score, config.finetune.lr, N_SC, make(1), make(2), curvature
     ), make(4)

@@ -128,7 +128,8 @@ VALUES: list[tuple[str, str, str, str]] = [
     ("score.lam=nan", "nan", "a number >= 0", "default 0.8"),
     ("score.lam=0,8", "'0,8'", "a number >= 0", "default 0.8"),
     ("score.lam_relative=maybe", "'maybe'", "true or false", "default false"),
-    ("score.lam_relative=1", "1", "true or false", "default false"),
+    ("score.lam_relative=1", "1", "true or false, or scores", "default false"),
+    ("score.lam_relative=score", "'score'", "true or false, or scores", "default false"),
     ("score.tau=0", "0", "a number > 0", "default 1.0"),
     ("score.preservation=ewc", "'ewc'", "one of cwsd, l2, fisher, none", "default 'cwsd'"),
     ("score.preservation=CWSD", "'CWSD'", "one of cwsd", "did you mean 'cwsd'?"),
@@ -214,6 +215,17 @@ def test_a_key_that_does_not_exist(
             ("split.val: 10 is not allowed with data.val_path", "leave one of the two out"),
         ),
         (
+            ("score.lam_relative=scores",),
+            ("score.lam_relative: 'scores' is not allowed with score.mode=one_pass", "two_pass"),
+        ),
+        (
+            ("data.anchor_path=v.jsonl", "split.anchor=0.1"),
+            (
+                "split.anchor: 0.1 is not allowed with data.anchor_path",
+                "leave one of the two out",
+            ),
+        ),
+        (
             ("split.val=0.4", "split.anchor=0.4", "split.warm=0.2"),
             ("split.val=0.4, split.anchor=0.4, split.warm=0.2: leaves no pool", "below 1"),
         ),
@@ -282,7 +294,7 @@ YAMLS: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "utf16": ("seed: 1\n".encode("utf-16"), ("c.yaml: cannot be read", "UTF-8")),
     "nul": (b"seed: 1\x00\n", ("c.yaml", "not valid YAML")),
     "binary": (b"\x1f\x8b\x08\x00" + bytes(range(256)), ("c.yaml", "cannot be read")),
-    "too_big": (b"# " + b"x" * 1_100_000, ("c.yaml: over 1000000 bytes",)),
+    "too_big": (b"# " + b"x" * 110_000, ("c.yaml: over 100000 bytes",)),
     "deep": ("score: " + "{a: " * 3000 + "1" + "}" * 3000, ("c.yaml", "nested too deeply")),
     "levels": (
         "evaluation: {files: " + "[" * 30 + "]" * 30 + "}",
@@ -367,9 +379,11 @@ def test_everything_that_is_missing_is_named_at_once(shell: Shell) -> None:
         "model.path=no/such/model",
         "data.path=no/data.jsonl",
         "data.val_path=no/val.jsonl",
+        "data.anchor_path=no/anchors.jsonl",
         "evaluation.files=old:no/old.jsonl,new:builtin:zeno/nothing",
     )
-    keys = ("model.path: 'no/such/model'", "data.path", "data.val_path", "evaluation.files: old")
+    sources = ("data.path", "data.val_path", "data.anchor_path")
+    keys = ("model.path: 'no/such/model'", *sources, "evaluation.files: old")
     for line, key in zip(found, (*keys, "new"), strict=True):
         has(line, key)
 
@@ -389,6 +403,7 @@ def test_everything_that_is_missing_is_named_at_once(shell: Shell) -> None:
         ("data.template_file=none.jinja", ("data.template_file: 'none.jinja'", "Jinja")),
         ("data.path=~nobody_here/d.jsonl", ("data.path", "nobody_here")),
         ("data.val_path=none.jsonl", ("data.val_path: 'none.jsonl'",)),
+        ("data.anchor_path=none.jsonl", ("data.anchor_path: 'none.jsonl'",)),
         ("evaluation.files=x:none.jsonl", ("evaluation.files: x: 'none.jsonl'",)),
         ("data.path=" + "x" * 5000, ("data.path",)),
         ("data.path=a\x00b", ("data.path",)),

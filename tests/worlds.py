@@ -46,7 +46,12 @@ def short_training(**changes: Any) -> TrainingPlan:
 def environment() -> dict[str, str]:
     """Where the package and these helpers are found, one thread a process."""
     tests = Path(__file__).parent
-    places = [str(tests.parent / "src"), str(tests), os.environ.get("PYTHONPATH")]
+    places = [
+        str(tests.parent / "src"),
+        str(tests.parent),
+        str(tests),
+        os.environ.get("PYTHONPATH"),
+    ]
     path = os.pathsep.join(filter(None, places))
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 

@@ -36,6 +36,7 @@ from dualsft.errors import ConfigError, DataError, DualsftError, RunError
 if TYPE_CHECKING:
     from dualsft.api import score, select
     from dualsft.lab.estimate.estimate import estimate
+    from dualsft.lab.explain import explain
     from dualsft.model.delta import apply_delta, extract_delta
     from dualsft.runs.pipeline import run
     from dualsft.train.optimizer import SparseAdamW
@@ -58,6 +59,7 @@ _LAZY = {
     "apply_delta": "dualsft.model.delta",
     "extract_delta": "dualsft.model.delta",
     "estimate": "dualsft.lab.estimate.estimate",
+    "explain": "dualsft.lab.explain",
 }
 
 __all__ = [
@@ -77,6 +79,7 @@ __all__ = [
     "WarmupConfig",
     "apply_delta",
     "estimate",
+    "explain",
     "extract_delta",
     "load",
     "run",

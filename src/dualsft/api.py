@@ -14,9 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -24,6 +26,7 @@ from dualsft.algorithm.calibration import scored_by_sketches, sketch_with
 from dualsft.algorithm.duplicates import Duplicates
 from dualsft.algorithm.gradients import pool_gradient, prior_gradient, validation_gradient
 from dualsft.algorithm.projection import Scored, projection_terms
+from dualsft.algorithm.quotas import LengthRule, PerSource, make_strata
 from dualsft.algorithm.scores import (
     TOLERANCE,
     check_alone,
@@ -37,10 +40,10 @@ from dualsft.algorithm.scores import (
 from dualsft.algorithm.selection import choose_entries, choose_examples, rescore
 from dualsft.algorithm.split import resolve_budget
 from dualsft.config.settings import ScoreConfig
-from dualsft.data.examples import Example
+from dualsft.data.examples import IGNORE, Example
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine
-from dualsft.engine.precision import Precision
+from dualsft.engine.passes import Precision
 from dualsft.engine.walk import PassSettings
 from dualsft.errors import ConfigError
 from dualsft.model.load import find_candidates
@@ -72,6 +75,36 @@ class Scores:
     rescore: Callable[[np.ndarray], np.ndarray] = field(repr=False)
     """Exact scores of the pool examples at these positions (one pass over them)."""
     say: Callable[[str], None] = field(repr=False, default=lambda _: None)
+
+    def to_table(self, selection: Selection | None = None, tokenizer: Any = None) -> pa.Table:
+        """One row per pool example, in the order of the pool: id, index, score, bound, loss.
+
+        With the result of `select` also `selected`; with the tokenizer also `prompt` and
+        `response`, decoded with their special tokens.
+        """
+        columns: dict[str, Any] = {
+            "id": [example.id for example in self.pool],
+            "index": [example.index for example in self.pool],
+            "score": self.example_scores,
+            "bound": self.bound,
+            "loss": self.losses,
+        }
+        if selection is not None:
+            columns["selected"] = np.isin(np.arange(len(self.pool)), selection.data_subset)
+        if tokenizer is not None:
+            for name, inside in (("prompt", False), ("response", True)):
+                tokens = [
+                    [t for t, label in pairs if (label != IGNORE) == inside]
+                    for pairs in (zip(e.input_ids, e.labels, strict=True) for e in self.pool)
+                ]
+                columns[name] = tokenizer.batch_decode(tokens, skip_special_tokens=False)
+        return pa.table(columns)
+
+    def to_pandas(self, selection: Selection | None = None, tokenizer: Any = None) -> Any:
+        """`to_table` as a pandas DataFrame; needs pandas."""
+        if find_spec("pandas") is None:
+            raise ConfigError("to_pandas: pandas is not installed; install it, or use to_table")
+        return self.to_table(selection, tokenizer).to_pandas()
 
 
 def _check_examples(name: str, examples: Sequence[Example], vocabulary: int) -> None:
@@ -112,7 +145,7 @@ def score(
     theta_old: PreTrainedModel | None = None,
     curvature: ParamVector | None = None,
     lam: float = 0.8,
-    lam_relative: bool = False,
+    lam_relative: bool | Literal["scores"] = False,
     tau: float = 1.0,
     curvature_scale: float = 1.0,
     candidates: str = "block_linear",
@@ -136,6 +169,15 @@ def score(
         raise ConfigError("score: pool and val must not be empty")
     if form not in ("literal", "calibrated"):
         raise ConfigError(f"score: form={form!r} is not allowed; give 'literal' or 'calibrated'")
+    if lam_relative not in (False, True, "scores"):
+        raise ConfigError(
+            f"score: lam_relative={lam_relative!r} is not allowed; give True, False or 'scores'"
+        )
+    if lam_relative == "scores" and form == "literal":
+        raise ConfigError(
+            "score: lam_relative='scores' is not allowed with form='literal', whose one pass needs "
+            "the weight of v_prior before G is known; give form='calibrated'"
+        )
     if not isinstance(sketch_dim, int) or sketch_dim < 16:
         raise ConfigError(f"score: sketch_dim={sketch_dim!r} is not allowed; give a count >= 16")
     if rho is not None and not 1e-6 <= rho < math.inf:
@@ -163,11 +205,12 @@ def score(
     kind = "none" if theta_old is None else "cwsd"
     teacher = None if theta_old is None else theta_old.eval
     prior_grad = prior_gradient(kind, engine, teacher, anchors, tau, passes, say)[0].held()
-    terms = projection_terms(settings, eta_ft, len(pool), val_grad, prior_grad, curvature)
-    direction = terms.estimate()
-    product = direction if sketch is None else None
+    known = (settings, eta_ft, len(pool), val_grad, prior_grad, curvature)
+    product = projection_terms(*known).estimate() if sketch is None else None
     grad_sum, result = pool_gradient(engine, pool, passes, say, product, sketch)
     grad_sum = grad_sum.held()
+    terms = projection_terms(*known, grad_sum)
+    direction = terms.estimate()
     scored = Scored.of(terms, grad_sum, prior_grad)
     projection = scored.projection.held()
     scored = replace(scored, projection=projection)
@@ -216,8 +259,14 @@ def select(
     data_budget: int | float = 0.1,
     param_budget: int | float = 0.05,
     duplicates: Duplicates = "keep",
+    per_source: PerSource = None,
+    lengths: LengthRule = "any",
+    sources: Sequence[str] | None = None,
 ) -> Selection:
-    """The exact signed top-k and top-b; `duplicates` as the setting `select.duplicates`.
+    """The exact signed top-k and top-b.
+
+    `duplicates`, `per_source` and `lengths` are as the settings `select.*`; `sources` names the
+    source of each pool example, unless `Example.source` does.
 
     Fractions refer to the candidates and the pool; in `dualsft run` the data budget refers to the
     whole corpus instead.
@@ -239,5 +288,6 @@ def select(
         scores.say,
         examples=scores.pool,
         duplicates=duplicates,
+        strata=make_strata(b, scores.pool, per_source, lengths, sources),
     )
     return Selection(mask.indices, chosen.positions, len(chosen.rescored))

@@ -1,7 +1,7 @@
 """The command line: `dualsft run`, one command per stage, and tools.
 
     run · split · warmup · score · select · finetune · evaluate · report
-    compare · diagnose · estimate · check · export · methods · quickstart
+    compare · diagnose · explain · estimate · check · export · methods · quickstart
 
 `dualsft run [RECIPE|FILE.yaml] --out DIR [--until STAGE] [key=value …]` runs all of Algorithm 1. A
 stage command works on a run folder and reads its settings from the folder's config.yaml. With
@@ -59,6 +59,8 @@ def show(*lines: object) -> None:
 
 
 WORDS = {"ignore_unknown_options": True}
+MAX_LINES = 50
+"""Most lines of an error: files of others may have any number of problems."""
 RECIPES = f"A recipe ({', '.join(settings.recipe_names())})"
 
 
@@ -215,10 +217,34 @@ def report(
 
 
 @app.command(context_settings=WORDS)
-def check(words: Words = None) -> None:
+def check(
+    words: Words = None,
+    gain: Annotated[
+        bool, typer.Option("--gain", help="Also measure, by a pilot, whether selecting rows helps.")
+    ] = False,
+    gain_rows: Annotated[
+        int | None,
+        typer.Option(
+            min=16, help="Rows of the pool in the pilot (default: 320).", show_default=False
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write problems and gain to this file.")
+    ] = None,
+) -> None:
     """Preview a run: candidates, counts, rendered examples, and a per-example gradient check."""
-    config = load_checked(*parse_words(words))
-    if later("dualsft.lab.check").check(config, make_reporter()):
+    config, reporter = load_checked(*parse_words(words)), make_reporter()
+    if gain_rows is not None and not gain:
+        raise ConfigError("--gain-rows: has no effect without --gain; give both")
+    problems = later("dualsft.lab.check").check(config, reporter)
+    found = None
+    if gain and not problems:
+        found = later("dualsft.lab.gain").measure_gain(config, reporter, gain_rows)
+        show(*found.lines())
+    if json_file is not None:
+        content = {"problems": problems, "gain": None if found is None else found.as_dict()}
+        json_file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if problems:
         raise typer.Exit(1)
 
 
@@ -263,6 +289,7 @@ def show_estimate(found: Any) -> None:
         f"{found.num_parameters:,} parameters, {found.num_candidates:,} of them candidates; "
         f"{found.num_rows:,} rows, about {found.num_tokens:,} tokens, the longest {found.longest:,}"
         f"; {found.device} with {gib(found.device_memory)} GiB to use",
+        found.finetuning,
         *(f"{stage.name} does not fit: {stage.cure}" for stage in found.stages if not stage.fits),
     )
     if not found.enough_disk:
@@ -299,12 +326,50 @@ def diagnose(
         raise ConfigError("diagnose: give a run folder, or --list")
     check_run_folder(RunPath(folder))
     given = words or []
-    allowed = (*settings.CONSENTS, *settings.OUTSIDE)  # what a folder cannot say for its user
-    consent = [w for w in given if w.partition("=")[0] in allowed]
+    consent = consents(given)
     options = [w for w in given if "=" in w and w not in consent]
     wanted = diagnostics.Wanted.of([w for w in given if "=" not in w], options)
     diagnose = later("dualsft.lab.diagnostics.job").diagnose
     show(*diagnose(folder, wanted, make_reporter(), consent))
+
+
+def consents(words: list[str]) -> list[str]:
+    """Those of the settings that a run folder cannot give for its user."""
+    allowed = (*settings.CONSENTS, *settings.OUTSIDE)
+    return [word for word in words if word.partition("=")[0] in allowed]
+
+
+@app.command()
+def explain(
+    folder: RunFolder,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Paths of a run folder from someone else, such as model.path=...",
+            show_default=False,
+        ),
+    ] = None,
+    query: Annotated[
+        str | None,
+        typer.Option(help="Query rows, in any format of data.path. Without: only the suspects."),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Examples per query and side.")] = 10,
+    name: Annotated[
+        str | None, typer.Option(help="Folder under RUN/explain (default: from the query file).")
+    ] = None,
+) -> None:
+    """Show which examples of a scored run help or hurt query rows, and which look wrong."""
+    consent = consents(words or [])
+    if other := [word for word in words or [] if word not in consent]:
+        known = ", ".join((*settings.CONSENTS, *settings.OUTSIDE))
+        raise ConfigError(f"explain: {other[0]!r} is not allowed; settings can be {known}")
+    explain = later("dualsft.lab.explain").explain
+    with reading(folder):
+        found = explain(
+            folder, query, top=top, name=name, consent=consent, reporter=make_reporter()
+        )
+    show(found.folder, found.folder / "explain.html")
 
 
 @app.command(context_settings=WORDS)
@@ -392,7 +457,7 @@ def merge(
     ] = False,
 ) -> None:
     """Merge a delta into its base model; writes a Hugging Face folder."""
-    count = later("dualsft.model.export").merge(base, delta, out, dtype, force)
+    count = later("dualsft.model.delta").merge(base, delta, out, dtype, force)
     show(f"{count:,} entries merged into {out}")
 
 
@@ -404,7 +469,7 @@ def extract(
     dtype: Annotated[str, typer.Option(help="dtype to compare in.")] = "auto",
 ) -> None:
     """Write the entries in which two models differ to a delta file."""
-    count = later("dualsft.model.export").extract(base, tuned, out, dtype)
+    count = later("dualsft.model.delta").extract(base, tuned, out, dtype)
     show(f"{count:,} changed entries written to {out}")
 
 
@@ -471,7 +536,12 @@ def _print_error(error: BaseException, *lines: str) -> None:
 def _explained(problem: Exception) -> tuple[list[str], int]:
     """(message lines, exit code) of an exception."""
     if isinstance(problem, DualsftError):
-        return str(problem).splitlines(), problem.exit_code
+        lines = str(problem).splitlines()
+        more = [f"{len(lines) - MAX_LINES:,} more problems"] * (len(lines) > MAX_LINES)
+        shown = lines if len(lines) <= MAX_LINES else [*lines[:MAX_LINES], *more]
+        return [line if len(line) <= 2000 else f"{line[:2000]}…" for line in shown], (
+            problem.exit_code
+        )
     if isinstance(problem, OSError):
         code = 2 if isinstance(problem, PermissionError | NotADirectoryError) else 1
         return [f"{problem}; check the path, its permissions and the disk"], code

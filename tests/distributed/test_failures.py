@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import dualsft
 from dualsft.distributed import launch
-from dualsft.distributed.failures import EXIT_LOST, collective_timeout
+from dualsft.distributed.launch import EXIT_LOST, collective_timeout
 from dualsft.distributed.world import World, joined
 from dualsft.errors import DualsftError, RunError
 from dualsft.system import signals as interrupt

@@ -95,18 +95,38 @@ def test_processes_with_other_settings_are_refused(
         "import os, sys\n"
         "from dualsft.config import settings as config\n"
         "from dualsft.runs import pipeline\n"
+        "from dualsft.distributed.world import joined\n"
         "from dualsft.errors import RunError\n"
         "from dualsft.system.progress import Reporter\n"
         "rank, out = os.environ['RANK'], sys.argv[1]\n"
-        "for words, folder in (([f'seed={rank}'], out), ([], out + rank)):\n"
-        "    try:\n"
-        "        pipeline.run(config.load(None, [*sys.argv[2:], *words]), folder, None,\n"
-        "                     Reporter(lambda _: None))\n"
-        "    except RunError as problem:\n"
-        "        print(f'[{rank}] {problem}', flush=True)\n"
+        "with joined(False):  # the group outlives the errors and is destroyed at the end\n"
+        "    for words, folder in (([f'seed={rank}'], out), ([], out + rank)):\n"
+        "        try:\n"
+        "            pipeline.run(config.load(None, [*sys.argv[2:], *words]), folder, None,\n"
+        "                         Reporter(lambda _: None))\n"
+        "        except RunError as problem:\n"
+        "            print(f'[{rank}] {problem}', flush=True)\n"
     )
     words = small_run(model_folder("llama"), corpus)
     said = run_world(2, script, tmp_path / "out", *words)
     assert said.count("the configuration (its hash) differs between rank 0") == 2, said[-3000:]
     assert said.count("1 of 2 processes do not see what rank 0 writes") == 2, said[-3000:]
     assert not list(tmp_path.glob("out*/1_split"))
+
+
+def test_a_failed_world_leaves_no_process_group_behind(tmp_path: Path) -> None:
+    """Its threads would end the interpreter with SIGABRT, one run in four, and hide the code."""
+    script = tmp_path / "failed.py"
+    script.write_text(
+        "import os\n"
+        "import torch.distributed as dist\n"
+        "from dualsft.distributed.world import joined, world\n"
+        "from dualsft.errors import RunError\n"
+        "try:\n"
+        "    with joined(False):\n"
+        "        world().check_equal(os.environ['RANK'], 'the rank')\n"
+        "except RunError as problem:\n"
+        "    print(f'left: {dist.is_initialized()}, {problem}', flush=True)\n"
+    )
+    said = run_world(2, script)
+    assert said.count("left: False, the rank differs between rank 0") == 2, said

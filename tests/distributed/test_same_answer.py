@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "llama, fisher": ("llama", ("score.preservation=fisher", "score.lam_relative=true")),
     "llama, calibrated": ("llama", ("score.form=calibrated", "score.sketch_dim=64")),
     "gpt2, calibrated": ("gpt2", ("score.form=calibrated", "score.sketch_dim=64")),
+    "llama, retention": ("llama", ("finetune.retention=0.7", "finetune.retention_batch=3")),
     "llama, whole model": ("llama", ("method.params=all", "method.data=random")),
 }
 
@@ -81,6 +82,8 @@ def test_two_processes(
     wanted += [
         ("gpt2, calibrated", "shard", "float64"),
         ("llama, calibrated", "replicate", "float64"),
+        ("llama, retention", "shard", "float64"),
+        ("llama, retention", "replicate", "float64"),
     ]
     compare(2, wanted, make_run, model_folder, corpus, tmp_path)
 

@@ -21,12 +21,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from properties import chunked
 from test_topk import by_full_sort, denormals, split
 from torch import Tensor
 
-from dualsft.algorithm import score_reading, topk
-from dualsft.algorithm.score_reading import ScoreSource, chunked
+from dualsft.algorithm import topk, topk_reading
 from dualsft.algorithm.topk import TopK, topk_signed
+from dualsft.algorithm.topk_reading import ScoreSource
 from dualsft.distributed.world import World, alone, joined
 
 SIZES = (1, 2, 3)
@@ -98,8 +99,8 @@ def scores_of_a_kind(rng: np.random.Generator, count: int, dtype: torch.dtype) -
 @contextmanager
 def sizes_of(sample: int, spare: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(score_reading, "SAMPLE", sample)
-        patch.setattr(score_reading, "SPARE", spare)
+        patch.setattr(topk_reading, "SAMPLE", sample)
+        patch.setattr(topk_reading, "SPARE", spare)
         yield
 
 
@@ -178,7 +179,7 @@ def large_case(one: World) -> Any:
         count_readings(share(tensors, cuts, one.rank, 100_003), 75_000) for cuts in (by_row, in_one)
     ]
     with sizes_of(1 << 12, 1 << 20):
-        survey = score_reading.surveyed(score_reading.look(share(tensors, by_row, one.rank, 9973)))
+        survey = topk_reading.surveyed(topk_reading.look(share(tensors, by_row, one.rank, 9973)))
     wrong = differences(one, tensors, by_row, 75_000, 99_991)
     return {"wrong": wrong, "readings": readings, "sampled": survey.sample.numel()}
 
@@ -206,8 +207,7 @@ def misleading_samples(one: World) -> Any:
                 for rank in range(one.size):
                     with alone():
                         at = (
-                            score_reading.look(share(tensors, cuts, rank, 1000)).at
-                            + cuts["w"][rank]
+                            topk_reading.look(share(tensors, cuts, rank, 1000)).at + cuts["w"][rank]
                         )
                     tensors["w"].view(-1)[torch.from_numpy(at)] = sampled
                 rest = tensors["w"] != sampled

@@ -1,4 +1,4 @@
-"""The formulas of `memory/scaling.py` against counted bytes of real collectives."""
+"""The formulas of `docs/scaling_formulas.py` against counted bytes of real collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from models import save_tiny_folder
 from worlds import run_world
 
-from dualsft.memory.scaling import ModelShape, finetuning_memory, scoring_memory, walk_traffic
+from docs.scaling_formulas import ModelShape, finetuning_memory, scoring_memory, walk_traffic
 
 TRAFFIC = Path(__file__).with_name("traffic.py")
 WIDE: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """One process of a world that counts the bytes of its collectives (started by torchrun).
 
-Prints, from the first process, one JSON line: what was counted and what `dualsft.memory.scaling`
+Prints, from the first process, one JSON line: what was counted and what `docs/scaling_formulas.py`
 says, for one turn of a walk and one step of restricted fine-tuning, replicated and sharded.
 """
 
@@ -16,12 +16,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import short_training
 
+from docs.scaling_formulas import ModelShape, step_traffic, walk_traffic
 from dualsft.data.examples import Example
 from dualsft.distributed.world import joined, settled, world
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.memory.placement import blank
-from dualsft.memory.scaling import ModelShape, step_traffic, walk_traffic
 from dualsft.model.load import find_candidates, load_model, text_parameters
 from dualsft.model.sharded import load_sharded, weights_vector
 from dualsft.system.progress import Reporter

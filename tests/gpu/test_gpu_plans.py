@@ -20,9 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import PassSettings, loss_objective, walk
-from dualsft.memory.placement import blank
+from dualsft.memory.placement import BlockStream, blank, in_host_memory
 from dualsft.memory.plans import Plan, Wishes
-from dualsft.memory.streaming import BlockStream, in_host_memory
 from dualsft.model.load import find_candidates
 from dualsft.storage.vectors import ParamVector
 from dualsft.system.progress import Reporter

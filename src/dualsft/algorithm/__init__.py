@@ -14,8 +14,9 @@
                                      `scores.py: one_pass_bounds`
              s_D, calibrated (ours)  `calibration.py: scored_by_sketches`
     line 9   the mask                `selection.py: choose_entries`, by `topk.py`
-    lines 10, 11   the examples      `selection.py: choose_examples`, with `certificate.py`;
-                                     copies: `duplicates.py: distinct_texts` (ours)
+    lines 10, 11   the examples      `selection.py: choose_examples`, with `scores.py: judge`;
+                                     copies: `duplicates.py: repeated_texts` (ours);
+                                     sources, lengths: `quotas.py: make_strata` (ours)
     line 12  restricted fine-tuning  `train/optimizer.py: SparseAdamW`, `runs/stages/finetune.py`
 
 The stages of a run (`runs/stages`) and `dualsft.score` and `dualsft.select` call these functions.

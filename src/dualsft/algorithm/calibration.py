@@ -34,10 +34,9 @@ from dualsft.data.examples import Example
 from dualsft.distributed.world import world
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine, alone
-from dualsft.engine.precision import widened
-from dualsft.engine.sketch import Sketch, SketchRows
-from dualsft.engine.walk import loss_objective, walk
-from dualsft.engine.walk_state import PassSettings
+from dualsft.engine.passes import widened
+from dualsft.engine.sketch import ROW_BLOCK_BYTES, Sketch, SketchRows
+from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.errors import ConfigError, RunError
 from dualsft.storage.vectors import ParamVector, Vector
 from dualsft.system.progress import Reporter
@@ -97,13 +96,16 @@ class Solver:
     """(F + ρ I)⁻¹ of a pool, in the smaller of its two sides."""
 
     def __init__(self, pool: SketchRows, device: torch.device) -> None:
-        self.pool, self.device = pool, device
+        # other devices lack float64
+        self.pool, self.device = pool, device if device.type == "cuda" else torch.device("cpu")
+        device = self.device
         self.dual = pool.count <= pool.dim
         self.matrix = (_row_products(pool, device) if self.dual else _moments(pool, device)).div_(
             pool.count
         )
         self.worst = 0.0
         """Largest relative residual of the solves so far."""
+        self._factored: tuple[float, Tensor] | None = None  # the last ρ and its factor
 
     @property
     def side(self) -> str:
@@ -115,16 +117,23 @@ class Solver:
         queries = queries_pQ.to(self.device, torch.float64)
         return self.pool.times(queries) if self.dual else queries
 
+    def factor(self, rho: float) -> Tensor:
+        """Cholesky factor of matrix + ρ I; that of the last ρ is kept."""
+        if self._factored is None or self._factored[0] != rho:
+            self._factored = None  # free it before the next
+            damped = self.matrix.clone()
+            damped.diagonal().add_(rho)
+            factor, failed = torch.linalg.cholesky_ex(damped)
+            if int(failed):
+                raise RunError(
+                    f"score.rho: {rho:g} is too small for the sketches of this pool; raise it"
+                )
+            self._factored = rho, factor
+        return self._factored[1]
+
     def solve(self, right: Tensor, rho: float) -> Tensor:
         """(matrix + ρ I)⁻¹ right, by a Cholesky factorization."""
-        damped = self.matrix.clone()
-        damped.diagonal().add_(rho)
-        factor, failed = torch.linalg.cholesky_ex(damped)
-        if int(failed):
-            raise RunError(
-                f"score.rho: {rho:g} is too small for the sketches of this pool; raise it"
-            )
-        solution = torch.cholesky_solve(right, factor)
+        solution = torch.cholesky_solve(right, self.factor(rho))
         residual = torch.linalg.vector_norm(right - self.matrix @ solution - rho * solution, dim=0)
         worst = float((residual / torch.linalg.vector_norm(right, dim=0).clamp_min(1e-300)).max())
         if not worst <= RESIDUAL_LIMIT:
@@ -138,6 +147,21 @@ class Solver:
     def scores(self, solution: Tensor) -> Tensor:
         """s_n for each column of a solution: [N, Q]."""
         return solution if self.dual else self.pool.times(solution)
+
+    def leverages(self, rho: float) -> Tensor:
+        """φ_nᵀ (F + ρ I)⁻¹ φ_n of each example: [N].
+
+        With L the factor, the p x p form sums the squares of L⁻¹ φ_n, and the N x N form uses
+        Φ (F + ρ I)⁻¹ Φᵀ = N (I − ρ (M + ρ I)⁻¹).
+        """
+        factor = self.factor(rho)
+        if not self.dual:
+            parts = [_squares(factor, block.T) for _, block in self.pool.blocks(self.device)]
+            return torch.cat(parts)
+        count = self.pool.count
+        unit, step = torch.eye(count, device=self.device), max(1, ROW_BLOCK_BYTES // (8 * count))
+        parts = [_squares(factor, columns) for columns in unit.split(step, dim=1)]
+        return count * (1 - rho * torch.cat(parts))
 
     def agreement(
         self, solution: Tensor, right: Tensor, rho: float, other: Tensor, lengths: Tensor
@@ -159,8 +183,8 @@ def calibrate(
     pool: SketchRows, val: SketchRows, seed: int, device: torch.device, rho: float | None = None
 ) -> Calibration:
     """Scores of the pool for these validation examples; `rho`, if given, is used as it is."""
-    device = device if device.type == "cuda" else torch.device("cpu")  # others lack float64
     solver = Solver(pool, device)
+    device = solver.device
     val_Vp = torch.cat([block for _, block in val.blocks(device)]).to(torch.float64)
     halves = [] if rho is not None else _halves(val.count, seed)
     means = [val_Vp.mean(0), *(val_Vp[rows].mean(0) for pair in halves for rows in pair)]
@@ -182,6 +206,12 @@ def calibrate(
     return Calibration(scores, used, curve, solver.side, solver.worst, given=rho is not None)
 
 
+def _squares(factor: Tensor, columns: Tensor) -> Tensor:
+    """Squared norms of L⁻¹ times each column."""
+    solved = torch.linalg.solve_triangular(factor, columns.to(factor.dtype), upper=False)
+    return solved.square().sum(0)
+
+
 def _halves(count: int, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Random halves of the validation examples; none if there are too few."""
     if count < MIN_VALIDATION:
@@ -189,6 +219,16 @@ def _halves(count: int, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
     rng = np.random.default_rng([seed, 20])
     orders = [rng.permutation(count) for _ in range(NUM_SPLITS)]
     return [(order[: count // 2], order[count // 2 :]) for order in orders]
+
+
+def half_cosine(val: SketchRows, seed: int) -> float | None:
+    """Mean cosine of the mean unit sketches of two halves of D_val; None for too few examples."""
+    rows = torch.cat([block for _, block in val.blocks(torch.device("cpu"))]).double()
+    cosines = [
+        torch.cosine_similarity(rows[first].mean(0), rows[second].mean(0), dim=0)
+        for first, second in _halves(val.count, seed)
+    ]
+    return float(torch.stack(cosines).mean()) if cosines else None
 
 
 def _choose(cosines: np.ndarray) -> tuple[list[dict[str, float | bool]], float]:

@@ -4,7 +4,7 @@ All are taken at θ̄. ĉ = sqrt(r / (1 - beta2^t)) + eps, with the second momen
 and eps of the warmup optimizer (the training loop is `train/loop.py`). G is the sum of the
 gradients of the pool. Given a direction U₀ known before the pool pass (`ProjectionTerms.estimate`),
 the same pass also computes f_n = ⟨U₀, g_n⟩ and the inner sums of the bound on the error of U₀
-(`certificate.py`). v_new is the gradient of the mean validation loss.
+(`scores.py`). v_new is the gradient of the mean validation loss.
 
 v_prior is one of: `cwsd`, the paper's confidence-weighted self-distillation (Eq. cwsd), teacher
 θ_old, student θ̄, on the text of the anchors; `l2`, θ̄ − θ_old; `fisher`, F ⊙ (θ̄ − θ_old) with F the
@@ -27,10 +27,9 @@ from dualsft.data.examples import Example
 from dualsft.distributed.world import world
 from dualsft.engine.fused import fused_blocks
 from dualsft.engine.ghost import GhostEngine, alone
-from dualsft.engine.precision import precise
+from dualsft.engine.passes import precise
 from dualsft.engine.sketch import Sketch
-from dualsft.engine.walk import PassSettings, cwsd_objective, loss_objective, walk
-from dualsft.engine.walk_state import PassResult
+from dualsft.engine.walk import PassResult, PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.memory.placement import blank
 from dualsft.model.load import Candidates
 from dualsft.model.sharded import weights_vector

@@ -12,6 +12,7 @@ All vectors are lazy (`storage/vectors.py`): nothing of the model's size is held
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class ProjectionTerms:
     eta_ft: float
     n_sc: int
     lam_effective: float
-    """The factor applied to v_prior: λ, or λ ‖v_new‖ / ‖v_prior‖."""
+    """The factor applied to v_prior (`effective_lambda`)."""
 
     @property
     def eta_sc(self) -> float:
@@ -47,6 +48,10 @@ class ProjectionTerms:
     def estimate(self) -> Vector:
         """U₀: the projection with N · v_new for G (exact without a second-order term)."""
         return self.projection(self.val_grad.scaled(float(self.n_sc)))
+
+    def param_term(self, gradient: Vector, grad_sum: Vector) -> Vector:
+        """The part of s_θ / eta_sc that v_new or v_prior contributes."""
+        return self._stepped(gradient.combine(torch.mul, grad_sum))
 
     def second_order(self, grad_sum: Vector) -> Vector:
         """(eta_sc / 2) ĉ ⊙ G: the second-order part of u / eta_sc, before the step."""
@@ -84,16 +89,21 @@ def projection_terms(
     val_grad: Vector,
     prior_grad: Vector,
     curvature: Vector | None,
+    grad_sum: Vector | None = None,
 ) -> ProjectionTerms:
-    """The terms of Eq. (u) for these settings."""
-    lam = effective_lambda(score.lam, score.lam_relative, val_grad, prior_grad)
+    """The terms of Eq. (u) for these settings; G is needed for score.lam_relative=scores only."""
+    preconditioner = curvature if score.step == "adam" else None
+    weights = grad_sum
+    if grad_sum is not None and preconditioner is not None:
+        weights = grad_sum.combine(torch.div, preconditioner)
+    lam = effective_lambda(score.lam, score.lam_relative, val_grad, prior_grad, weights)
     v_val = val_grad.plus(prior_grad, lam) if lam else val_grad
     second = score.curvature == "adam_rms" and score.curvature_scale > 0
     return ProjectionTerms(
         val_grad=val_grad,
         v_val=v_val,
         curvature=curvature if second else None,
-        preconditioner=curvature if score.step == "adam" else None,
+        preconditioner=preconditioner,
         curvature_scale=score.curvature_scale,
         eta_ft=eta_ft,
         n_sc=n_sc,
@@ -101,8 +111,21 @@ def projection_terms(
     )
 
 
-def effective_lambda(lam: float, relative: bool, val_grad: Vector, prior_grad: Vector) -> float:
-    """The factor of v_prior: λ, or λ ‖v_new‖ / ‖v_prior‖; zero for a zero v_prior."""
+def effective_lambda(
+    lam: float,
+    relative: bool | Literal["scores"],
+    val_grad: Vector,
+    prior_grad: Vector,
+    weights: Vector | None = None,
+) -> float:
+    """The factor of v_prior: λ, or λ ‖v_new‖ / ‖v_prior‖; zero for a zero v_prior.
+
+    With `scores` the norms are those of the two terms of the parameter scores, v_new ⊙ `weights`
+    and v_prior ⊙ `weights` (G; for score.step=adam divided by ĉ), so λ is the ratio of their RMS.
+    """
+    if relative == "scores":
+        assert weights is not None, "this form of λ needs G (config/methods.py refuses the rest)"
+        val_grad, prior_grad = (v.combine(torch.mul, weights) for v in (val_grad, prior_grad))
     pairs = [("val", "val"), ("prior", "prior")]
     norms = Products({"val": val_grad, "prior": prior_grad}, pairs)
     prior_norm = norms.norm("prior")

@@ -1,14 +1,21 @@
 """Example scores and their self-checks: Algorithm 1 line 8, s_D ← GhostDot(u, θ̄, D_pool).
 
-s_θ = u ⊙ G is `projection.param_scores`. In one-pass mode the scores are the f_n of the pool pass,
-with a bound per example; in two-pass mode `exact_dots` walks over the pool again. Every scoring
-ends with two checks: Σ_n s_D,n against ⟨u, G⟩, and a few random examples scored individually by
-plain autograd. If either fails, an error is raised and nothing can be selected.
+s_θ = u ⊙ G is `projection.param_scores`. In two-pass mode `exact_dots` walks over the pool again.
+Every scoring ends with two checks: Σ_n s_D,n against ⟨u, G⟩, and a few random examples scored
+individually by plain autograd. If either fails, an error is raised and nothing can be selected.
+
+In one-pass mode (docs/algorithm.md, "One pass instead of two") the pool pass computes
+f_n = ⟨U₀, g_n⟩; the exact score is f_n + c_n with |c_n| ≤ B_n = Σ_l ‖R_l‖ Σ_t ‖ε_t‖ ‖a_t‖,
+R = U₀ − u. The certificate (line 10) decides by Lo = f − B and Up = f + B: an example is IN when
+its Lo exceeds the (b+1)-th largest Up, OUT when its Up is below the b-th largest Lo, both strictly.
+The rest are scored exactly, and the best of them fill the b − |IN| remaining places. One round is
+enough: the result is the exact top-b.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,14 +23,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dualsft.algorithm.certificate import bounds
 from dualsft.algorithm.projection import Scored
+from dualsft.algorithm.topk import top_b
 from dualsft.config.settings import ScoreConfig
 from dualsft.data.examples import Example
 from dualsft.engine.fused import HALF_DTYPES, checkpointed
 from dualsft.engine.ghost import GhostEngine, alone
 from dualsft.engine.losses import both_logits
-from dualsft.engine.precision import precise, widened
+from dualsft.engine.passes import precise, widened
 from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.errors import ConfigError, RunError
 from dualsft.memory.placement import at_hand
@@ -39,6 +46,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-3, tor
 NUM_ALONE = 3
 NUM_ALONE_HALF = 16  # in half precision, where the probes also estimate the rounding
 SLACK_FACTOR = 4.0  # assumed rounding over that measured by the probes
+NORM_ROUNDING = 1e-5  # B is widened by this factor because its norms are rounded too
 ROUNDING_LIMIT = 0.05  # of ‖u‖‖g‖: a larger rounding error in half precision raises
 
 
@@ -56,10 +64,58 @@ def exact_dots(
         return walk(at, examples, objective, passes, reporter, label, direction=direction).dots
 
 
+# --- the one-pass certificate -------------------------------------------------------------------
+
+
+def bounds(inner_sums_NL: np.ndarray, residual_norms_L: np.ndarray) -> np.ndarray:
+    """B_n in the units of f: [N]. Exactly zero if the residual is zero."""
+    widened = inner_sums_NL.astype(np.float64) @ residual_norms_L.astype(np.float64)
+    return widened * (1.0 + NORM_ROUNDING)
+
+
 def one_pass_bounds(engine: GhostEngine, inner_sums: np.ndarray, products: Products) -> np.ndarray:
     """B_n of each example, from the norm of the residual U₀ − u per parameter."""
     residual = products.block_norms("residual")
     return bounds(inner_sums, np.array([residual[name] for name in engine.columns]))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Boolean arrays over the examples; `open` examples must be scored exactly."""
+
+    inside: np.ndarray
+    outside: np.ndarray
+
+    @property
+    def open(self) -> np.ndarray:
+        return ~(self.inside | self.outside)
+
+
+def judge(f: np.ndarray, bound: np.ndarray, b: int) -> Verdict:
+    """Classify the examples as IN, OUT or open for a budget of b."""
+    count = len(f)
+    if not 1 <= b <= count:
+        raise ValueError(f"b must be between 1 and {count}, not {b}")
+    low, high = f - bound, f + bound
+    if b == count:
+        return Verdict(np.ones(count, bool), np.zeros(count, bool))
+    threshold_in = np.partition(high, count - b - 1)[count - b - 1]  # (b+1)-th largest Up
+    threshold_out = np.partition(low, count - b)[count - b]  # b-th largest Lo
+    return Verdict(low > threshold_in, high < threshold_out)
+
+
+def settle(verdict: Verdict, exact: np.ndarray, tie_order: np.ndarray, b: int) -> np.ndarray:
+    """Positions of the top b, ascending; `exact` is used only for open examples."""
+    inside = np.flatnonzero(verdict.inside)
+    places = b - len(inside)
+    candidates = np.flatnonzero(verdict.open)
+    if places == 0:
+        return inside
+    chosen = candidates[top_b(exact[candidates], tie_order[candidates], places)]
+    return np.sort(np.concatenate([inside, chosen]))
+
+
+# --- products and self-checks --------------------------------------------------------------------
 
 
 def products_of(scored: Scored, direction: Vector) -> Products:
@@ -74,6 +130,8 @@ def products_of(scored: Scored, direction: Vector) -> Products:
         "residual": terms.residual(grad_sum),
         "projection": scored.projection,
         "direction": direction,
+        "new_scores": terms.param_term(terms.val_grad, grad_sum),
+        "prior_scores": terms.param_term(scored.prior_grad, grad_sum),
     }
     pairs = [(name, name) for name in vectors]
     pairs += [("projection", "grad_sum"), ("direction", "grad_sum"), ("val_grad", "grad_sum")]
@@ -235,6 +293,7 @@ def describe_projection(score: ScoreConfig, scored: Scored, products: Products) 
     second = products.norm("second_order") if terms.curvature is not None else 0.0
     first = products.norm("v_val")
     u_dot_g = products.dot("projection", "grad_sum") * terms.eta_sc
+    rms = terms.eta_sc / scored.grad_sum.num_entries**0.5
     return {
         "mode": score.mode,
         "eta_ft": terms.eta_ft,
@@ -243,6 +302,10 @@ def describe_projection(score: ScoreConfig, scored: Scored, products: Products) 
         "lam": score.lam,
         "lam_relative": score.lam_relative,
         "lam_effective": terms.lam_effective,
+        "rms_param_scores": {
+            "new": products.norm("new_scores") * rms,
+            "prior": products.norm("prior_scores") * rms * terms.lam_effective,
+        },
         "u_dot_G": u_dot_g,
         "total_params": u_dot_g,
         "curvature_share": second / first if first > 0 else None,

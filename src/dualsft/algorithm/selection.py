@@ -13,22 +13,22 @@ the selected examples, and s_D = ⟨u ⊙ m, g_n⟩.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dualsft.algorithm.certificate import judge, settle
-from dualsft.algorithm.duplicates import Duplicates, distinct_texts
+from dualsft.algorithm.duplicates import Duplicates, repeated_texts
 from dualsft.algorithm.projection import Scored, param_scores
-from dualsft.algorithm.score_reading import ScoreSource
-from dualsft.algorithm.scores import exact_dots
+from dualsft.algorithm.quotas import Draw, Strata
+from dualsft.algorithm.scores import exact_dots, judge, settle
 from dualsft.algorithm.topk import TopK, top_b, topk_signed
+from dualsft.algorithm.topk_reading import ScoreSource
 from dualsft.data.examples import Example
 from dualsft.distributed.world import world
 from dualsft.engine.ghost import GhostEngine
-from dualsft.engine.precision import widened
+from dualsft.engine.passes import widened
 from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.memory.placement import at_hand, blank
 from dualsft.storage.vectors import CHUNK, ParamVector, Vector
@@ -66,25 +66,24 @@ class Chosen:
 
     positions: np.ndarray
     scores: np.ndarray
-    """Best known score of every pool example, eta_sc included; -inf if it repeats another."""
+    """Best known score of every pool example, eta_sc included; -inf if it was passed over because
+    it repeats another."""
     bound: np.ndarray
     """Bound on the error of each score; zero where it was scored exactly."""
     rescored: np.ndarray
     """Positions scored exactly by this stage."""
     inside: int
     outside: int
+    draws: list[Drawn]
+    """The strata that were drawn from; one without quotas."""
 
-    def within(self, rows: np.ndarray, count: int) -> Chosen:
-        """The same choice in a pool of `count` examples, of which it saw `rows` only."""
-        scores, bound = np.full(count, -np.inf), np.zeros(count)
-        scores[rows], bound[rows] = self.scores, self.bound
-        return replace(
-            self,
-            positions=rows[self.positions],
-            scores=scores,
-            bound=bound,
-            rescored=rows[self.rescored],
-        )
+
+@dataclass(frozen=True)
+class Drawn:
+    """One stratum: the positions that could be taken, and those that were."""
+
+    rows: np.ndarray
+    taken: np.ndarray
 
 
 def choose_examples(
@@ -97,45 +96,68 @@ def choose_examples(
     reverse: bool = False,
     examples: Sequence[Example] = (),
     duplicates: Duplicates = "keep",
+    strata: Strata | None = None,
 ) -> Chosen:
     """The exact top b, by the certificate where it decides and by exact scores elsewhere.
 
     `bound` is the bound on the error of each score; in half precision it includes the measured
     rounding. `rescore` computes exact scores at given positions. `ties` orders equal scores.
     `reverse` takes the bottom b, by negating every score. Copies among `examples` are passed over
-    as `duplicates` says.
+    as `duplicates` says. With `strata` of b examples (`algorithm/quotas.py`), the result is the
+    exact top of each stratum; copies are found in the whole pool, and fill a stratum that has too
+    few other rows.
     """
+    count, sign = len(scores), -1.0 if reverse else 1.0
+    score, bound, copies = sign * scores, bound.copy(), np.empty(0, np.int64)
     if duplicates != "keep":
         if bound.any():  # which copy stays depends on the exact scores
-            scores, bound = rescore(np.arange(len(scores))), np.zeros(len(scores))
-        rows = distinct_texts(duplicates, examples, -scores if reverse else scores, ties, b)
-        if len(rows) < len(scores):
-            say(f"{len(scores) - len(rows):,} of {len(scores):,} examples repeat others")
-            kept = choose_examples(
-                scores[rows],
-                bound[rows],
-                ties[rows],
-                b,
-                lambda positions: rescore(rows[positions]),
-                say,
-                reverse,
+            score, bound = sign * rescore(np.arange(count)), np.zeros(count)
+        copies = repeated_texts(duplicates, examples, score, ties)
+        if len(copies):
+            say(f"{len(copies):,} of {count:,} examples repeat others")
+    rescored: list[np.ndarray] = [np.empty(0, np.int64)]
+    drawn: list[Drawn] = []
+    inside = outside = 0
+    strata = strata or Strata([Draw(np.arange(count), b)])
+    for second in (False, True):
+        step = strata.last(_all_taken(drawn)) if second else strata.draws
+        draws = [_without_copies(draw, copies) for draw in step if draw.count]
+        verdicts = [judge(score[draw.rows], bound[draw.rows], draw.count) for draw in draws]
+        certain_in = sum(int(verdict.inside.sum()) for verdict in verdicts)
+        certain_out = sum(int(verdict.outside.sum()) for verdict in verdicts)
+        undecided = [draw.rows[v.open] for draw, v in zip(draws, verdicts, strict=True)]
+        open_rows = np.sort(np.concatenate([np.empty(0, np.int64), *undecided]))
+        inexact = open_rows[bound[open_rows] > 0]
+        if len(inexact):
+            num_rows = sum(len(draw.rows) for draw in draws)
+            say(
+                f"certificate: {certain_in:,} in, {certain_out:,} out, "
+                f"{len(inexact):,} of {num_rows:,} examples are scored exactly"
             )
-            return kept.within(rows, len(scores))
-    sign = -1.0 if reverse else 1.0
-    score, bound = sign * scores, bound.copy()
-    verdict = judge(score, bound, b)
-    open_rows = np.flatnonzero(verdict.open)
-    inexact = open_rows[bound[open_rows] > 0]
-    inside, outside = int(verdict.inside.sum()), int(verdict.outside.sum())
-    if len(inexact):
-        say(
-            f"certificate: {inside:,} in, {outside:,} out, "
-            f"{len(inexact):,} of {len(score):,} examples are scored exactly"
-        )
-        score[inexact] = sign * rescore(inexact)
-        bound[inexact] = 0.0
-    positions = settle(verdict, score, ties, b)
-    return Chosen(positions, score, bound, inexact, inside, outside)
+            score[inexact] = sign * rescore(inexact)
+            bound[inexact] = 0.0
+        for draw, verdict in zip(draws, verdicts, strict=True):
+            taken = settle(verdict, score[draw.rows], ties[draw.rows], draw.count)
+            drawn.append(Drawn(draw.rows, draw.rows[taken]))
+        inside, outside = inside + certain_in, outside + certain_out
+        rescored.append(inexact)
+    positions = _all_taken(drawn)
+    score[np.setdiff1d(copies, positions)] = -np.inf
+    return Chosen(positions, score, bound, np.concatenate(rescored), inside, outside, drawn)
+
+
+def _all_taken(drawn: Sequence[Drawn]) -> np.ndarray:
+    return np.sort(np.concatenate([np.empty(0, np.int64), *(draw.taken for draw in drawn)]))
+
+
+def _without_copies(draw: Draw, copies: np.ndarray) -> Draw:
+    """The draw without these rows (best first), except for the best it needs to be filled."""
+    if not len(copies):
+        return draw
+    rows = np.setdiff1d(draw.rows, copies, assume_unique=True)
+    missing = max(0, draw.count - len(rows))
+    own = copies[np.isin(copies, draw.rows)]
+    return Draw(np.sort(np.concatenate([rows, own[:missing]])), draw.count)
 
 
 def rescore(

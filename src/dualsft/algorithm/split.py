@@ -1,19 +1,19 @@
 """Split D_full into val, anchor, warm and pool (Algorithm 1, inputs and line 2).
 
 D_train is everything but val and anchor, D_warm a part of it, and D_pool = D_train \\ D_warm.
-Budgets refer to |D_full|, the usable rows of the corpus. Roles are assigned by hashing
-(seed, text), so they do not depend on the order of the file. Examples with identical tokens get
-the same role.
+Budgets refer to |D_full|, the usable rows of the corpus and of data.val_path (`full_size`). Roles
+are assigned by hashing (seed, text), so they do not depend on the order of the file. Examples with
+identical tokens get the same role.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from dualsft.config.settings import SplitConfig
+from dualsft.config.settings import DataConfig, SplitConfig
 from dualsft.data.examples import Example, digest
 from dualsft.errors import ConfigError
 
@@ -50,25 +50,57 @@ def resolve_budget(budget: int | float, total: int, name: str = "budget") -> int
     return max(1, int(Decimal(repr(budget)) * total))  # decimal: 0.29 of 100 is 29, not 28
 
 
-def divide(
-    examples: Sequence[Example], trusted: Sequence[Example], seed: int, sizes: SplitConfig
-) -> tuple[list[Example], Split]:
-    """(all examples, role of each): the corpus, followed by the trusted rows as D_val.
+def full_size(counts: Mapping[str, int], data: DataConfig) -> int:
+    """|D_full|, from the number of examples of each role.
 
-    Trusted rows count in |D_full|. Rows of the corpus with the same text as a trusted row are
-    dropped, with a note.
+    Rows of data.anchor_path are no part of it: they may be of another kind, and are never trained
+    on, so they do not change what a share of the corpus means.
     """
-    texts = {example.key for example in trusted}
-    kept = [example for example in examples if example.key not in texts]
-    split = assign_roles(kept, seed, sizes.val, sizes.anchor, sizes.warm, len(trusted))
-    notes = list(split.notes)
-    if len(kept) < len(examples):
-        notes.append(
-            f"{len(examples) - len(kept):,} rows of data.path have the text of a row of "
-            "data.val_path and are left out"
+    return sum(counts.values()) - (0 if data.anchor_path is None else counts["anchor"])
+
+
+def divide(
+    examples: Sequence[Example],
+    trusted: Sequence[Example],
+    seed: int,
+    sizes: SplitConfig,
+    anchors: Sequence[Example] = (),
+) -> tuple[list[Example], Split]:
+    """(all examples, role of each): the corpus, then the trusted rows (D_val), then the anchors.
+
+    Trusted rows count in |D_full|, anchors do not. A text in several sources stays in one: that of
+    a trusted row in D_val, that of an anchor in D_anchor; the other rows are dropped, with a note.
+    """
+    notes: list[str] = []
+
+    def without(
+        rows: Sequence[Example], key: str, owners: Sequence[Example], owner: str
+    ) -> list[Example]:
+        """The rows of `key` whose text is not that of a row of `owner`."""
+        texts = {example.key for example in owners}
+        kept = [example for example in rows if example.key not in texts]
+        if len(kept) < len(rows):
+            notes.append(
+                f"{len(rows) - len(kept):,} rows of {key} have the text of a row of {owner} and "
+                "are left out"
+            )
+        return kept
+
+    kept = without(examples, "data.path", trusted, "data.val_path")
+    held = without(anchors, "data.anchor_path", trusted, "data.val_path")
+    if anchors and not held:
+        raise ConfigError(
+            "data.anchor_path: every row has the text of a row of data.val_path, which leaves no "
+            "anchors; give rows of the behaviour to keep"
         )
-    counts = split.counts | {"val": split.counts["val"] + len(trusted)}
-    return [*kept, *trusted], Split([*split.roles, *["val"] * len(trusted)], counts, notes)
+    kept = without(kept, "data.path", held, "data.anchor_path")
+    split = assign_roles(
+        kept, seed, sizes.val, sizes.anchor, sizes.warm, len(trusted), has_anchors=bool(held)
+    )
+    added = {"val": len(trusted), "anchor": len(held)}
+    counts = {role: count + added.get(role, 0) for role, count in split.counts.items()}
+    roles = [*split.roles, *["val"] * len(trusted), *["anchor"] * len(held)]
+    return [*kept, *trusted, *held], Split(roles, counts, [*split.notes, *notes])
 
 
 def assign_roles(
@@ -78,15 +110,17 @@ def assign_roles(
     anchor: int | float | None = None,
     warm: int | float = 0.05,
     num_trusted: int = 0,
+    has_anchors: bool = False,
 ) -> Split:
     """Assign a role to every example; None means the paper's size, less for a small corpus.
 
-    `num_trusted` rows outside the corpus are already D_val and count in |D_full|.
+    `num_trusted` rows outside the corpus are already D_val and count in |D_full|. With
+    `has_anchors`, rows outside the corpus are D_anchor, and none is taken from it.
     """
     total, notes = len(examples) + num_trusted, []
     wanted: dict[str, int] = {}
     for role, budget in (("val", val), ("anchor", anchor), ("warm", warm)):
-        if role == "val" and num_trusted:
+        if (role == "val" and num_trusted) or (role == "anchor" and has_anchors):
             wanted[role] = 0
         elif budget is None:
             wanted[role] = _default_count(role, total, notes)

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualsft.algorithm.score_reading import (
+from dualsft.algorithm.topk_reading import (
     KEY_DTYPES,
     NOT_REPEATABLE,
     ScoreSource,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from dualsft.config.parse import Bounds, Names, show
@@ -20,7 +21,9 @@ Count = Annotated[int, Bounds(least=1)]
 Whole = Annotated[int, Bounds(least=0)]
 Positive = Annotated[float, Bounds(above=0)]
 NonNegative = Annotated[float, Bounds(least=0)]
+Auto = Literal["auto"]
 Moments = Literal["float32", "bfloat16", "int8"]
+Quotas = Literal["even", "proportional"] | dict[str, int | float]
 TASK_NAMES = ("humaneval", "piqa", "arc_challenge", "mmlu", "gsm8k")
 
 
@@ -59,6 +62,9 @@ class DataConfig:
     (extra `data`), or a list of these."""
     val_path: Annotated[str, "paths"] | None = None
     """A trusted source for D_val, in the forms of data.path. null: take D_val from the corpus."""
+    anchor_path: Annotated[str, "paths"] | None = None
+    """A source with rows of the behaviour to keep: all of them are D_anchor, in the forms of
+    data.path. They do not count in |D_full|. null: take D_anchor from the corpus."""
     dataset: Annotated[str, Names()] | None = None
     """Entries of dataset_info.json to read, comma-separated."""
     subset: str | None = None
@@ -90,6 +96,9 @@ class DataConfig:
     """Name of the field that holds the turns, if not messages or conversations."""
     system_field: str | None = None
     """Name of the field that holds the system prompt, if not detected automatically."""
+    source_field: str | None = None
+    """Name of the field that holds the source of a row of data.path, such as the dataset that it is
+    from. null: its file or dataset_info.json entry, if data.path names several."""
     max_length: Annotated[int, Bounds(least=8)] = 2048
     """Maximum number of tokens per example, including the prompt."""
     bad_rows: Literal["error", "skip"] = "error"
@@ -122,7 +131,8 @@ class WarmupConfig:
     epochs: Whole = 1
     """Passes over the warmup examples. 0: theta_bar = theta_old and no curvature."""
     batch_size: Count | None = None
-    """Examples per optimizer step. null: finetune.batch_size."""
+    """Examples per optimizer step. null: finetune.batch_size; if that is auto, from the number of
+    warmup examples."""
     min_steps: Whole = 0
     """Minimum number of optimizer steps; epochs are repeated to reach it."""
     trainable: Literal["all", "candidates"] = "all"
@@ -147,8 +157,9 @@ class ScoreConfig:
     """Damping of the calibrated form. null: chosen from random halves of D_val."""
     lam: Annotated[float, Bounds(least=0, most=1e30)] = 0.8
     """Weight of the preservation gradient: v_val = v_new + lam * v_prior."""
-    lam_relative: bool = False
-    """Rescale v_prior to the norm of v_new before applying lam."""
+    lam_relative: bool | Literal["scores"] = False
+    """Rescale v_prior before applying lam. true: to the norm of v_new; scores: so that lam is the
+    ratio of the two terms of the parameter scores (RMS of v_prior * G to RMS of v_new * G)."""
     tau: Positive = 1.0
     """Temperature of the CWSD loss."""
     preservation: Literal["cwsd", "l2", "fisher", "none"] = "cwsd"
@@ -199,6 +210,13 @@ class SelectConfig:
     duplicates: Literal["keep", "exact", "near"] = "keep"
     """Rows that repeat a row with a higher score. keep: select them by score, as in the paper;
     exact: pass over identical texts; near: also over nearly identical ones."""
+    per_source: Annotated[Quotas, "quotas"] | None = None
+    """Quotas of the data budget by source (data.source_field). even: the same number of every
+    source; proportional: its share of the pool; or source:share or source:count pairs, as in
+    gsm8k:0.5,code:100, where the rest goes to the best scores of the other sources. null: none."""
+    lengths: Literal["any", "balanced"] = "any"
+    """balanced: the selected responses follow the pool's distribution of lengths (in five groups;
+    with select.per_source: of each source). any: as the scores say."""
     order: Literal["data_to_param", "param_to_data"] = "data_to_param"
     """Order of rounds: first re-select parameters given the data, or data given parameters."""
 
@@ -232,12 +250,13 @@ class MethodConfig:
 class FinetuneConfig:
     """Fine-tuning of the selected entries of theta_old on the selected examples."""
 
-    lr: Positive = 2e-5
-    """Peak learning rate; also eta_ft in the scores."""
-    epochs: Count = 3
-    """Passes over the selected examples."""
-    batch_size: Count = 64
-    """Examples per optimizer step."""
+    lr: Positive | Auto = 2e-5
+    """Peak learning rate; also eta_ft in the scores. auto: from the size of the corpus, and three
+    times as much for a mask (docs/algorithm.md)."""
+    epochs: Count | Auto = 3
+    """Passes over the selected examples. auto: from their number, 3 to 8."""
+    batch_size: Count | Auto = 64
+    """Examples per optimizer step. auto: from the number of examples, 8 to 64."""
     micro_batch_size: Count | None = None
     """Examples per forward pass. null: as many as score.batch_tokens allows; if that is null too,
     8,192 tokens on a GPU and 1,024 on a CPU."""
@@ -253,6 +272,12 @@ class FinetuneConfig:
     """Decoupled weight decay of the trained entries."""
     warmup_ratio: Annotated[float, Bounds(least=0, below=1)] = 0.03
     """Fraction of steps with linear warmup before cosine decay; applies to the pilot warmup too."""
+    retention: NonNegative = 0.0
+    """Weight of the retention term: each step adds this times the mean CWSD loss (score.tau) of a
+    few anchors, with theta_old as teacher, a second copy of the model. 0: off."""
+    retention_batch: Count | None = None
+    """Anchors per step of the retention term. null: a quarter of finetune.batch_size, at least
+    1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,9 +377,10 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
     if get("data.template_file") is not None and template != "chat":
         cure = "give data.template=chat, or leave it out"
         refuse("data.template_file", f"data.template={template}", cure)
-    if get("data.val_path") is not None and get("split.val") is not None:
-        other = "data.val_path, whose rows are all of D_val"
-        refuse("split.val", other, "leave one of the two out")
+    for role in ("val", "anchor"):
+        if get(f"data.{role}_path") is not None and get(f"split.{role}") is not None:
+            other = f"data.{role}_path, whose rows are all of D_{role}"
+            refuse(f"split.{role}", other, "leave one of the two out")
     if "validation" in (get("evaluation.files") or {}):
         problems.append(
             "evaluation.files: the name 'validation' is taken: the run uses it for D_val; write"
@@ -362,6 +388,17 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
         )
     if get("select.rounds") and get("select.duplicates", "keep") != "keep":
         refuse("select.duplicates", "select.rounds, which re-select without it", "leave one out")
+    if get("select.rounds"):
+        for key, off in (("select.per_source", None), ("select.lengths", "any")):
+            if get(key, off) != off:
+                refuse(key, "select.rounds, which re-select without it", "leave one out")
+    quotas = get("select.per_source")
+    if isinstance(quotas, dict):
+        total = sum(Decimal(repr(share)) for share in quotas.values() if isinstance(share, float))
+        if total > 1:
+            problems.append(
+                f"select.per_source: the shares add up to {total}; give shares of at most 1 in all"
+            )
     if get("score.form") == "calibrated":
         other = "score.form=calibrated, whose scores come from the sketches of one pass"
         if get("score.mode") == "two_pass":
@@ -400,8 +437,10 @@ def idle_options(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
                 found.append(f"{key}={show(values[key])} has no effect with {cause}")
 
     preservation, curvature = values["score.preservation"], values["score.curvature"]
-    if preservation != "cwsd":
-        idle(f"score.preservation={preservation}", "score.tau")
+    if values["finetune.retention"] == 0:
+        idle("finetune.retention=0", "finetune.retention_batch")
+        if preservation != "cwsd":
+            idle(f"score.preservation={preservation}", "score.tau")
     if preservation == "none":
         idle("score.preservation=none", "score.lam", "score.lam_relative")
     if curvature == "none":
@@ -434,6 +473,6 @@ def idle_options(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     if values["parallel.mode"] == "shard":
         idle("parallel.mode=shard", "score.plan")
     micro, batch = values["finetune.micro_batch_size"], values["finetune.batch_size"]
-    if micro is not None and micro > batch:
+    if micro is not None and batch != "auto" and micro > batch:
         found.append(f"finetune.micro_batch_size={micro} acts as finetune.batch_size={batch}")
     return found

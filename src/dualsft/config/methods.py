@@ -86,6 +86,11 @@ class Entry:
         return option_docs(self.options)
 
 
+ADDED: Mapping[str, bool] = {"added": True}
+"""Metadata of an option that a method got later: its default is not part of fingerprints, so runs
+made without the option stay valid."""
+
+
 def option_specs(prefix: str, options: type) -> dict[str, FieldSpec]:
     """Specs of the fields of an options dataclass, by full key."""
     hints = typing.get_type_hints(options, include_extras=True)
@@ -99,7 +104,8 @@ def option_specs(prefix: str, options: type) -> dict[str, FieldSpec]:
 def option_docs(options: type) -> dict[str, str]:
     """Docstrings of the fields of an options dataclass, by name."""
     found = field_docs(inspect.getsource(sys.modules[options.__module__]))
-    return {name: text for (owner, name), text in found.items() if owner == options.__name__}
+    owners = {one.__name__ for one in options.__mro__}
+    return {name: text for (owner, name), text in found.items() if owner in owners}
 
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -228,8 +234,12 @@ class Composition:
         if entry is None:
             return {}
         options = self.options_of(axis)
-        names = [field.name for field in dataclasses.fields(options)]
-        shown = {f"method.{entry.name}.{name}": getattr(options, name) for name in names}
+        values = {field: getattr(options, field.name) for field in dataclasses.fields(options)}
+        shown = {
+            f"method.{entry.name}.{field.name}": value
+            for field, value in values.items()
+            if field.metadata != ADDED or value != field.default
+        }
         return {f"method.{axis}": entry.name, **shown}
 
 
@@ -272,6 +282,23 @@ def problems_of(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
         problems.append(
             f"select.rounds: {values['select.rounds']} is not allowed unless both sides are "
             "dualsft's; give select.rounds=0"
+        )
+    data = entries.get("data")
+    for key, off in (("select.per_source", None), ("select.lengths", "any")):
+        given = values.get(key, off)
+        if given != off and data is not None and "scores" not in data.needs:
+            problems.append(
+                f"{key}: {show(given)} is not allowed with method.data={data.name}, which does not "
+                f"choose by one score per example; leave {key} out, or use method.data=dualsft"
+            )
+    score = {"form": "literal", "mode": "one_pass"}
+    literal = all(values.get(f"score.{key}") == value for key, value in score.items())
+    scored = data is not None and "scores" in data.needs
+    if values.get("score.lam_relative") == "scores" and literal and scored:
+        problems.append(
+            "score.lam_relative: 'scores' is not allowed with score.mode=one_pass, whose pass over "
+            "the pool needs the weight of v_prior, while this weight needs G, the result of that "
+            "pass; give score.form=calibrated, score.mode=two_pass or select.variant=param"
         )
     options: dict[str, Any] = {}
     specs = {

@@ -89,6 +89,8 @@ class FieldSpec:
     kind: str
     optional: bool = False
     choices: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    """Words that are accepted besides a number, such as auto."""
     bounds: Bounds = Bounds()
     names: Names = Names()
     default: Any = MISSING
@@ -100,15 +102,17 @@ class FieldSpec:
             "str": "text",
             "paths": "a path, or a list of paths",
             "choice": f"one of {', '.join(self.choices)}",
-            "bool": "true or false",
+            "bool": ", or ".join(["true or false", *self.choices]),
             "int": f"an integer {self.bounds}".strip(),
             "float": f"a number {self.bounds}".strip(),
             "budget": "a count (integer >= 1) or a fraction (decimal point, in (0, 1])",
             "names": f"a comma-separated list of {', '.join(self.names.allowed) or 'patterns'}",
             "options": "a mapping NAME.OPTION -> value",
+            "quotas": "even, proportional, or a mapping source -> share in (0, 1] or count "
+            "(source:0.5,source2:100)",
             "files": "a mapping name -> path, a list of paths, or name:path,name2:path2",
         }[self.kind]
-        return f"{text}, or null" if self.optional else text
+        return ", or ".join([text, *self.words, *(["null"] if self.optional else [])])
 
 
 def field_spec(key: str, annotation: Any, default: Any) -> FieldSpec:
@@ -116,14 +120,21 @@ def field_spec(key: str, annotation: Any, default: Any) -> FieldSpec:
 
     `Annotated` adds `Bounds` or `Names`, or the name of a kind that the type does not determine.
     """
-    optional = False
+    optional, words = False, ()
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        rest = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
-        optional, annotation = len(rest) == 1, rest[0] if len(rest) == 1 else annotation
+        given = typing.get_args(annotation)
+        rest = [arg for arg in given if arg is not type(None)]
+        if rest[0] is bool and len(rest) == 2:  # a switch with more positions
+            words = typing.get_args(rest[1])
+            return FieldSpec(key=key, kind="bool", choices=words, default=default)
+        optional = len(rest) < len(given)
+        if len(rest) == 2 and typing.get_origin(rest[1]) is typing.Literal:  # a number, or a word
+            words = typing.get_args(rest.pop())
+        annotation = rest[0] if len(rest) == 1 else annotation
     extra: Any = None
     if typing.get_origin(annotation) is typing.Annotated:
         annotation, extra = typing.get_args(annotation)
-    common: dict[str, Any] = {"key": key, "optional": optional, "default": default}
+    common: dict[str, Any] = {"key": key, "optional": optional, "words": words, "default": default}
     if isinstance(extra, Names):
         return FieldSpec(kind="names", names=extra, **common)
     if isinstance(extra, str):
@@ -163,6 +174,8 @@ def convert(spec: FieldSpec, value: Any) -> Any:
             if not spec.optional and spec.kind not in ("files", "options"):
                 raise _Rejected
             return None if spec.optional else {}
+        if isinstance(value, str) and value.strip() in spec.words:
+            return str(value.strip())
         if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
             raise _Rejected("it is not UTF-8; rename the file, or write the text as UTF-8")
         return _CONVERTERS[spec.kind](spec, value)
@@ -208,9 +221,11 @@ def _as_choice(spec: FieldSpec, value: Any) -> str:
     raise _Rejected(did_you_mean(word, spec.choices))
 
 
-def _as_bool(spec: FieldSpec, value: Any) -> bool:
+def _as_bool(spec: FieldSpec, value: Any) -> bool | str:
     if isinstance(value, bool):
         return value
+    if isinstance(value, str) and value.strip() in spec.choices:
+        return str(value.strip())
     if isinstance(value, Text) and value.strip().lower() in TRUE_WORDS | FALSE_WORDS:
         return value.strip().lower() in TRUE_WORDS
     raise _Rejected
@@ -311,6 +326,29 @@ def _file_pair(piece: Any, flag: bool) -> tuple[Any, Any]:
     return PurePath(path.removesuffix(".gz")).stem, path
 
 
+def _as_quotas(spec: FieldSpec, value: Any) -> str | dict[str, int | float]:
+    words = ("even", "proportional")
+    if isinstance(value, str) and value.strip() in words:
+        return str(value.strip())
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    elif isinstance(value, Text) and ":" in value:
+        pieces = [piece.strip().rpartition(":") for piece in value.split(",")]
+        pairs = [(name.strip(), Text(quota)) for name, _, quota in pieces]
+    else:
+        raise _Rejected(did_you_mean(value.strip(), words) if isinstance(value, str) else "")
+    quotas: dict[str, int | float] = {}
+    for name, quota in pairs:
+        if not isinstance(name, str) or not name:
+            raise _Rejected("each quota needs the name of a source")
+        if name in quotas:
+            raise _Rejected(f"the source '{name}' is named twice; name it once")
+        quotas[str(name)] = _as_budget(spec, quota)
+    if not quotas:
+        raise _Rejected("name at least one source, or leave it out")
+    return quotas
+
+
 def _as_options(spec: FieldSpec, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise _Rejected
@@ -327,6 +365,7 @@ _CONVERTERS = {
     "budget": _as_budget,
     "names": _as_names,
     "files": _as_files,
+    "quotas": _as_quotas,
     "options": _as_options,
 }
 
@@ -381,7 +420,7 @@ def parse_yaml(text: str, where: str) -> tuple[dict[str, Any], list[str]]:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except RecursionError:
-        raise ConfigError(f"{where}: nested too deeply for a config file") from None
+        raise ConfigError(f"{where}: nested too deeply for a config file; remove levels") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""

@@ -59,7 +59,9 @@ from dualsft.system.paths import Place, RunPath
 from dualsft.system.usage import cache_root
 
 METHOD = "method."
-MAX_CONFIG_BYTES = 1_000_000
+MAX_CONFIG_BYTES = 100_000
+"""A config file has a few kilobytes; parsing YAML takes seconds per megabyte."""
+MAX_UNKNOWN = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +226,10 @@ def _gather_options(flat: Mapping[str, Any], problems: list[str]) -> dict[str, A
 def _resolve(flat: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """Return the value of every key; raise with `problems` and all problems found here."""
     flat = _gather_options(flat, problems)
-    problems += [unknown_key(key, _specs()) for key in flat if key not in _specs()]
+    unknown = [key for key in flat if key not in _specs()]
+    problems += [unknown_key(key, _specs()) for key in unknown[:MAX_UNKNOWN]]
+    if len(unknown) > MAX_UNKNOWN:
+        problems.append(f"{len(unknown) - MAX_UNKNOWN:,} more keys are no settings; remove them")
     values: dict[str, Any] = {}
     for key, spec in _specs().items():
         value = flat.get(key, spec.default)
@@ -332,7 +337,7 @@ CONSENTS = ("model.trust_remote_code", "evaluation.allow_code_execution")
 """Settings that allow code to run. They are accepted only from the command line or from Python.
 They are never read from a file or stored in a run folder, since files may come from others."""
 OUTSIDE = (
-    *("model.path", "data.path", "data.val_path", "data.template_file"),
+    *("model.path", "data.path", "data.val_path", "data.anchor_path", "data.template_file"),
     *("evaluation.files", "evaluation.data_dir"),
 )
 """Settings that name files outside a run folder. Those of a run folder's own config.yaml are used

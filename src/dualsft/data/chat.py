@@ -88,10 +88,10 @@ class ChatTemplate:
             raise ValueError("the chat template does not write the turns in their order")
         return _cut(text, spans)
 
-    def prompt(self, turns: Sequence[Turn], tools: Sequence[Turn] = ()) -> str:
+    def prompt(self, turns: Sequence[Turn]) -> str:
         """The text that the model receives before it generates an answer."""
         with _bounded():
-            return self._render(turns, tools, add_generation_prompt=True)
+            return self._render(turns, (), add_generation_prompt=True)
 
     def _render(
         self, turns: Sequence[Turn], tools: Sequence[Turn], add_generation_prompt: bool = False

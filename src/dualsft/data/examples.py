@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from dualsft.data.formats import BadRow
@@ -51,6 +52,8 @@ class Example:
     input_ids: list[int]
     labels: list[int]
     key: str = ""
+    source: str = ""
+    """Name of the source of the row (`data.source_field`); empty if the corpus has only one."""
 
     def __post_init__(self) -> None:
         if not self.key:
@@ -145,7 +148,7 @@ def _encode(
         report.num_split_borders += tokens.split
         report.num_empty_prompts += not row.whole and not row.prompt.strip()
         report.num_special_text += template.holds_special_text(row)
-        examples.append(Example(row.id, row.index, ids, labels))
+        examples.append(Example(row.id, row.index, ids, labels, source=row.source))
     return examples
 
 
@@ -271,3 +274,8 @@ def training_order(examples: Sequence[Example], seed: int, epoch: int) -> list[i
 def digest(*parts: int | str) -> bytes:
     """A reproducible hash of the parts; every pseudo-random order is derived from it."""
     return hashlib.sha256("|".join(map(str, parts)).encode()).digest()
+
+
+def generator(*parts: int | str) -> np.random.Generator:
+    """A random generator that depends only on the parts."""
+    return np.random.default_rng(np.frombuffer(digest(*parts), np.uint32).tolist())

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualsft.data.formats import BadRow, Recogniser, Turn, ascii_safe, kind, layouts_of
+from dualsft.data.formats import BadRow, Recogniser, Turn, ascii_safe, kind, layouts_of, listed
 from dualsft.data.readers import Limits, LinesReader, Reader, Record
-from dualsft.data.sources import SourceFile, find_files, make_reader
+from dualsft.data.sources import LONGEST_SOURCE, SourceFile, find_files, make_reader
 from dualsft.data.tables import to_json
 from dualsft.errors import DataError
 
@@ -45,6 +45,8 @@ class Row:
     prompt: str
     response: str
     place: str = ""
+    source: str = ""
+    """Name of the source: `data.source_field`, or its file or entry where there are several."""
     turns: tuple[Turn, ...] = ()
     tools: tuple[Turn, ...] = ()
     trained_from: int = 0
@@ -212,11 +214,45 @@ def _row_id(values: dict[str, Any], raw: bytes, index: int) -> str:
 # --- rows --------------------------------------------------------------------------------------
 
 
-class _Collector:
-    """Collects rows and problems while the files are read."""
+def _source(values: dict[str, Any], name: str) -> str:
+    """The source of a row: the text or number in the field that `data.source_field` names."""
+    if name not in values:
+        raise BadRow(
+            f"field {name!r} missing (the row has {listed(list(values))}); add the row's source, or"
+            " set data.source_field to the field that holds it"
+        )
+    value = values[name]
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise BadRow(f"field {name!r} is {kind(value)}, must be text: the name of the row's source")
+    if problem := source_problem(str(value)):
+        raise BadRow(f"field {name!r} {problem}; write the name of the row's source")
+    return str(value)
 
-    def __init__(self, config: DataConfig, report: DataReport, limits: Limits) -> None:
+
+def source_problem(name: str) -> str:
+    """Why a text cannot be the name of a source; empty if it can."""
+    if not name.strip():
+        return "is empty"
+    if len(name) > LONGEST_SOURCE:
+        return f"is longer than {LONGEST_SOURCE} characters"
+    return "" if name.isprintable() else "holds a line break or a control character"
+
+
+class _Collector:
+    """Collects rows and problems while the files are read.
+
+    `source_of` gives the source of a row from its file and its fields.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        report: DataReport,
+        limits: Limits,
+        source_of: Callable[[SourceFile, dict[str, Any]], str],
+    ) -> None:
         self.config, self.report, self.limits = config, report, limits
+        self.source_of = source_of
         self.rows: list[Row] = []
         self._recognisers: dict[Path, Recogniser] = {}
         self._ids: set[int] = set()
@@ -235,7 +271,9 @@ class _Collector:
             if content is not None:
                 raw = _raw(reader, record, values)
                 row_id = _row_id(values, raw, index)
-                self.rows.append(Row(index, row_id, raw, place=place, **content._asdict()))
+                source = self.source_of(file, values)
+                row = Row(index, row_id, raw, place=place, source=source, **content._asdict())
+                self.rows.append(row)
                 self.report.num_repeated_ids += self._is_repeated(values.get("id"))
         except BadRow as problem:
             self.report.add(index, place, str(problem))
@@ -271,13 +309,21 @@ def read_rows(
 ) -> tuple[list[Row], DataReport]:
     """Read the usable rows of a path, and report the others (data.bad_rows).
 
-    `key` is the setting named in errors about the path. `progress` is called with the fraction of
-    bytes read and the number of rows.
+    `key` is the setting that names the path; only rows of data.path have a source. `progress` is
+    called with the fraction of bytes read and the number of rows.
     """
     limits = limits or Limits()
     files = find_files(str(path), config, key)
     report = DataReport(path=str(path), files=[str(file.path) for file in files])
-    collector = _Collector(config, report, limits)
+    field_name = config.source_field if key == "data.path" else None
+    several = key == "data.path" and len({file.source for file in files}) > 1
+
+    def source_of(file: SourceFile, values: dict[str, Any]) -> str:
+        if field_name is not None:
+            return _source(values, field_name)
+        return file.source if several else ""
+
+    collector = _Collector(config, report, limits, source_of)
     sizes = {file.path: file.path.stat().st_size for file in files}
     total, finished, current = max(1, sum(sizes.values())), 0, files[0].path
     try:
@@ -328,14 +374,13 @@ def source_lines(
     path: str | Path,
     rows: Iterable[int] | Mapping[int, str],
     config: DataConfig | None = None,
-    limits: Limits | None = None,
 ) -> dict[int, bytes]:
     """These rows by index, in source order: JSON lines byte for byte, others as compact JSON.
 
     `rows` are indices, or a mapping from index to row id. With ids, the content hash is compared,
     and a file that has changed since it was read is refused.
     """
-    limits = limits or Limits()
+    limits = Limits()
     ids = dict(rows) if isinstance(rows, Mapping) else dict.fromkeys(rows, "")
     lines: dict[int, bytes] = {}
     place = str(path)

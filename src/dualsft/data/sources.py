@@ -40,7 +40,10 @@ logger = logging.getLogger(__name__)
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
 KINDS = ", ".join(f"*{suffix}" for suffix in SUFFIXES) + ", each also with .gz"
 MAX_INFO_BYTES = 16 << 20
+LONGEST_SOURCE = 200
+"""Characters of the name of a source."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_PART = re.compile(r"-\d{3,}(-of-\d{3,})?$")
 _SPLIT_WORD = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-z])")
 _NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 
@@ -52,6 +55,8 @@ class SourceFile:
     path: Path
     layout: Layout | None = None
     num_samples: int | None = None
+    source: str = ""
+    """Name of the source that its rows have if there are several (`data.source_field`)."""
 
 
 class HubDataset(NamedTuple):
@@ -109,7 +114,37 @@ def find_files(
             problems.append(f"{key}: {str(found)!r} is named twice; name it once")
     if problems:
         raise ConfigError(problems)
-    return files
+    return _named(files)
+
+
+def _named(files: list[SourceFile]) -> list[SourceFile]:
+    """The files with a source each: an entry or a dataset has its own name, a plain file its stem.
+
+    Numbered parts (train-00000-of-00002) are one source. Files of one stem in several folders are
+    told apart by their folders, as far as needed.
+    """
+    stems = {file.path: _PART.sub("", _stem(file.path)) for file in files if not file.source}
+
+    def name(path: Path) -> str:
+        alike = {other.parent for other, stem in stems.items() if stem == stems[path]}
+        depth = 0
+        while sum(_tail(folder, depth) == _tail(path.parent, depth) for folder in alike) > 1:
+            depth += 1
+        return "/".join((*_tail(path.parent, depth), stems[path]))
+
+    return [replace(file, source=_printable(file.source or name(file.path))) for file in files]
+
+
+def _tail(folder: Path, depth: int) -> tuple[str, ...]:
+    return folder.parts[max(0, len(folder.parts) - depth) :]
+
+
+def _printable(name: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in name)[:LONGEST_SOURCE]
+
+
+def _stem(path: Path) -> str:
+    return path.name[: path.name.lower().rindex(_suffix(path))]
 
 
 def split_paths(text: str) -> list[str]:
@@ -204,7 +239,9 @@ class _Finder:
         if wanted not in names or not (folder / wanted / "state.json").is_file():
             cure = f"set data.split to one of {', '.join(names)}"
             self._refuse(folder, f"has no split {wanted!r}", cure)
-        return self._saved(folder / wanted)
+        return [
+            replace(file, source=folder.resolve().name) for file in self._saved(folder / wanted)
+        ]
 
     def _saved(self, folder: Path) -> list[SourceFile]:
         """A folder written by `Dataset.save_to_disk`: Arrow files in the order of state.json."""
@@ -215,7 +252,8 @@ class _Finder:
         entries = state.get("_data_files")
         for entry in entries if isinstance(entries, list) else []:
             name = entry.get("filename") if isinstance(entry, dict) else None
-            files.append(SourceFile(self._inside(folder, name, "state.json")))
+            path = self._inside(folder, name, "state.json")
+            files.append(SourceFile(path, source=folder.resolve().name))
         if not files:
             self._refuse(folder, "names no data file in state.json", "save it again")
         return files
@@ -290,7 +328,7 @@ class _Finder:
             else:
                 place = self._inside(path.parent, source, path.name)
                 found = self._plain(place) if place.is_dir() else [self._file(place)]
-            files += [SourceFile(file.path, layout, num_samples) for file in found]
+            files += [SourceFile(file.path, layout, num_samples, name) for file in found]
         return files
 
     # --- the hub -------------------------------------------------------------------------------
@@ -301,7 +339,7 @@ class _Finder:
         name = f"{hub.name.replace('/', '--')}-{hub.split}-{digest}.jsonl"
         target = cache_root() / "datasets" / re.sub(r"[^\w.-]", "_", name)
         if target.is_file():
-            return [SourceFile(target)]
+            return [SourceFile(target, source=hub.name)]
         if importlib.util.find_spec("datasets") is None:
             self._refuse(
                 hub.name,
@@ -312,7 +350,7 @@ class _Finder:
         if not self.fetch:
             return []
         _download(hub, target, self.key)
-        return [SourceFile(target)]
+        return [SourceFile(target, source=hub.name)]
 
 
 def _download(hub: HubDataset, target: Path, key: str) -> None:

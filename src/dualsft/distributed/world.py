@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from dualsft.distributed.failures import ExitNotes, collective_timeout, end_with_agent
-from dualsft.distributed.launch import launched
+from dualsft.distributed.launch import ExitNotes, collective_timeout, disconnect, launched
 from dualsft.errors import ConfigError, RunError
 from dualsft.system.paths import RunPath
+from dualsft.system.signals import end_with_parent
 
 T = TypeVar("T")
 
@@ -336,15 +336,6 @@ class World:
         if self.size > 1:
             raise RuntimeError(message)
 
-    def take_part(self, turn: Sequence[T]) -> tuple[T | None, bool]:
-        """(item of a turn to compute, whether its result counts).
-
-        With a sharded model every process must take part in each pass, so a process without an
-        item of its own repeats the first one and discards the result.
-        """
-        own = self.mine(turn)
-        return (turn[0], False) if own is None and self.sharded else (own, own is not None)
-
     def check_retry(self, message: str) -> None:
         """Raise if a batch that ran out of memory cannot be retried: with a sharded model, the
         other processes are already in its collectives."""
@@ -445,7 +436,8 @@ def joined(use_cuda: bool, alone_too: bool = True) -> Iterator[World]:
             yield here
         return
     timeout = collective_timeout()
-    end_with_agent()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent started this process
+        end_with_parent()
     store = _rendezvous(rank, size)
     dist.init_process_group(
         "gloo" if device is None else "cpu:gloo,cuda:nccl",
@@ -462,10 +454,12 @@ def joined(use_cuda: bool, alone_too: bool = True) -> Iterator[World]:
         here.barrier()  # rank 0 may host the store: leave together
     except BaseException as error:
         explained = notes.explained(error)
+        # Aborted, not destroyed: other processes may not reach that call, and it would block. Left
+        # alone, gloo's threads would end the interpreter with SIGABRT instead of an exit code.
+        disconnect(error)
         if explained is error:
             raise
         raise explained from error
-    # Not after an error: other processes may not reach this call, and it would block.
     dist.destroy_process_group()
 
 

@@ -254,16 +254,8 @@ class GhostEngine:
         stops at the first block that holds one of them.
         """
         assert self.separable or not squared, "squared needs engine.separable"
-        taps = Taps(
-            placement or DevicePlacement(),
-            bounds,
-            self.columns,
-            self.candidates.dtype,
-            self.device,
-            only,
-            squared,
-            sketch,
-        )
+        placement, dtype = placement or DevicePlacement(), self.candidates.dtype
+        taps = Taps(placement, bounds, self.columns, dtype, self.device, only, squared, sketch)
         with ExitStack() as stack:
             stack.enter_context(frozen(self.model))
             stack.enter_context(fused_blocks(self.model, wide=True))

@@ -19,6 +19,8 @@ Shape letters: B examples, T positions, I inputs, O outputs, p and q numbers of 
 
 from __future__ import annotations
 
+import math
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -26,9 +28,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualsft.data.examples import digest
+from dualsft.data.examples import generator
 from dualsft.distributed.world import world
 from dualsft.storage.vectors import accumulation_dtype
+from dualsft.system.paths import RunPath
 
 BLOCK_SIGNS = 1 << 24
 """Signs of a dense sketch generated at a time. Changing it changes the signs."""
@@ -59,10 +62,9 @@ class Sketch:
         return self._signs[key]
 
     def _drawn(self, name: str, side: str, features: int) -> np.ndarray:
-        words = np.frombuffer(digest(self.seed, self.purpose, name, side), np.uint32)
+        rng = generator(self.seed, self.purpose, name, side)
         width = sides(self.dim)[0 if side == "out" else 1]
-        bits = np.random.default_rng(words.tolist()).integers(0, 2, (features, width), np.int8)
-        return 2 * bits - 1
+        return 2 * rng.integers(0, 2, (features, width), np.int8) - 1
 
     def of_tokens(self, name: str, x_BTI: Tensor, grad_BTO: Tensor) -> Tensor:
         """Two-sided sketches of Σ_t ε_t a_tᵀ, without forming it: [B, dim]."""
@@ -87,8 +89,7 @@ class Sketch:
 
     def block(self, name: str, start: int, stop: int, like: Tensor) -> Tensor:
         """Dense signs of the entries from `start` to `stop` of a map: [stop - start, dim]."""
-        words = np.frombuffer(digest(self.seed, self.purpose, name, start), np.uint32)
-        rng = np.random.default_rng(words.tolist())
+        rng = generator(self.seed, self.purpose, name, start)
         bits = rng.integers(0, 2, (stop - start, self.dim), dtype=np.int8)
         return torch.from_numpy(bits).to(like.device, like.dtype).mul_(2).sub_(1)
 
@@ -108,18 +109,23 @@ class Sketch:
 
 ROW_BLOCK_BYTES = 256 << 20
 """Bytes of sketches that are converted to products' dtype at a time."""
+MAPPED_BYTES = 1 << 30
+"""Larger arrays of sketches are in a file that the system pages in and out, not in memory."""
 
 
 class SketchRows:
     """The sketches of many examples: unit rows in fp16 and their lengths, 2 bytes per number.
 
     A unit row is stored times √dim, so its entries are of the order of one, where fp16 has eleven
-    bits. `exact` stores float64 instead (for models in float64).
+    bits. `exact` stores float64 instead (for models in float64). More than `MAPPED_BYTES` are kept
+    in a file without a name in `folder`, whose space is freed with the object.
     """
 
-    def __init__(self, count: int, dim: int, exact: bool = False) -> None:
+    def __init__(
+        self, count: int, dim: int, exact: bool = False, folder: RunPath | None = None
+    ) -> None:
         self.count, self.dim, self.exact = count, dim, exact
-        self.stored = np.zeros((count, dim), np.float64 if exact else np.float16)
+        self.stored = _zeros((count, dim), np.float64 if exact else np.float16, folder)
         self.norms = np.zeros(count, np.float64 if exact else np.float32)
 
     @property
@@ -163,6 +169,12 @@ class SketchRows:
         ]
         return torch.cat(parts)
 
+    def first(self, count: int) -> SketchRows:
+        """The first rows."""
+        part = SketchRows(0, self.dim, self.exact)
+        part.count, part.stored, part.norms = count, self.stored[:count], self.norms[:count]
+        return part
+
     def row(self, i: int) -> Tensor:
         """One sketch at its original length: [dim], float64."""
         row = torch.from_numpy(self.stored[i].astype(np.float64))
@@ -175,6 +187,13 @@ class SketchRows:
         for rows, block in self.blocks(torch.device("cpu")):
             total += norms[rows] @ block.to(torch.float64)
         return total
+
+
+def _zeros(shape: tuple[int, int], dtype: type, folder: RunPath | None) -> np.ndarray:
+    if math.prod(shape) * np.dtype(dtype).itemsize <= MAPPED_BYTES:
+        return np.zeros(shape, dtype)
+    with tempfile.TemporaryFile() if folder is None else folder.scratch() as file:
+        return np.memmap(file, dtype, "w+", shape=shape)
 
 
 def _row_slices(count: int, row_bytes: int) -> Iterator[slice]:

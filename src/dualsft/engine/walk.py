@@ -7,19 +7,24 @@ example. Batches are bucketed by length under a token budget, in eval mode, so r
 on the batch size, the padding side or the order (up to rounding).
 
 Where G and the direction are stored is up to the `Placement` (`memory/placement.py`) of the plan
-that was chosen for the memory at hand (`engine/trial.py`). After running out of memory the walk is
+that was chosen for the memory at hand (`engine/passes.py`). After running out of memory the walk is
 repeated from its last saved state with less (`memory/plans.py`). The state is saved after a
 batch if due (`storage/resume.py`), and an interrupted walk resumes after it with bit-identical
 results.
+
+The candidates are split into spans: consecutive parameters that are walked together. A plan with
+placement "blocks" has several spans, the others have one. A span records how many examples its sums
+contain, in order of length, which does not depend on the plan. A walk can therefore resume under
+another plan.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import numpy as np
 import torch
@@ -36,13 +41,15 @@ from dualsft.engine.losses import (
     distillation_objective,
     example_objective,
 )
-from dualsft.engine.sketch import Sketch
-from dualsft.engine.trial import plans_for
-from dualsft.engine.walk_state import PassResult, PassSettings, Span, WalkState
+from dualsft.engine.passes import Collected, PassSettings, plans_for
+from dualsft.engine.sketch import Sketch, SketchRows
 from dualsft.errors import RunError
-from dualsft.memory.placement import DevicePlacement, Placement, placed
-from dualsft.memory.plans import Fallback, OutOfMemory, Plan, cut, memory_errors_shared
+from dualsft.memory.placement import DevicePlacement, Placement, placed, reset
+from dualsft.memory.plans import Fallback, OutOfMemory, Plan, cut, in_layers, memory_errors_shared
+from dualsft.model.load import Candidates
+from dualsft.storage.resume import Piece, State, slug
 from dualsft.storage.vectors import ParamVector, Vector
+from dualsft.system.paths import RunPath
 from dualsft.system.progress import Reporter
 from dualsft.system.usage import give_back
 
@@ -62,6 +69,23 @@ def cwsd_objective(teacher: PreTrainedModel, student: PreTrainedModel, tau: floa
         return total, divergence * omega
 
     return objective
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """Outputs of a walk, one row per example in input order.
+
+    To add an output: a field here, its zeros in `WalkState`, its tensor in `Taps.outputs`.
+    """
+
+    values: np.ndarray
+    """Value of the objective: [N]."""
+    dots: np.ndarray
+    """⟨U, g_n⟩: [N]."""
+    inner_sums: np.ndarray
+    """Bound on the norm of each candidate's gradient: [N, L]."""
+    sketches: SketchRows | None = None
+    """Sketch of each gradient, if the walk was given a `Sketch`."""
 
 
 def walk(
@@ -90,20 +114,10 @@ def walk(
     or in host memory, depending on the plan. `direction` may be lazy: the walk loads it as the plan
     requires, matrices in the model's dtype, in which they are multiplied.
     """
-    state = WalkState(engine.candidates, len(examples), sums, bounds, sketch)
-    return _Walk(
-        engine,
-        examples,
-        objective,
-        settings,
-        reporter,
-        label,
-        direction,
-        bounds,
-        squared,
-        sketch,
-        state,
-    ).run()
+    folder = settings.pieces.folder
+    state = WalkState(engine.candidates, len(examples), sums, bounds, sketch, folder)
+    collected = (direction, bounds, squared, sketch)
+    return _Walk(engine, examples, objective, settings, reporter, label, *collected, state).run()
 
 
 @dataclass(frozen=True)
@@ -130,7 +144,7 @@ class _Walk:
         fallback = Fallback(
             self.label, plans, memory, settings.batch_tokens, self.reporter.warn, settings.note
         )
-        piece = settings.pieces.load(self._slug, state.own_range)
+        piece = settings.pieces.load(slug(self.label), state.own_range)
         fixed = settings.wishes.placement not in ("auto", "blocks")
         fallback.start(None if piece is None else piece.facts, keep_placement=fixed)
         while True:
@@ -143,7 +157,7 @@ class _Walk:
                 state.clear()  # the sums may contain part of a batch
                 fallback.shrink(problem)
             give_back(self.engine.device)
-            piece = settings.pieces.load(self._slug, state.own_range)
+            piece = settings.pieces.load(slug(self.label), state.own_range)
         result = state.reduce()
         self._refuse_nonfinite_sums()
         return result
@@ -194,7 +208,7 @@ class _Walk:
                     span.done += len(rows)
                     progress.advance(len(rows), tokens=sum(examples[i].num_tokens for i in rows))
                     where = f"{label}: {span.done:,} of {len(examples):,} examples"
-                    pieces.tick(self._slug, partial(state.snapshot, placement), where)
+                    pieces.tick(slug(self.label), partial(state.snapshot, placement), where)
             placement.flush()
         except BaseException:
             # G may miss a copy to the host or contain part of a batch: it must not be saved
@@ -224,23 +238,18 @@ class _Walk:
             self.state.add(rows, outputs)
             self._refuse_nonfinite(rows, label)
 
-    @property
-    def _slug(self) -> str:
-        """The label as a file name."""
-        return re.sub(r"[^a-z0-9]+", "-", self.label.lower()).strip("-")
-
     def _plans(self) -> tuple[list[Plan], int]:
-        return plans_for(
-            self.engine,
-            self.examples,
-            self.objective,
-            self.settings,
-            lambda problem: self.reporter.warn(f"{self.label}: {problem}"),
+        collected = Collected(
             sums=self.state.sums is not None,
             direction=self.direction is not None,
             bounds=self.bounds,
             sketch=self.sketch,
         )
+
+        def warn(problem: str) -> None:
+            self.reporter.warn(f"{self.label}: {problem}")
+
+        return plans_for(self.engine, self.examples, self.objective, collected, self.settings, warn)
 
     def _refuse_nonfinite(self, rows: Sequence[int], label: str) -> None:
         outputs = self.state.outputs
@@ -291,3 +300,146 @@ def remaining_batches(examples: Sequence[Example], batch_tokens: int, done: int)
     order = [i for rows in make_batches(examples, batch_tokens) for i in rows][done:]
     rest = [examples[i] for i in order]
     return [[order[i] for i in rows] for rows in make_batches(rest, batch_tokens)] if rest else []
+
+
+# --- state ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Span:
+    """Candidates that are walked together, and the number of examples already in their sums."""
+
+    names: list[str]
+    done: int = 0
+
+
+class WalkState:
+    """G and the per-example outputs so far."""
+
+    def __init__(
+        self,
+        candidates: Candidates,
+        count: int,
+        sums: ParamVector | None,
+        bounds: bool,
+        sketch: Sketch | None = None,
+        folder: RunPath | None = None,
+    ) -> None:
+        self.count, self.sums = count, sums
+        exact = candidates.dtype == torch.float64
+        self.sketches = None if sketch is None else SketchRows(count, sketch.dim, exact, folder)
+        self.shapes = {name: tuple(candidates[name].shape) for name in in_layers(candidates)}
+        wide = np.float64 if candidates.dtype == torch.float64 else np.float32
+        width = len(candidates) if bounds else 0
+        self.outputs = {
+            "values": np.zeros(count),
+            "dots": np.zeros(count),
+            "inner_sums": np.zeros((count, width), wide),
+        }
+        self.spans: list[Span] = []
+        self.num_groups = 0
+        self.batch_tokens = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Reset to the initial state."""
+        for output in self.outputs.values():
+            output[...] = 0
+        if self.sketches is not None:
+            self.sketches.clear()
+        if self.sums is not None:
+            reset(self.sums)
+        self.spans, self.num_groups, self.batch_tokens = [], 0, 0
+
+    @property
+    def waiting(self) -> list[Span]:
+        """The spans with examples left to process."""
+        return [span for span in self.spans if span.done < self.count]
+
+    def regroup(self, plan: Plan) -> None:
+        """Split the unfinished candidates into the groups of a plan; keeps the spans if the number
+        of groups is unchanged."""
+        self.batch_tokens = plan.batch_tokens
+        if self.spans and self.num_groups == plan.num_groups:
+            return
+        merged: list[Span] = []
+        for span in self.spans or [Span(list(self.shapes))]:
+            if merged and merged[-1].done == span.done:
+                merged[-1].names += span.names
+            else:
+                merged.append(Span(list(span.names), span.done))
+        sizes = {name: prod(shape) for name, shape in self.shapes.items()}
+        self.spans = []
+        for span in merged:
+            entries = sum(sizes[name] for name in span.names)
+            share = round(plan.num_groups * entries / max(sum(sizes.values()), 1))
+            whole = span.done >= self.count or share <= 1
+            shapes = {name: self.shapes[name] for name in span.names}
+            parts = [span.names] if whole else cut(shapes, share)
+            self.spans += [Span(names, span.done) for names in parts]
+        self.num_groups = plan.num_groups
+
+    def add(self, rows: Sequence[int], outputs: Mapping[str, np.ndarray]) -> None:
+        """Add the outputs of one batch of one span."""
+        for name, output in outputs.items():
+            if name == "sketches":
+                assert self.sketches is not None
+                self.sketches.add(rows, output)
+            elif name == "values":  # the same in every span; the others add up over the spans
+                self.outputs[name][rows] = output
+            else:
+                self.outputs[name][rows] += output
+
+    def reduce(self) -> PassResult:
+        """Sum over the processes: each example was processed once, G is a sum over examples."""
+        for output in self.outputs.values():
+            world().sum_array(output)
+        if self.sketches is not None:
+            self.sketches.reduce()
+        for block in self.sums.tensors.values() if self.sums is not None else ():
+            world().sum_terms_(block)
+        return PassResult(**self.outputs, sketches=self.sketches)
+
+    def snapshot(self, placement: Placement) -> State:
+        """The state to save as a piece (`storage/resume.py`)."""
+        placement.flush()
+        tensors: dict[str, Tensor] = {
+            f"result.{name}": torch.from_numpy(output) for name, output in self.outputs.items()
+        }
+        if self.sketches is not None:
+            tensors |= {f"result.{k}": torch.from_numpy(v) for k, v in self.sketches.arrays.items()}
+        if self.sums is not None:
+            begun = [name for span in self.spans if span.done for name in span.names]
+            tensors |= {f"sums.{name}": self.sums.tensors[name] for name in begun}
+        facts = {
+            "spans": [[len(span.names), span.done] for span in self.spans],
+            "num_groups": self.num_groups,
+            "batch_tokens": self.batch_tokens,
+            "layout": {"result": "terms", "sums": world().vector_layout},
+        }
+        return tensors, facts
+
+    def own_range(self, key: str) -> tuple[int, int]:
+        """The flat range of a saved block of sums that this process loads, for a sharded model."""
+        return world().own(self.shapes[key.removeprefix("sums.")])
+
+    def load(self, piece: Piece | None) -> None:
+        """Load a saved piece; without one, start from zero."""
+        self.clear()
+        if piece is None:
+            return
+        for name, output in self.outputs.items():
+            output[...] = piece.tensors[f"result.{name}"].numpy()
+        for name, array in self.sketches.arrays.items() if self.sketches is not None else ():
+            array[...] = piece.tensors.pop(f"result.{name}").numpy()
+        for key in [key for key in piece.tensors if key.startswith("sums.")]:
+            assert self.sums is not None
+            name = key.removeprefix("sums.")
+            shape = self.sums.tensors[name].shape
+            self.sums.tensors[name] = piece.tensors.pop(key).clone().view(shape)
+        names = list(self.shapes)
+        for length, done in piece.facts["spans"]:
+            self.spans.append(Span(names[:length], done))
+            names = names[length:]
+        self.num_groups = piece.facts["num_groups"]
+        self.batch_tokens = piece.facts["batch_tokens"]

@@ -25,9 +25,9 @@ from dualsft.model.load import locate
 from dualsft.runs.context import RunContext, pass_settings
 from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job
-from dualsft.runs.stages.finetune import finetune_plan
-from dualsft.runs.stages.selection import data_budget, denominator, param_budget
-from dualsft.runs.stages.split import load_examples
+from dualsft.runs.stages.finetune import describe_plan, finetune_plan, warn_of_little
+from dualsft.runs.stages.selection import denominator, num_trained, param_budget
+from dualsft.runs.stages.split import load_examples, load_foreign
 from dualsft.runs.stages.warmup import warmup_plan
 from dualsft.storage.vectors import ParamVector
 from dualsft.system.progress import Reporter
@@ -53,9 +53,9 @@ def _data(ctx: RunContext) -> list[Example]:
     """Report the corpus, the split and the budget of examples."""
     config = ctx.config
     examples, report = load_examples(ctx, config.data.path)
-    val_path = config.data.val_path
-    trusted = load_examples(ctx, val_path, "data.val_path")[0] if val_path else []
-    examples, split = divide(examples, trusted, config.seed, config.split)
+    trusted = load_foreign(ctx, "data.val_path")
+    anchors = load_foreign(ctx, "data.anchor_path")
+    examples, split = divide(examples, trusted, config.seed, config.split, anchors)
     say = ctx.reporter.say
     say(
         f"corpus: {report.num_rows:,} rows, format {report.format}, {report.num_bad:,} bad, "
@@ -64,15 +64,17 @@ def _data(ctx: RunContext) -> list[Example]:
     for note in [*report.notes(), *split.notes]:
         ctx.reporter.warn(note)
     say("split: " + ", ".join(f"{role} {count:,}" for role, count in split.counts.items()))
-    num_trained = split.counts["warm"] + split.counts["pool"]
-    data = ctx.methods.load("data")
+    ctx.split_counts = split.counts
+    count, data = num_trained(ctx), ctx.methods.load("data")
     if data.entry.uses_budget:
         num_pool = sum(split.counts[role] for role in data.pool_roles)
-        num_trained = data_budget(ctx, len(examples), num_pool)
-        say(f"would select {num_trained:,} of {num_pool:,} pool examples")
-    warmup = warmup_plan(ctx).num_steps(split.counts["warm"])
-    finetuning = finetune_plan(ctx).num_steps(num_trained)
-    say(f"optimizer steps: warmup {warmup:,}, fine-tuning {finetuning:,}")
+        say(f"would select {count:,} of {num_pool:,} pool examples")
+    warmup, plan = warmup_plan(ctx), finetune_plan(ctx, count)
+    num_steps = warmup.num_steps(split.counts["warm"])
+    say(f"optimizer steps: warmup {num_steps:,}, fine-tuning {plan.num_steps(count):,}")
+    say(f"warmup: batch {warmup.batch_size:,}, {num_steps:,} steps, lr {warmup.lr:.3g}")
+    say(describe_plan(ctx, plan, count))
+    warn_of_little(ctx, plan, count)
     return examples
 
 

@@ -85,7 +85,8 @@ def _wrong(ctx: RunContext) -> Iterator[str]:
     chosen = set((ctx.folder("selection") / "ids.json").read_json())
     selected = np.array([e.id in chosen for e in pool])
     score = ctx.config.score
-    literal = f"literal, λ = {score.lam:g} {'relative' if score.lam_relative else 'absolute'}"
+    words = {False: "absolute", True: "relative", "scores": "by the parameter scores"}
+    literal = f"literal, λ = {score.lam:g} {words[score.lam_relative]}"
     kind = literal if score.form == "literal" else "calibrated scores"
     yield f"wrong examples      pool {100 * wrong.mean():5.1f} %"
     yield f"  selected          {100 * wrong[selected].mean():10.1f} %   ({kind})"
@@ -106,7 +107,7 @@ def _top_under(ctx: RunContext, config: Config, b: int) -> np.ndarray:
         for name in ("val_grad", "prior_grad", "grad_sum")
     )
     curvature = ctx.curvature(engine.candidates)
-    lr = config.finetune.lr
+    lr = ctx.base_lr()
     terms = projection_terms(config.score, lr, len(pool), val_grad, prior_grad, curvature)
     label = "pool under the paper's absolute λ, for comparison"
     objective, passes = loss_objective(model), pass_settings(ctx)

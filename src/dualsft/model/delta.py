@@ -1,35 +1,53 @@
-"""The sparse delta: the entries that fine-tuning changed, and their new values.
+"""Save a model, or its sparse delta: the entries that fine-tuning changed, and their new values.
 
-`6_finetune/delta.safetensors` is part of the result of line 12 of Algorithm 1. For each parameter
-with changed entries it holds `<param>.idx` (int64, flat, sorted) and `<param>.val` (the new values,
-in the model's dtype). The header records the base model, the hash of its weights and the hash of
-the delta, so that a damaged file is found before it is merged. The file stores values, not
-differences, so that base + delta equals the merged model bit for bit. `apply_delta` and
-`extract_delta` are inverses.
+θ̄ (line 1 of Algorithm 1) and θ* (line 12) are saved as ordinary Hugging Face folders with their
+tokenizer, which load in other tools.
+
+`6_finetune/delta.safetensors` is the compact form of θ*. For each parameter with changed entries it
+holds `<param>.idx` (int64, flat, sorted) and `<param>.val` (the new values, in the model's dtype).
+The header records the base model, the hash of its weights and the hash of the delta, so that a
+damaged file is found before it is merged. The file stores values, not differences, so that base +
+delta equals the merged model bit for bit. `apply_delta` and `extract_delta` are inverses. Results
+of `merge` and `extract` are written atomically.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
 
 from dualsft.distributed.world import world
 from dualsft.errors import ConfigError, RunError
-from dualsft.model.sharded import entries_of
+from dualsft.model.load import DTYPES, choose_dtype, load_model, load_tokenizer
+from dualsft.model.resolve import resolve_model, weights_hash
+from dualsft.model.sharded import entries_of, is_sharded, saved_weights
 from dualsft.storage.manifest import read_stage_manifest
 from dualsft.storage.tensor_files import TensorFile
-from dualsft.storage.vectors import ParamVector, Vector, of_all
+from dualsft.storage.vectors import ParamVector, Vector, of_all, save_tensors
 from dualsft.system.paths import Place, RunPath
+from dualsft.system.usage import explained
 
 FORMAT = "dualsft-delta-2"
 UNHASHED = "dualsft-delta-1"  # the first format, without a content hash; still readable
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+"""Files of a multimodal checkpoint beside weights and tokenizer; copied with the weights."""
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -167,3 +185,101 @@ def extract_delta(base: nn.Module, tuned: nn.Module, **origin: Any) -> Delta:
 def _bits(p: Tensor) -> Tensor:
     views = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return p.detach().contiguous().view(views[p.element_size()])
+
+
+# --- models as folders ----------------------------------------------------------------------------
+
+
+def save_model(model: PreTrainedModel, tokenizer: Any, base: Path, target: Path) -> None:
+    """Save the weights, the tokenizer and the base's processor files to one folder.
+
+    Rank 0 writes; for a sharded model the other processes send it their rows in chunks, so no
+    process gathers the full model. generation_config.json is copied from the base: transformers
+    refuses to write some settings that it reads (a temperature without sampling), and they must not
+    change.
+    """
+    main = world().main
+    if is_sharded(model):
+        if main:
+            target.mkdir(parents=True, exist_ok=True)
+            model.config.save_pretrained(target)
+        save_tensors(target / "model.safetensors", saved_weights(model), {})
+    elif main:
+        settings, model.generation_config = model.generation_config, GenerationConfig()
+        try:
+            model.save_pretrained(target)
+        finally:
+            model.generation_config = settings
+        (target / "generation_config.json").unlink(missing_ok=True)
+    if not main:
+        return
+    tokenizer.save_pretrained(target)
+    for name in ("generation_config.json", *_PROCESSOR_FILES):
+        if (base / name).is_file() and not (target / name).exists():
+            shutil.copyfile(base / name, target / name)
+
+
+def merge(base: str, delta_path: Path, out: Path, dtype: str = "auto", force: bool = False) -> int:
+    """Write base + delta as a Hugging Face folder; returns the number of entries merged.
+
+    `auto` is the dtype of the run, taken from the delta's values.
+    """
+    folder = resolve_model(base)
+    delta = Delta.load(delta_path)
+    _check_target(out)
+    found = weights_hash(folder)
+    if delta.base_hash and delta.base_hash != found and not force:
+        raise ConfigError(
+            f"{delta_path}: made from {delta.base_model!r} with weights {delta.base_hash[:12]}…, "
+            f"but {base!r} has {found[:12]}…; give that base, or --force to merge anyway"
+        )
+    values = list(delta.values.values())
+    chosen = values[0].dtype if dtype == "auto" and values else _dtype(dtype, folder)
+    model = load_model(folder, chosen, _CPU)
+    apply_delta(model, delta)
+    with written_whole(out) as part:
+        save_model(model, load_tokenizer(folder), folder, part)
+    return delta.num_entries
+
+
+def extract(base: str, tuned: Path, out: Path, dtype: str = "auto") -> int:
+    """Write the entries in which `tuned` differs from `base`; returns the number of entries."""
+    _check_target(out)
+    folder = resolve_model(base)
+    chosen = _dtype(dtype, folder)
+    before = load_model(folder, chosen, _CPU)
+    after = load_model(resolve_model(str(tuned)), chosen, _CPU)
+    origin = {"base_model": Path(base).name, "base_hash": weights_hash(folder)}
+    delta = extract_delta(before, after, **origin)
+    with written_whole(out) as part:
+        delta.save(part)
+    return delta.num_entries
+
+
+def _check_target(out: Path) -> None:
+    """Refuse an existing target and create its parent folder, before any model is loaded."""
+    if out.exists():
+        raise ConfigError(f"{out}: already exists; give a new name")
+    with explained(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def written_whole(out: Path) -> Iterator[Path]:
+    """Yield a temporary path for a file or folder; rename it to `out` when the block succeeds."""
+    with explained(out):
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            part = scratch / out.name
+            yield part
+            for file in RunPath(scratch).tree()[0].values():
+                file.share()
+            part.rename(out)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _dtype(name: str, folder: Path) -> torch.dtype:
+    if name != "auto" and name not in DTYPES:
+        raise ConfigError(f"--dtype: {name!r} is not one of auto, {', '.join(DTYPES)}")
+    return choose_dtype(name, folder, _CPU)

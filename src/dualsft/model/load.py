@@ -68,8 +68,11 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device(usable[0] if wanted == "auto" else wanted)
 
 
+_MEND = "; repair the file, or make or download the model again"
+
+
 @contextmanager
-def _refused_if_broken(what: str, cure: str = "") -> Iterator[None]:
+def _refused_if_broken(what: str, cure: str = _MEND) -> Iterator[None]:
     """Name the model in errors of transformers, whose parsers and classes raise any type.
 
     Out-of-memory is not the model's fault and is raised as it is.

@@ -10,6 +10,7 @@ model is refused within a fraction of a second. Not part of Algorithm 1.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path, PureWindowsPath
@@ -17,17 +18,29 @@ from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 from dualsft.errors import ConfigError
+from dualsft.system.bounds import MAX_PARSED_BYTES, check_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npz", ".npy", ".h5", ".joblib"}
 
-CONFIG_BYTES = 16 << 20
+CONFIG_BYTES = 4 << 20
 INDEX_BYTES = 64 << 20
 TEMPLATE_BYTES = 1 << 20
 HEADER_BYTES = 100_000_000  # the format's own limit
+TOKENIZER_BYTES = 128 << 20
+TOKENIZER_MEMORY = 1 << 30
 DEPTH = 64
+MAX_VALUES = 100_000
 MAX_FILES = 20_000
+MAX_ADDED_TOKENS = 50_000
+MAX_GROWTH = 8
+"""Most times by which the decoder of a tokenizer may lengthen the text of the tokens."""
+MAX_COUNTS = {"layer": 1024, "expert": 4096, "num_": 1 << 24, "n_": 1 << 24}
+"""Largest count under a key of config.json that contains, or for the last two begins with, this:
+modules and lists of that length are built before the weights show that it is wrong."""
+_DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_MEND = "repair the file, or make or download the model again"
 
 _CODE = (
     "names Python code to run; when transformers has this model itself, remove the key or the "
@@ -47,6 +60,7 @@ _REFUSED_KEYS = {
     "compression_config": _QUANTISED,
 }
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+_VOCABULARIES = (".json", ".txt", ".model", ".tiktoken")
 _FILE_KEYS = ("_file", "_files", "_path", "_dir")
 _UNREAD = {"special_tokens_map_file", "name_or_path", "_name_or_path"}
 """Leftovers from the author's machine in many published configurations; nothing opens them."""
@@ -58,7 +72,7 @@ def check_folder(folder: Path, trust_remote_code: bool = False) -> None:
     if not problems:  # configs are opened only once no link leaves the folder
         problems += _bad_configs(folder, trust_remote_code)
     if problems:
-        raise ConfigError([f"model.path: {problem}" for problem in problems])
+        raise ConfigError([f"model.path: {folder}: {problem}" for problem in problems])
 
 
 def check_neighbours(gguf: Path) -> None:
@@ -67,6 +81,27 @@ def check_neighbours(gguf: Path) -> None:
     if problems:
         cure = f"or move {gguf.name} to a folder of its own"
         raise ConfigError([f"model.path: {problem}; {cure}" for problem in problems])
+
+
+def check_decoding(folder: Path) -> None:
+    """Refuse a tokenizer.json that turns a few token ids into any amount of text."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return
+    content = _read_json(path, TOKENIZER_BYTES, memory=TOKENIZER_MEMORY)
+    told = content if isinstance(content, dict) else {}
+    growth = 1.0
+    for _, _, value in _entries({"decoder": told.get("decoder")}):
+        if isinstance(value, dict) and value.get("type") == "Replace":
+            pattern, new = value.get("pattern"), value.get("content")
+            old = pattern.get("String") if isinstance(pattern, dict) else None
+            length = len(old) if isinstance(old, str) else 0  # an empty pattern is everywhere
+            growth *= max(1.0, len(str(new)) / length) if length else len(str(new)) + 1
+    added = told.get("added_tokens")
+    many = isinstance(added, list) and len(added) > MAX_ADDED_TOKENS
+    if growth > MAX_GROWTH or many:
+        why = f"over {MAX_ADDED_TOKENS:,} added tokens" if many else "its decoder repeats text"
+        raise ConfigError(f"model.path: {folder}: tokenizer.json: {why}; {_MEND}")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -85,7 +120,7 @@ def weight_files(folder: Path) -> list[Path]:
             f"model.path: {str(folder)!r} holds no {WEIGHTS} and no {INDEX}{reason}; save the "
             "model again with `model.save_pretrained(folder)`, or use a revision with safetensors"
         )
-    problems = [f"model.path: {problem}" for file in files if (problem := _bad_header(file))]
+    problems = [f"model.path: {folder}: {why}" for file in files if (why := _bad_header(file))]
     if problems:
         raise ConfigError(problems)
     return files
@@ -126,23 +161,53 @@ def _bad_configs(folder: Path, trust_remote_code: bool, deep: bool = True) -> It
     has_code = any(folder.rglob("*.py") if deep else folder.glob("*.py"))
     for path in sorted(folder.glob("*config*.json")):
         try:
-            content = _read_json(path, CONFIG_BYTES)
+            content = _read_json(path, CONFIG_BYTES, MAX_VALUES)
         except ConfigError as problem:
             yield str(problem)
             continue
         if not isinstance(content, dict):
-            yield f"{path.name}: holds a {type(content).__name__}, not an object"
+            yield f"{path.name}: holds a {type(content).__name__}, not an object; {_MEND}"
             continue
         for where, key, value in _entries(content):
             # "org/name--module.Class" is code in another repository. Else, if the code is not in
             # the folder, transformers has the model itself, or fails.
             if key == "auto_map" and not has_code and "--" not in json.dumps(value, default=str):
                 continue
-            if (reason := _refusal(key, value, trust_remote_code)) is not None:
+            reason = _refusal(key, value, trust_remote_code)
+            if path.name == "config.json":
+                reason = reason or _excess(key, value)
+            if reason is not None:
                 yield f"{path.name}: {where} = {_short(value)}: {reason}"
     for path in sorted([*folder.glob("*.jinja"), *folder.glob("*/*.jinja")]):
         if path.stat().st_size > TEMPLATE_BYTES:
-            yield f"{path.name}: {path.stat().st_size:,} bytes, more than {TEMPLATE_BYTES:,}"
+            yield f"{path.name}: {path.stat().st_size:,} bytes, over {TEMPLATE_BYTES:,}; {_MEND}"
+    yield from _bad_vocabularies(folder)
+
+
+def _bad_vocabularies(folder: Path) -> Iterator[str]:
+    """Files of the tokenizer that would need too much memory."""
+    for path in sorted(p for p in folder.iterdir() if p.suffix in _VOCABULARIES and p.is_file()):
+        if path.name.endswith("index.json") or "config" in path.name:
+            continue  # have a limit of their own
+        if (size := path.stat().st_size) > TOKENIZER_BYTES:
+            yield f"{path.name}: {size:,} bytes, over {TOKENIZER_BYTES:,}; {_MEND}"
+        elif path.suffix == ".json":
+            try:
+                check_json(path.read_bytes(), TOKENIZER_MEMORY)
+            except ValueError as problem:
+                yield f"{path.name}: {problem}; {_MEND}"
+
+
+def _excess(key: str, value: Any) -> str | None:
+    """Why this number cannot be a count of parts of a model; None if it can."""
+    if not isinstance(value, int):
+        return None
+    if key in _DEPTHS and value < 1:
+        return f"a model has layers; {_MEND}"
+    for word, most in MAX_COUNTS.items():
+        if (key.startswith(word) if word.endswith("_") else word in key) and value > most:
+            return f"over {most:,}, more than any model has; {_MEND}"
+    return None
 
 
 def _refusal(key: str, value: Any, trust_remote_code: bool) -> str | None:
@@ -181,22 +246,27 @@ def _entries(content: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
             ]
 
 
-def _read_json(path: Path, limit: int) -> Any:
-    """Read a JSON file of bounded size and nesting."""
+def _read_json(
+    path: Path, limit: int, most: float = math.inf, memory: int = MAX_PARSED_BYTES
+) -> Any:
+    """Read a JSON file of bounded size and nesting, with at most `most` values."""
     size = path.stat().st_size
     if size > limit:
-        raise ConfigError(f"{path.name}: {size:,} bytes, more than the {limit:,} allowed")
+        raise ConfigError(f"{path.name}: {size:,} bytes, more than the {limit:,} allowed; {_MEND}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(check_json(path.read_bytes(), memory).decode("utf-8"))
     except RecursionError:
-        raise ConfigError(f"{path.name}: nested deeper than {DEPTH} levels") from None
+        raise ConfigError(f"{path.name}: nested deeper than {DEPTH} levels; {_MEND}") from None
     except ValueError as problem:
-        raise ConfigError(f"{path.name}: is not valid JSON: {problem}") from problem
-    level, depth = [content] if isinstance(content, dict | list) else [], 0
+        raise ConfigError(f"{path.name}: is not valid JSON: {problem}; {_MEND}") from problem
+    level, depth, count = [content] if isinstance(content, dict | list) else [], 0, 0
     while level:
         depth += 1
         if depth > DEPTH:
-            raise ConfigError(f"{path.name}: nested deeper than {DEPTH} levels")
+            raise ConfigError(f"{path.name}: nested deeper than {DEPTH} levels; {_MEND}")
+        count += sum(map(len, level))
+        if count > most:
+            raise ConfigError(f"{path.name}: more than {most:,} values; {_MEND}")
         parts = [v.values() if isinstance(v, dict) else v for v in level]
         level = [v for part in parts for v in part if isinstance(v, dict | list)]
     return content
@@ -207,23 +277,31 @@ def _shards(folder: Path) -> list[Path]:
     try:
         index = _read_json(folder / INDEX, INDEX_BYTES)
     except ConfigError as problem:
-        raise ConfigError(f"model.path: {problem}") from problem
+        raise ConfigError(f"model.path: {folder}: {problem}") from problem
     table = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(table, dict) or not table:
         raise ConfigError(
-            f"model.path: {INDEX}: has no weight_map; save the model again with `save_pretrained`"
+            f"model.path: {folder}: {INDEX}: has no weight_map; save the model again with "
+            "`save_pretrained`"
         )
     problems: list[str] = []
     names = sorted({name if isinstance(name, str) else repr(name) for name in table.values()})
+    if len(names) > MAX_FILES:
+        raise ConfigError(
+            f"model.path: {folder}: {INDEX}: names {len(names):,} files, over {MAX_FILES:,}; "
+            + _MEND
+        )
     for name in names:
         if _leads_out(name) or Path(name).name != name:
-            problems.append(f"weight_map names {name!r}, which is not in the folder itself")
+            problems.append(
+                f"weight_map names {name!r}, which is not in the folder itself; {_MEND}"
+            )
         elif not name.endswith(".safetensors"):
-            problems.append(f"weight_map names {name!r}, which is not a .safetensors file")
+            problems.append(f"weight_map names {name!r}, which is not a .safetensors file; {_MEND}")
         elif not (folder / name).is_file():
             problems.append(f"the shard {name} is missing; download or copy it again")
     if problems:
-        raise ConfigError([f"model.path: {INDEX}: {problem}" for problem in problems])
+        raise ConfigError([f"model.path: {folder}: {INDEX}: {problem}" for problem in problems])
     return [folder / name for name in names]
 
 
@@ -243,7 +321,7 @@ def _bad_header(path: Path) -> str | None:
     with path.open("rb") as file:
         file.seek(8)
         try:
-            header = json.loads(file.read(length))
+            header = json.loads(check_json(file.read(length)))
             ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return broken

@@ -6,14 +6,26 @@ Settings are validated against their names, so nothing here may import torch.
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from functools import partial
 
-from dualsft.config.methods import Entry
+from dualsft.config.fields import Whole
+from dualsft.config.methods import ADDED, Entry
 
 _PASS = "a warmup over D_warm, gradients over D_val and D_anchor, one pass over the pool"
 _data = partial(Entry, axis="data", parallel=True)
 _params = partial(Entry, axis="params", parallel=True)
 _SCORED = ("warmup", "scores")
+
+
+@dataclass(frozen=True)
+class RandomOptions:
+    """Options of random."""
+
+    draw: Whole = dataclasses.field(default=0, metadata=ADDED)
+    """Number of the draw: another one from the same split, with the same warmup and mask."""
+
 
 ENTRIES: tuple[Entry, ...] = (
     _data(
@@ -43,6 +55,7 @@ ENTRIES: tuple[Entry, ...] = (
         cost="none",
         memory="none",
         source="control",
+        options=RandomOptions,
     ),
     _data(
         name="all",
@@ -78,6 +91,7 @@ ENTRIES: tuple[Entry, ...] = (
         cost="none",
         memory="8 bytes per selected entry",
         source="control",
+        options=RandomOptions,
     ),
     _params(
         name="all",

@@ -19,15 +19,16 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from dualsft.algorithm.split import ROLES, full_size
 from dualsft.config.methods import Composition, compose
 from dualsft.config.settings import Config, to_flat
 from dualsft.data.corpus import BUILTIN, builtin_file
-from dualsft.data.examples import Example
+from dualsft.data.examples import Batch, Example, collate
 from dualsft.data.sources import split_paths
 from dualsft.data.templates import pad_token_id
 from dualsft.distributed.launch import launched
 from dualsft.distributed.world import world
-from dualsft.engine.precision import precise
+from dualsft.engine.passes import precise
 from dualsft.engine.walk import PassSettings
 from dualsft.errors import RunError
 from dualsft.memory.plans import DEFAULT_BATCH_TOKENS, TRAINING_BATCH_TOKENS, Plan, Wishes
@@ -44,7 +45,7 @@ from dualsft.model.load import (
 from dualsft.model.resolve import resolve_model, weights_hash
 from dualsft.model.sharded import load_sharded
 from dualsft.runs.folder import RunDir
-from dualsft.runs.preflight import FOLDERS
+from dualsft.runs.preflight import FOLDERS, reading
 from dualsft.runs.stages.split import read_split
 from dualsft.storage.manifest import damage, read_stage_manifest, sha256_file
 from dualsft.storage.resume import Pieces
@@ -52,6 +53,7 @@ from dualsft.storage.vectors import LazyVector, accumulation_dtype
 from dualsft.system.paths import Place, RunPath
 from dualsft.system.progress import Reporter
 from dualsft.system.usage import cache_root, limit_memory
+from dualsft.train.sizes import Sizes, sized
 
 Settings = dict[str, Any]
 """Settings and hashes that a stage's result depends on: part of its fingerprint."""
@@ -72,6 +74,8 @@ class RunContext:
     """Folder that caches the base model's benchmark answers for other runs."""
     plans: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Memory plan of each walk of the current stage, by label."""
+    split_counts: dict[str, int] | None = None
+    """Rows by role, for tools that run no stage; None: as the split stage wrote them."""
 
     def folder(self, stage: str) -> RunPath:
         return self.rundir.path / FOLDERS[stage]
@@ -94,6 +98,34 @@ class RunContext:
         """Examples of each role (val, anchor, warm, pool), in source order."""
         vocabulary = getattr(self.model_config, "vocab_size", None)
         return read_split(self.folder("split"), vocabulary)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of rows of each role."""
+        if self.split_counts is not None:
+            return self.split_counts
+        manifest, wrong = read_stage_manifest(folder := self.folder("split"))
+        if wrong:
+            raise RunError(f"{folder}: {wrong}; run the same `dualsft run` again")
+        with reading(folder):
+            return {role: int(manifest["facts"]["counts"][role]) for role in ROLES}
+
+    # --- training settings that follow the size -------------------------------------------------
+
+    def sizes(self, num_rows: int, masked: bool = False) -> Sizes:
+        """finetune.lr, epochs and batch_size for this many rows; numbers are kept."""
+        given = self.config.finetune
+        return sized(num_rows, masked, given.lr, given.epochs, given.batch_size)
+
+    def base_lr(self, masked: bool = False) -> float:
+        """finetune.lr as a number, which is eta_ft in the scores and the default of warmup.lr.
+
+        auto is resolved for a tenth of |D_full|, not for the rows that are selected: another
+        select.data_budget or method must not repeat the warmup and the pass over the pool.
+        """
+        if self.config.finetune.lr != "auto":
+            return self.config.finetune.lr
+        return self.sizes(full_size(self.counts, self.config.data) // 10, masked).lr
 
     # --- model ----------------------------------------------------------------------------------
 
@@ -227,6 +259,10 @@ class RunContext:
         """Padded tokens per training forward pass: score.batch_tokens, or the device's default."""
         return self.config.score.batch_tokens or TRAINING_BATCH_TOKENS[self.device.type]
 
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        """A padded batch on the run's device."""
+        return collate(examples, self.pad_id, self.config.data.padding_side, self.device)
+
     def precise(
         self, what: Literal["directions", "pool"], label: str, *models: PreTrainedModel
     ) -> AbstractContextManager[tuple[PreTrainedModel, ...]]:
@@ -244,6 +280,8 @@ class RunContext:
                 chosen |= {name: v for name, v in flat.items() if name.startswith(key[:-1])}
             else:
                 chosen[key] = flat[key]
+        if chosen.get("finetune.lr") == "auto":  # with this number the result is the same
+            chosen["finetune.lr"] = self.base_lr()
         return chosen
 
     def template_hash(self) -> Settings:

@@ -34,6 +34,7 @@ from dualsft.storage.manifest import (
     Fingerprint,
     atomic_write_text,
     damage,
+    first,
     is_whole,
     jsonable,
     read_manifest,
@@ -48,10 +49,12 @@ from dualsft.system.usage import FULL, PeakMemory, check_room, folder_bytes, sto
 
 log = logging.getLogger(__name__)
 
+TAIL_BYTES = 1 << 20
+"""Bytes at the end of metrics.jsonl in which the last progress of a stage is looked for."""
 STAGE_FOLDER = re.compile(r"[0-9]+_[a-z_]+")
 RUN_FILES = {
     *("config.yaml", MANIFEST, "metrics.jsonl"),
-    *("report.md", "report.html", "model_card.md", "diagnostics"),
+    *("report.md", "report.html", "model_card.md", "diagnostics", "explain"),
 }
 
 
@@ -195,12 +198,18 @@ class RunDir:
             log.warning("%s: the disk is full; a line of metrics.jsonl was not written", self.path)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The records of `metrics.jsonl`; a line truncated by a crash is skipped."""
+        """The last records of `metrics.jsonl`; a line truncated by a crash is skipped."""
         records: list[dict[str, Any]] = []
-        with contextlib.suppress(FileNotFoundError):
-            for line in (self.path / "metrics.jsonl").read_bytes().splitlines():
-                with contextlib.suppress(ValueError):
-                    records.append(json.loads(line))
+        with (
+            contextlib.suppress(FileNotFoundError),
+            (self.path / "metrics.jsonl").open() as file,
+        ):
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            for line in file.read(TAIL_BYTES).splitlines():
+                with contextlib.suppress(ValueError, RecursionError):
+                    record = json.loads(line)
+                    if isinstance(record, dict) and {"time", "stage"} <= record.keys():
+                        records.append(record)
         return records
 
     def under_way(self, since: float) -> dict[str, Any]:
@@ -240,7 +249,11 @@ class RunDir:
             return StageState("stale", tuple(reasons))
         reasons, extra = damage(final, manifest)
         if extra:
-            log.info("%s: ignoring files that the stage did not write: %s", final, ", ".join(extra))
+            log.info(
+                "%s: ignoring files that the stage did not write: %s",
+                final,
+                ", ".join(first(extra)),
+            )
         return StageState("corrupt" if reasons else "ready", tuple(reasons))
 
     @contextlib.contextmanager

@@ -26,18 +26,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualsft.algorithm.projection import Scored
+from dualsft.algorithm.quotas import make_strata
 from dualsft.algorithm.scores import rounding_scales
 from dualsft.algorithm.selection import Chosen, choose_entries, choose_examples, rescore
+from dualsft.algorithm.split import full_size
 from dualsft.algorithm.topk import TopK
 from dualsft.config.methods import Axis, Entry
-from dualsft.data.examples import Batch, Example, collate, digest, make_batches
+from dualsft.data.examples import Batch, Example, collate, generator, make_batches
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import token_losses
+from dualsft.errors import RunError
+from dualsft.runs import RandomOptions
 from dualsft.runs.context import RunContext, pass_settings
 from dualsft.runs.preflight import reading
 from dualsft.runs.stages.gradients import read_pool
-from dualsft.runs.stages.scores import load_scored
+from dualsft.runs.stages.scores import load_scored, read_scores
 from dualsft.storage.vectors import Vector
 from dualsft.system.paths import RunPath
 from dualsft.system.usage import PeakMemory
@@ -89,8 +93,7 @@ class Job:
 
     def rng(self, purpose: str) -> np.random.Generator:
         """Random generator seeded by the run's seed, the axis and the purpose only."""
-        words = np.frombuffer(digest(self.ctx.config.seed, f"{self.axis}/{purpose}"), np.uint32)
-        return np.random.default_rng(words.tolist())
+        return generator(self.ctx.config.seed, f"{self.axis}/{purpose}")
 
     def shapes(self) -> dict[str, torch.Size]:
         """Shapes of the candidates by name; loads no weights."""
@@ -269,7 +272,8 @@ class Scoring:
         model = ctx.theta_bar()
         engine = GhostEngine(model, ctx.candidates(model))
         scored = load_scored(ctx, engine.candidates, len(roles["pool"]), keep)
-        return cls(ctx, engine, roles["pool"], scored, sum(len(rows) for rows in roles.values()))
+        counts = {role: len(rows) for role, rows in roles.items()}
+        return cls(ctx, engine, roles["pool"], scored, full_size(counts, ctx.config.data))
 
     @classmethod
     def shared(cls, job: Job) -> Scoring:
@@ -297,12 +301,15 @@ class Scoring:
         return self.mask
 
     def choose_examples(self, b: int, reverse: bool = False) -> Chosen:
-        """The exact top b of the pool; `reverse` takes the bottom b."""
+        """The exact top b of the pool, or of its strata; `reverse` takes the bottom b."""
         ctx, pool = self.ctx, self.pool
-        with reading(path := ctx.folder("scores") / "examples.parquet"):
-            table = path.read_table()
-            scores = table["score"].to_numpy().astype(np.float64, casting="safe")
-            bound = table["bound"].to_numpy().astype(np.float64, casting="safe") + self.rounding
+        found = read_scores(folder := ctx.folder("scores"), pool)
+        if found is None:
+            raise RunError(
+                f"{folder / 'examples.parquet'}: has no scores of examples; remove the folder "
+                f"{folder.name} and run the same command again"
+            )
+        scores, bound = found[0], found[1] + self.rounding
         ties = np.array([e.index for e in pool])
         passes = pass_settings(ctx)
 
@@ -310,6 +317,7 @@ class Scoring:
             rows = [pool[i] for i in positions]
             return rescore(self.engine, rows, self.scored, passes, ctx.reporter)
 
+        select = ctx.config.select
         return choose_examples(
             scores,
             bound,
@@ -319,7 +327,8 @@ class Scoring:
             ctx.reporter.say,
             reverse,
             pool,
-            ctx.config.select.duplicates,
+            select.duplicates,
+            make_strata(b, pool, select.per_source, select.lengths),
         )
 
     def describe(self, part: RunPath, data: Chosen, b: int) -> dict[str, Any]:
@@ -334,17 +343,20 @@ class Scoring:
         (part / "rescored.parquet").write_table(pa.table(columns))
         chosen = np.zeros(len(pool), bool)
         chosen[data.positions] = True
-        lowest = float(data.scores[chosen].min())
-        others = data.scores[~chosen & np.isfinite(data.scores)]
-        highest_out = float(others.max()) if len(others) else None
-        near = 0
-        if highest_out is not None:
-            half = ctx.dtype in HALF_DTYPES and self.summary["rounding_ratio"] > 0
-            margin = self.rounding if half else np.full(len(pool), slack)
-            if half:
-                margin[data.rescored] /= WIDER
-            distance = np.where(chosen, data.scores - highest_out, lowest - data.scores)
-            near = int((distance <= margin).sum())
+        half = ctx.dtype in HALF_DTYPES and self.summary["rounding_ratio"] > 0
+        margin = self.rounding if half else np.full(len(pool), slack)
+        if half:
+            margin[data.rescored] /= WIDER
+        near, gaps = np.zeros(len(pool), bool), []
+        for draw in data.draws:  # each has its own boundary
+            others = np.setdiff1d(draw.rows, draw.taken, assume_unique=True)
+            if not len(others) or not len(draw.taken):
+                continue
+            lowest, highest_out = data.scores[draw.taken].min(), data.scores[others].max()
+            gaps.append(float(lowest - highest_out))
+            near[draw.taken] |= data.scores[draw.taken] - highest_out <= margin[draw.taken]
+            near[others] |= lowest - data.scores[others] <= margin[others]
+        num_near = int(near.sum())
         negative = int((data.scores[chosen] <= 0).sum())
         if negative:
             ctx.reporter.warn(
@@ -354,13 +366,13 @@ class Scoring:
             )
         ctx.reporter.say(
             f"examples: {b:,} of {self.num_full:,} rows ({100 * b / self.num_full:.2f} %); "
-            f"{near:,} lie within the rounding slack of {slack:.2g} around the boundary"
+            f"{num_near:,} lie within the rounding slack of {slack:.2g} around the boundary"
         )
         return {
-            "score_threshold": lowest,
-            "boundary_gap": None if highest_out is None else lowest - highest_out,
+            "score_threshold": float(data.scores[chosen].min()),
+            "boundary_gap": min(gaps, default=None),
             "rounding_slack": slack,
-            "near_ties": near,
+            "near_ties": num_near,
             "certified_in": data.inside,
             "certified_out": data.outside,
             "rescored": len(data.rescored),
@@ -434,11 +446,16 @@ class AllParams(ParamMethod):
         return None
 
 
+def _draw(purpose: str, options: RandomOptions) -> str:
+    return f"{purpose} {options.draw}" if options.draw else purpose
+
+
 class RandomData(DataMethod):
     """b examples, uniformly at random, without replacement."""
 
     def choose(self, job: Job, pool: list[Example], b: int) -> DataChoice | None:
-        return DataChoice(job.rng("examples").choice(len(pool), b, replace=False))
+        rng = job.rng(_draw("examples", self.options))
+        return DataChoice(rng.choice(len(pool), b, replace=False))
 
 
 class RandomParams(ParamMethod):
@@ -447,7 +464,7 @@ class RandomParams(ParamMethod):
     def choose(self, job: Job, k: int) -> ParamChoice | None:
         sizes = np.array([shape.numel() for shape in job.shapes().values()])
         ends = np.cumsum(sizes)
-        flat = distinct(job.rng("entries"), int(ends[-1]), k)
+        flat = distinct(job.rng(_draw("entries", self.options)), int(ends[-1]), k)
         parts = np.split(flat, np.searchsorted(flat, ends[:-1]))
         indices = zip(job.shapes(), parts, ends - sizes, strict=True)
         return ParamChoice({name: torch.from_numpy(part - first) for name, part, first in indices})

@@ -26,8 +26,7 @@ from dualsft.config.settings import Config
 from dualsft.distributed.launch import launched
 from dualsft.distributed.world import alone, joined, settled, waiting_message, world
 from dualsft.errors import ConfigError
-from dualsft.memory.scaling import ModelShape, scoring_memory, warmup_memory
-from dualsft.model.load import choose_device, empty_model
+from dualsft.model.load import choose_device
 from dualsft.runs.context import RunContext, Settings, repeatable
 from dualsft.runs.folder import FollowedRunDir, RunDir, has_all
 from dualsft.runs.preflight import (
@@ -42,7 +41,6 @@ from dualsft.runs.preflight import (
 from dualsft.runs.stages import finetune, gradients, scores, selection, split, warmup
 from dualsft.storage.manifest import (
     Fingerprint,
-    atomic_write_text,
     read_stage_manifest,
     sha256_text,
     versions,
@@ -53,6 +51,7 @@ from dualsft.system.progress import Reporter, clock
 from dualsft.system.signals import Interrupted
 from dualsft.system.usage import explained
 
+STATE_BYTES = 2 + 8 + 4  # per entry: low half of the bf16 master, fp32 moments, gradient
 MOST_OF_GPU = 0.7  # share of a GPU that weights and state may take before mode auto shards
 
 
@@ -237,12 +236,11 @@ def _is_sharded(ctx: RunContext) -> bool:
     mode, device = ctx.config.parallel.mode, ctx.device
     if mode != "auto" or device.type != "cuda":
         return mode == "shard"
-    empty = empty_model(ctx.model_folder, ctx.trusted)
-    shape = ModelShape.of(empty, ctx.candidates(empty), ctx.dtype.itemsize)
-    needs = [scoring_memory(shape, 1, sharded=False)]
+    # bytes without activations (docs/scaling.md): G and the direction, or the optimizer's state
+    needs = [ctx.model_bytes + ctx.vector_bytes + ctx.num_candidates * ctx.dtype.itemsize]
     warmup = ctx.config.warmup
     if warmup.epochs and not warmup.offload and warmup.trainable == "all":
-        needs.append(warmup_memory(shape, 1, sharded=False))
+        needs.append(ctx.model_bytes + STATE_BYTES * ctx.num_parameters)
     return max(needs) > MOST_OF_GPU * torch.cuda.mem_get_info(device)[1]
 
 
@@ -313,6 +311,10 @@ def _run_stages(ctx: RunContext, last: str) -> None:
             ctx.reporter.say(f"[{stage.name}] not needed by {ctx.methods.title}")
         if stage.name == "split" and STAGE_NAMES.index(last) >= STAGE_NAMES.index("selection"):
             selection.check_budgets(ctx)
+            if STAGE_NAMES.index(last) >= STAGE_NAMES.index("finetune"):
+                # the stage warns too, for the report: but after hours of scoring
+                plan = finetune.finetune_plan(ctx, rows := selection.num_trained(ctx))
+                finetune.warn_of_little(ctx, plan, rows)
         if stage.name == last:
             for name in outdated(read_manifests(rundir.path)[0]):
                 ctx.reporter.say(f"[{name}] is now out of date; `dualsft run` recomputes it")
@@ -330,13 +332,13 @@ def _described_by(rundir: RunDir, config: Config) -> Iterator[None]:
         yield
         return
     path = rundir.path / "config.yaml"
-    before = path.read_text() if path.is_file() else None
+    before = path.read_bytes(settings.MAX_CONFIG_BYTES) if path.is_file() else None
     rundir.write_config(settings.to_yaml(config))
     try:
         yield
     except Exception:
         if before is not None:
-            atomic_write_text(path, before)
+            path.replace_bytes(before)
         raise
 
 

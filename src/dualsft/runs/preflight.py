@@ -87,7 +87,8 @@ def path_problems(values: Mapping[str, Any]) -> list[str]:
     names = [field.name for field in dataclasses.fields(DataConfig)]
     given = {name: values[f"data.{name}"] for name in names if f"data.{name}" in values}
     data = DataConfig(**{"path": "", **given})
-    files = {"data.path": values.get("data.path"), "data.val_path": values.get("data.val_path")}
+    sources = ("data.path", "data.val_path", "data.anchor_path")
+    files = {key: values.get(key) for key in sources}
     more: Mapping[str, str] = values.get("evaluation.files") or {}
     files |= {f"evaluation.files: {name}": path for name, path in more.items()}
     for key, path in files.items():
@@ -188,19 +189,29 @@ def outdated(manifests: dict[str, Any]) -> list[str]:
     return old
 
 
+class _NoAliases(yaml.SafeLoader):
+    """Refuses aliases: a few lines of them stand for any number of values."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has aliases (&name, *name)")
+        return super().compose_node(parent, index)
+
+
 def read_settings(run: RunPath) -> tuple[str, Mapping[str, Any]]:
     """config.yaml of a run, as text and parsed; both empty if the file does not exist."""
     path = run / "config.yaml"
     try:
-        text = path.read_text() if path.is_file() else ""
-        config = yaml.safe_load(text) or {}
+        content = path.read_bytes(settings.MAX_CONFIG_BYTES) if path.is_file() else b""
+        text = content.decode("utf-8")
+        config = yaml.load(text, Loader=_NoAliases) or {}
         if not isinstance(config, Mapping):
             raise ValueError("not a mapping")
         for part in ("model", "data", "finetune"):
             if not isinstance(config.get(part, {}), Mapping):
                 raise ValueError(f"{part} is not a mapping")
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
-        reason = " ".join(str(problem).split())
+        reason = " ".join(str(problem).split())[:300]
         raise RunError(
             f"{path}: not the settings of a run ({reason}); restore the file that `dualsft run` "
             "wrote, or move it away: the report works without it"

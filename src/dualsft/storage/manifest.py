@@ -14,7 +14,7 @@ import importlib.metadata
 import json
 import math
 import platform
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from dualsft.system.paths import Place, RunPath, run_path
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 4 << 20
+MAX_REASONS = 20
 
 
 def _canonical(value: Any) -> str:
@@ -111,7 +113,13 @@ class Fingerprint:
                 reasons.append(f"no longer reads {name}")
             elif old["reads"][name] != self.reads[name]:
                 reasons.append(f"reads {name}, which changed")
-        return reasons
+        return first(reasons)
+
+
+def first(reasons: Sequence[str]) -> list[str]:
+    """The first reasons, shortened, and how many follow: a manifest may state any number."""
+    shown = [text if len(text) <= 500 else f"{text[:500]}…" for text in reasons[:MAX_REASONS]]
+    return [*shown, *([f"{len(reasons) - MAX_REASONS:,} more"] * (len(reasons) > MAX_REASONS))]
 
 
 def _show(settings: Mapping[str, Any], key: str) -> str:
@@ -132,7 +140,7 @@ def render_manifest(body: Mapping[str, Any]) -> str:
 def read_manifest(path: RunPath) -> tuple[dict[str, Any], str]:
     """Return (manifest, problem or ""); a newer format raises a `RunError`."""
     try:
-        text = path.read_bytes().decode("ascii")
+        text = path.read_bytes(MAX_MANIFEST_BYTES).decode("ascii")
         manifest = json.loads(text)
     except (FileNotFoundError, NotADirectoryError):
         return {}, f"{path.name} is missing"
@@ -170,11 +178,25 @@ def read_stage_manifest(folder: Place) -> tuple[dict[str, Any], str]:
             isinstance(entry, dict) and {"size", "sha256"} <= set(entry) for entry in files.values()
         )
         and {"stage", "seconds", "peak_memory", "finished"} <= set(manifest)
-        and isinstance(manifest.get("facts"), dict)
+        and isinstance(facts := manifest.get("facts"), dict)
+        and isinstance(manifest.get("versions", {}), dict)
+        and _is_number(manifest["seconds"])
+        and isinstance(peak := manifest["peak_memory"], dict)
+        and {"rss_bytes", "cuda_bytes"} <= set(peak)
+        and all(value is None or _is_number(value) for value in peak.values())
+        and all(_is_texts(facts.get(name, [])) for name in ("warnings", "warning_codes"))
     )
     if not wrong and not described:
         return {}, f"{MANIFEST} does not describe a stage"
     return manifest, wrong
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < 1e18
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def seal(part: RunPath, body: Mapping[str, Any]) -> None:
@@ -202,6 +224,8 @@ def damage(
     """
     present, reasons = run_path(folder).tree()
     present.pop(MANIFEST, None)
+    if reasons:
+        return first(reasons), []  # nothing is hashed: it may be sparse, or one file many times
     for name, entry in manifest["files"].items():
         if only is not None and name not in only:
             continue
@@ -214,7 +238,7 @@ def damage(
                 reasons.append(f"{name} has a different SHA-256 than when it was written")
         except (OSError, RunError) as error:
             reasons.append(f"{name} cannot be read: {error}")
-    return reasons, [name for name in present if name not in manifest["files"]]
+    return first(reasons), [name for name in present if name not in manifest["files"]]
 
 
 def is_whole(folder: RunPath) -> bool:

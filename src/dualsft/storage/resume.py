@@ -19,6 +19,7 @@ Not part of Algorithm 1.
 from __future__ import annotations
 
 import errno
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -47,6 +48,11 @@ the processes that have one; terms: terms of a sum; rows: parts of a concatenati
 MAX_SHARE = 0.05
 """Maximum share of the time spent on saving, regardless of `resume.every` (unless it is 0)."""
 KEPT = 2  # pieces to keep: the second is the fallback if the newest is damaged
+
+
+def slug(label: str) -> str:
+    """A label as the name of a piece."""
+    return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
 
 
 def _file(rank: int) -> str:

@@ -15,14 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dualsft.distributed.world import CHUNK
 from dualsft.errors import RunError
+from dualsft.system.bounds import check_json
 from dualsft.system.paths import Place
 
 MAX_HEADER_BYTES = 100_000_000  # limit of the format
+MAPPED_BYTES = 1 << 30  # tensors of more bytes are mapped when a file is loaded
 
 _CODES = {
     torch.bool: "BOOL",
@@ -125,7 +128,7 @@ class TensorFile:
                 size = int.from_bytes(file.read(8), "little")
                 if size > MAX_HEADER_BYTES:
                     raise ValueError(f"its header claims {size:,} bytes")
-                stored = json.loads(file.read(size))
+                stored = json.loads(check_json(file.read(size)))
                 room = file.seek(0, os.SEEK_END) - 8 - size
             self.metadata = dict(stored.pop("__metadata__", {}))
             for name, entry in stored.items():
@@ -149,7 +152,10 @@ class TensorFile:
             AttributeError,
             RecursionError,
         ) as problem:
-            raise RunError(f"{path}: cannot be read as safetensors: {problem}") from problem
+            raise RunError(
+                f"{path}: cannot be read as safetensors: {problem}; copy it again, or remove its "
+                "folder and run the same command again"
+            ) from problem
 
     def piece(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
         """Read the flat entries from start to stop onto a device."""
@@ -166,12 +172,20 @@ class TensorFile:
         return entries
 
     def tensors(self) -> dict[str, Tensor]:
-        """Read all tensors onto the CPU."""
+        """All tensors on the CPU; large ones are mapped from the file, not read."""
         cpu = torch.device("cpu")
         return {
-            name: self.piece(name, 0, form.num_entries, cpu).view(form.shape)
+            name: self._mapped(name)
+            if form.num_bytes > MAPPED_BYTES
+            else self.piece(name, 0, form.num_entries, cpu).view(form.shape)
             for name, form in self.forms.items()
         }
+
+    def _mapped(self, name: str) -> Tensor:
+        form = self.forms[name]
+        with self.path.open("rb") as file:  # changes stay in memory ("c")
+            entries = np.memmap(file, np.uint8, "c", self._offsets[name], (form.num_bytes,))
+        return torch.from_numpy(entries).view(form.dtype).view(form.shape)
 
     def _pinned(self, dtype: torch.dtype) -> Tensor:
         """A pinned staging buffer, which speeds up copies to the GPU; reused between reads."""
@@ -189,5 +203,8 @@ class TensorFile:
             while done < len(wanted):
                 count = file.readinto(wanted[done:])
                 if not count:
-                    raise RunError(f"{self.path}: ends within {name}: the file is damaged")
+                    raise RunError(
+                        f"{self.path}: ends within {name}: the file is damaged; copy it again, or "
+                        "remove its folder and run the same command again"
+                    )
                 done += count

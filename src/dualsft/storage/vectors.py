@@ -348,7 +348,10 @@ class LazyVector(Vector):
         file, where = TensorFile(path), torch.device(device)
         if file.forms.keys() != set(names):
             odd = sorted(file.forms.keys() ^ set(names))[:3]
-            raise RunError(f"{path}: its parameters are not the model's candidates ({odd} …)")
+            raise RunError(
+                f"{path}: its parameters are not the model's candidates ({odd} …); remove its "
+                "folder and run the same command again"
+            )
 
         def compute(name: str, start: int, stop: int, seen: Seen) -> Tensor:
             return file.piece(name, start, stop, where)

@@ -20,20 +20,28 @@ import json
 import os
 import shutil
 import stat
+import uuid
 from collections.abc import Iterator
 from io import BufferedRandom
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from dualsft.errors import RunError
+from dualsft.system.bounds import (
+    blocks_of,
+    check_json,
+    data_bytes,
+    hollow,
+    read_table,
+    table_batches,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
 MAX_READ_BYTES = 256 << 20
 """Size limit of files that are read at once: JSON, text and figures."""
-MAX_ENTRIES = 1_000_000
+MAX_ENTRIES = 20_000
 MAX_DEPTH = 32
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -149,6 +157,7 @@ class RunPath:
     def tree(self) -> tuple[dict[str, RunPath], list[str]]:
         """Return (regular files below by relative name, descriptions of refused entries)."""
         files: dict[str, RunPath] = {}
+        states: dict[str, os.stat_result] = {}
         refused: list[str] = []
         waiting: list[tuple[str, RunPath]] = [("", self)]
         seen = 0
@@ -163,15 +172,18 @@ class RunPath:
                     )
                     return dict(sorted(files.items())), refused
                 place, shown = folder / name, f"{prefix}{name}"
-                mode = place._mode()
-                if mode is None:
+                state = place._state()
+                if state is None:
                     continue  # removed since it was listed
-                if stat.S_ISREG(mode):
+                if stat.S_ISREG(state.st_mode):
                     files[shown] = place
-                elif stat.S_ISDIR(mode):
+                    states[shown] = state
+                elif stat.S_ISDIR(state.st_mode):
                     waiting.append((f"{shown}/", place))
                 else:
-                    refused.append(f"{shown} is {_described(mode)}")
+                    refused.append(f"{shown} is {_described(state.st_mode)}")
+        if not refused and hollow((state, blocks_of(state)) for state in states.values()):
+            refused = _hollow_files(files, states)
         return dict(sorted(files.items())), sorted(refused)
 
     def checked(self) -> Path:
@@ -185,15 +197,25 @@ class RunPath:
     # --- reading ---------------------------------------------------------------------------------
 
     def open(self, mode: str = "rb", buffering: int = -1) -> BufferedRandom:
-        """Open a regular file for reading ("rb"), appending ("ab+") or as a new file ("wb")."""
+        """Open a regular file for reading ("rb"), appending ("ab+") or as a new file ("wb",
+        "wb+")."""
         if mode == "wb":
             self.unlink(missing_ok=True)
         flags = {
             "rb": os.O_RDONLY,
             "ab+": os.O_RDWR | os.O_CREAT | os.O_APPEND,
             "wb": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+            "wb+": os.O_RDWR | os.O_CREAT | os.O_EXCL,
         }[mode]
         return cast(BufferedRandom, os.fdopen(self.descriptor(flags), mode, buffering))
+
+    def scratch(self) -> BufferedRandom:
+        """A file without a name on the disk of this folder; closing it frees its space."""
+        self.mkdir(exist_ok=True)
+        path = self / f"scratch-{uuid.uuid4().hex}"
+        file = path.open("wb+")
+        path.unlink()
+        return file
 
     def descriptor(self, flags: int) -> int:
         """Return a file descriptor of a regular file; for writing, hard links are refused."""
@@ -206,13 +228,16 @@ class RunPath:
                 raise self._explained(problem) from None
         found = os.fstat(file)
         writes = flags & (os.O_WRONLY | os.O_RDWR)
-        if stat.S_ISREG(found.st_mode) and not (writes and found.st_nlink > 1):
+        read = stat.S_ISREG(found.st_mode) and (not writes or flags & os.O_APPEND)
+        why = hollow([(found, blocks_of(found))]) if read else None
+        why = hollow([(found, data_bytes(file))]) if why else None
+        if stat.S_ISREG(found.st_mode) and not why and not (writes and found.st_nlink > 1):
             return file
         os.close(file)
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self))
         if stat.S_ISREG(found.st_mode):
-            raise RunError(f"{self}: is a hard link to another file; {_CURE}")
+            raise RunError(f"{self}: {f'has {why}' if why else 'is a hard link'}; {_CURE}")
         raise RunError(f"{self}: is {_described(found.st_mode)}; {_CURE}")
 
     def read_bytes(self, limit: int = MAX_READ_BYTES) -> bytes:
@@ -226,20 +251,31 @@ class RunPath:
     def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         return self.read_bytes().decode(encoding, errors)
 
-    def read_json(self) -> Any:
-        return json.loads(self.read_bytes())
+    def read_json(self, limit: int = MAX_READ_BYTES) -> Any:
+        content = self.read_bytes(limit)
+        try:
+            check_json(content)
+        except ValueError as problem:
+            raise RunError(f"{self}: {problem}; {_REMAKE}") from problem
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as problem:
+            raise ValueError(f"{'/'.join(self.parts[-2:])}: {problem}") from problem
 
     def read_table(self, columns: list[str] | None = None) -> pa.Table:
-        import pyarrow.parquet as pq
-
         with self.open() as file:
-            return pq.read_table(file, columns=columns)
+            try:
+                return read_table(file, columns)
+            except ValueError as problem:
+                raise RunError(f"{self}: {problem}; {_REMAKE}") from problem
 
-    def parquet(self) -> pq.ParquetFile:
-        """Open a Parquet file for reading in row groups."""
-        import pyarrow.parquet as pq
-
-        return pq.ParquetFile(self.open())
+    def read_batches(self, rows: int, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """Read a Parquet file in batches; the first one is empty and has the schema."""
+        with self.open() as file:
+            try:
+                yield from table_batches(file, columns, rows)
+            except ValueError as problem:
+                raise RunError(f"{self}: {problem}; {_REMAKE}") from problem
 
     # --- writing ---------------------------------------------------------------------------------
 
@@ -309,7 +345,7 @@ class RunPath:
             self.unlink(missing_ok=True)
             return
         with self._beside() as (folder, name):
-            shutil.rmtree(name, dir_fd=folder)
+            _remove_folder(folder, name)
 
     def fsync(self) -> None:
         """Flush a file, or a folder's list of entries, to disk."""
@@ -342,15 +378,19 @@ class RunPath:
 
     # --- file descriptors ------------------------------------------------------------------------
 
-    def _mode(self) -> int | None:
-        """`st_mode` of the entry, without following a link; None if it does not exist."""
+    def _state(self) -> os.stat_result | None:
+        """State of the entry, without following a link; None if it does not exist."""
         try:
             if not self.parts:
-                return os.stat(self.root).st_mode
+                return os.stat(self.root)
             with self._beside() as (folder, name):
-                return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+                return os.stat(name, dir_fd=folder, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def _mode(self) -> int | None:
+        state = self._state()
+        return None if state is None else state.st_mode
 
     def _kind(self) -> int | None:
         """S_IFREG or S_IFDIR, or None if it does not exist; raises for any other type."""
@@ -395,6 +435,7 @@ class RunPath:
 
 
 _CURE = "a run folder holds plain files and folders only: remove it, or put a copy in its place"
+_REMAKE = "remove the entry of the run folder that it belongs to, and run the same command again"
 
 
 def _split(name: str) -> Iterator[str]:
@@ -403,6 +444,55 @@ def _split(name: str) -> Iterator[str]:
     if name.startswith("/") or ".." in parts or "\0" in name:
         raise RunError(f"{name!r}: leads out of the run folder; give a name inside it")
     return (part for part in parts if part not in ("", "."))
+
+
+def _hollow_files(files: dict[str, RunPath], states: dict[str, os.stat_result]) -> list[str]:
+    """Which files are sparse, or that all of them together are; the holes are looked at."""
+    refused: list[str] = []
+    found: list[tuple[os.stat_result, int]] = []
+    for name, path in files.items():
+        try:
+            file = path.descriptor(os.O_RDONLY)  # refuses one that is sparse itself
+        except (OSError, RunError) as problem:
+            refused.append(f"{name} cannot be read: {problem}")
+            continue
+        found.append((states[name], data_bytes(file)))
+        os.close(file)
+    if not refused and (why := hollow(found)):
+        refused.append(f"its files have {why}")
+    return refused
+
+
+def _remove_folder(parent: int, name: str) -> None:
+    """Remove a folder of any depth: folders in it are moved up, so nothing is recursive.
+
+    `shutil.rmtree` fails on a thousand nested folders, which a received run folder may have.
+    """
+    top = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+    try:
+        while names := os.listdir(top):
+            for one in names:
+                if not _is_folder(top, one):
+                    os.unlink(one, dir_fd=top)
+                    continue
+                below = os.open(one, _FOLDER | os.O_NOFOLLOW, dir_fd=top)
+                try:
+                    for inner in os.listdir(below):
+                        if _is_folder(below, inner):
+                            new = f"{uuid.uuid4().hex}.removed"
+                            os.rename(inner, new, src_dir_fd=below, dst_dir_fd=top)
+                        else:
+                            os.unlink(inner, dir_fd=below)
+                finally:
+                    os.close(below)
+                os.rmdir(one, dir_fd=top)
+    finally:
+        os.close(top)
+    os.rmdir(name, dir_fd=parent)
+
+
+def _is_folder(parent: int, name: str) -> bool:
+    return stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
 
 
 def _described(mode: int) -> str:

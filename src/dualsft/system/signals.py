@@ -9,7 +9,9 @@ and 143. Not part of Algorithm 1.
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,6 +87,13 @@ def handled() -> Iterator[None]:
         for number in taken:
             signal.signal(number, before[number])
         _State.pending = None
+
+
+def end_with_parent() -> None:
+    """Let Linux send SIGTERM to this process when its parent dies, so that none is orphaned."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def _on_signal(number: int, _frame: FrameType | None) -> None:

@@ -1,6 +1,7 @@
 """The SFT loop, used by the pilot warmup (Algorithm 1 line 1) and by MaskedFT (line 12).
 
-Each step minimises the mean over the batch of the example loss, with AdamW, cosine decay to zero
+Each step minimises the mean over the batch of the example loss, in fine-tuning plus the retention
+term if there is one (`train/retention.py`), with AdamW, cosine decay to zero
 and a linear learning-rate warmup whose step s uses (s + 1) / warmup_steps. A batch is split into
 micro-batches whose gradients are summed, so their size affects memory but not the result (up to
 rounding). On out-of-memory the loop first recomputes activations (`engine/fused.py`), then
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ from dualsft.storage.vectors import LazyVector, Seen
 from dualsft.system.progress import Reporter
 from dualsft.system.usage import Smaller, give_back, is_out_of_memory
 from dualsft.train.optimizer import SparseAdamW
+from dualsft.train.retention import Retention
 
 FEW_STEPS = 20  # warn below this number of optimizer steps
 _CUT = ("batch_tokens", "micro_batch_size", "checkpointing")  # changed on out-of-memory
@@ -95,6 +97,8 @@ class Hooks:
     """Returns the state of the hooks as JSON values; saved with the optimizer's state."""
     load_state: Callable[[dict[str, Any]], None] | None = None
     """Called with that state when training resumes."""
+    retention: Retention | None = None
+    """A second term of the objective, over rows of its own."""
     moving: Sequence[str] = ()
     """Parameters whose mask moves. They are saved whole, because entries that left the mask have
     been trained too."""
@@ -138,6 +142,7 @@ def train(
     try:
         with (
             fused_blocks(model),
+            fused_blocks(hooks.retention.teacher) if hooks.retention else nullcontext(),
             reporter.track(label, num_steps, "steps", first) as progress,
             pieces.loop(),
         ):
@@ -150,11 +155,11 @@ def train(
                 lr = learning_rate(step, num_steps, plan.lr, plan.warmup_ratio)
                 for group in optimizer.param_groups:
                     group["lr"] = lr
-                loss, norm = loop.fitting_step(rows, step)
+                found = loop.fitting_step(rows, step)
                 if hooks.after_step is not None:
                     hooks.after_step(step + 1)
-                progress.advance(1, tokens=sum(e.num_tokens for e in rows), loss=loss)
-                log_step(step=step + 1, loss=loss, grad_norm=norm, lr=lr, epoch=step / per_epoch)
+                progress.advance(1, tokens=sum(e.num_tokens for e in rows), loss=found["loss"])
+                log_step(step=step + 1, **found, lr=lr, epoch=step / per_epoch)
                 where = f"{label}: step {step + 1:,} of {num_steps:,}"
                 pieces.tick(label, partial(snapshot, optimizer, step + 1, loop.plan, hooks), where)
     finally:
@@ -257,7 +262,7 @@ class _Loop:
     before_update: Callable[[], None]
     """Called right before the weights change: invalidates the saved state of the previous step."""
 
-    def fitting_step(self, rows: Sequence[Example], step: int) -> tuple[float, float]:
+    def fitting_step(self, rows: Sequence[Example], step: int) -> dict[str, float]:
         """Run `step`, retrying with less memory until it fits."""
         while True:
             try:
@@ -284,27 +289,39 @@ class _Loop:
         self.reporter.warn(f"step {step + 1}: {smaller}", code="out_of_memory")
         self.plan = replace(self.plan, batch_tokens=smaller.batch_tokens, micro_batch_size=None)
 
-    def step(self, rows: Sequence[Example], step: int) -> tuple[float, float]:
-        """One optimizer step over one batch: (mean loss, gradient norm before clipping).
+    def step(self, rows: Sequence[Example], step: int) -> dict[str, float]:
+        """One optimizer step over one batch: mean loss, gradient norm before clipping, and the mean
+        retention loss if there is such a term.
 
         Raises before the update if a loss or the gradient is not finite. Losses and norm are copied
         to the host together, so there is one device synchronization per step.
         """
         device, optimizer, plan = device_of(self.model), self.optimizer, self.plan
-        shares = [micro_batches(share, plan) for share in world().round_robin(rows)]
-        pieces = shares[world().rank]
+        terms = [(rows, self.hooks.objective)]
+        if (retention := self.hooks.retention) is not None:
+            terms.append((retention.rows(step), retention.objective))
+        cuts = [
+            [micro_batches(share, plan) for share in world().round_robin(term)] for term, _ in terms
+        ]
+        pieces = [shares[world().rank] for shares in cuts]
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(_noise_seed(plan.seed, step) + world().rank)
-            losses = self._differentiate(shares, len(rows))
+            losses = self._differentiate(cuts, terms)
         optimizer.exchange()
         norm = optimizer.clip_grad_norm(plan.max_grad_norm if plan.max_grad_norm > 0 else math.inf)
-        sums = [loss.sum().view(1) for loss in losses]
-        values = torch.cat([norm.to(device).view(1), *sums, *losses]).tolist()
-        each, finite = values[1 + len(pieces) :], math.isfinite(values[0])
-        done = [example for piece in pieces for example in piece]
-        bad = [e for e, loss in zip(done, each, strict=True) if not math.isfinite(loss)]
-        mean = sum(values[1 : 1 + len(pieces)]) / len(rows)
-        mean, wrong = world().sum_array(np.array([mean, float(bool(bad) or not finite)])).tolist()
+        sums = [loss.sum().view(1) for found in losses for loss in found]
+        each = [loss for found in losses for loss in found]
+        values = torch.cat([norm.to(device).view(1), *sums, *each]).tolist()
+        totals, finite = iter(values[1 : 1 + len(sums)]), math.isfinite(values[0])
+        done = [example for own in pieces for piece in own for example in piece]
+        pairs = zip(done, values[1 + len(sums) :], strict=True)
+        bad = [e for e, loss in pairs if not math.isfinite(loss)]
+        means = [
+            sum(next(totals) for _ in own) / len(term)
+            for own, (term, _) in zip(pieces, terms, strict=True)
+        ]
+        checked = world().sum_array(np.array([*means, float(bool(bad) or not finite)]))
+        *means, wrong = checked.tolist()
         if wrong:
             bad = [example for found in world().gather(bad) for example in found]
             what = f"the loss of {named(bad)}" if bad else f"the gradient over {named(rows)}"
@@ -327,28 +344,34 @@ class _Loop:
                 "for the warmup also warmup.offload=true or warmup.trainable=candidates"
             ) from None
         optimizer.zero_grad()
-        return mean, values[0]
+        more = {} if retention is None else {"retention": means[1]}
+        return {"loss": means[0], "grad_norm": values[0]} | more
 
     def _differentiate(
-        self, shares: Sequence[Sequence[Sequence[Example]]], count: int
-    ) -> list[Tensor]:
-        """Accumulate the gradients of this process's share of a batch of `count` examples; return
-        the losses of its micro-batches.
+        self,
+        cuts: Sequence[Sequence[Sequence[Sequence[Example]]]],
+        terms: Sequence[tuple[Sequence[Example], Objective]],
+    ) -> list[list[Tensor]]:
+        """Accumulate the gradients of this process's share of each term (its rows, and the
+        objective whose mean over them counts); return the losses of its micro-batches.
+
+        `cuts` has the micro-batches of each process, per term.
 
         If one process runs out of memory, all raise `_Full`, with one shape, so that all choose the
         same plan.
         """
-        losses: list[Tensor] = []
+        losses: list[list[Tensor]] = [[] for _ in terms]
         failure: tuple[tuple[int, ...], str] | None = None
         try:
             if self.hooks.before_step is not None:
-                own = shares[world().rank]
+                own = cuts[0][world().rank]
                 shapes = [(len(piece), max(e.num_tokens for e in piece)) for piece in own]
                 with _noting_shape(max(shapes, key=math.prod, default=(0, 0))):
                     self.hooks.before_step(self.model, own)
-            for piece, counts in world().passes(shares):
-                found = self._backward(piece, counts / count)
-                losses += [found] if counts else []
+            for shares, (rows, objective), found in zip(cuts, terms, losses, strict=True):
+                for piece, counts in world().passes(shares):
+                    values = self._backward(piece, counts / len(rows), objective)
+                    found += [values] if counts else []
         except _Full as full:
             if not world().can_retry:
                 raise RunError(
@@ -363,13 +386,13 @@ class _Loop:
             raise _Full(*min(failures, key=lambda one: one[0][0] // 2 * one[0][1]))
         return losses
 
-    def _backward(self, rows: Sequence[Example], scale: float) -> Tensor:
+    def _backward(self, rows: Sequence[Example], scale: float, objective: Objective) -> Tensor:
         """Accumulate the gradients of one micro-batch, each example weighted by `scale`; return the
         loss of each example."""
         batch = collate(rows, self.plan.pad_id, self.plan.padding_side, device_of(self.model))
         with _noting_shape(batch.input_ids.shape):
-            objective, losses = self.hooks.objective(self.model, batch, rows, scale)
-            objective.backward()
+            total, losses = objective(self.model, batch, rows, scale)
+            total.backward()
             return losses.detach()
 
 

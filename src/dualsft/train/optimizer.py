@@ -185,10 +185,7 @@ class SparseAdamW(torch.optim.Optimizer):
                 )
         self._grads.check()
         pending = [(name, self._params[name]) for name in self._grads.names()]
-        for (
-            name,
-            p,
-        ) in pending:  # allocate all state first: out-of-memory must not leave half a step
+        for name, p in pending:  # all state first: out-of-memory must not leave half a step
             if p not in self.state:
                 self.state[p] = self._new_state(name)
         devices = {p.device for _, p in pending}

@@ -19,7 +19,6 @@ all workers have saved their state. On Linux, workers stop when the parent dies.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -58,8 +57,6 @@ LOOK_EVERY = 0.5
 """Seconds between two looks at the stages that cells wait for."""
 USABLE = 0.95
 """Share of a GPU's memory that its workers divide; the rest is for their CUDA contexts."""
-PDEATHSIG = 1
-"""PR_SET_PDEATHSIG of Linux's prctl: the signal to get when the parent dies."""
 START = (
     "import sys; sys.path[:] = sys.argv[1:]; from dualsft.lab.compare import cells; cells.work()"
 )
@@ -128,7 +125,8 @@ def dry_run(matrix: Matrix, say: Callable[[str], None], only: str | None = None)
         names = methods.names_of(settings.to_flat(config))
         chosen = ", ".join(f"{axis}: {name}" for axis, name in names.items())
         rate, epochs = effective_rate(config), config.finetune.epochs
-        say(f"{cell.title}: {chosen}; lr {rate:g}, {epochs} epochs")
+        shown = rate if isinstance(rate, str) else f"{rate:g}"
+        say(f"{cell.title}: {chosen}; lr {shown}, {epochs} epochs")
     say(f"{len(cells)} cells")
 
 
@@ -448,7 +446,9 @@ def _work(task: Mapping[str, Any]) -> int:
     cell = (config, out / task["folder"], task["keeps"], Reporter(), task["until"], cached)
     try:
         with interrupt.handled():
-            _end_with(task["parent"])
+            interrupt.end_with_parent()
+            if os.getppid() != task["parent"]:  # it died before
+                signal.raise_signal(signal.SIGTERM)
             why = _run_cell(*cell, out / ANSWERS)
     except interrupt.Interrupted as stopped:
         print(f"stopped by {stopped}: {stopped.saved or 'nothing had to be saved'}")
@@ -458,11 +458,3 @@ def _work(task: Mapping[str, Any]) -> int:
     atomic_write_text(out / task["reason"], why)
     print(f"error: {why}")
     return 1
-
-
-def _end_with(parent: int) -> None:
-    """On Linux, receive SIGTERM when the parent dies; at once if it is dead already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            signal.raise_signal(signal.SIGTERM)

@@ -420,11 +420,14 @@ def _flat_words(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{key}={value}"
 
 
-def effective_rate(config: Config) -> float:
-    """Learning rate of fine-tuning: finetune.lr times the ratio of the method."""
+def effective_rate(config: Config) -> float | str:
+    """Learning rate of fine-tuning: finetune.lr times the ratio of the method, or auto."""
     given = config.method.lr_ratio
     entries = methods.compose(settings.to_flat(config)).entries
-    return config.finetune.lr * (entries["params"].lr_ratio if given is None else given)
+    ratio, lr = entries["params"].lr_ratio if given is None else given, config.finetune.lr
+    if lr == "auto":
+        return "auto" if ratio == 1 else f"auto x {ratio:g}"
+    return lr * ratio
 
 
 def _short_name(path: str) -> str:

@@ -25,13 +25,13 @@ from markupsafe import Markup
 
 from dualsft.errors import ConfigError
 from dualsft.lab.compare.matrix import Cell, Matrix, Table
-from dualsft.lab.compare.plots import draw
+from dualsft.lab.plots import draw_comparison
 from dualsft.lab.report.facts import Rows, peak_gib
 from dualsft.lab.report.html import render
 from dualsft.lab.report.markdown import table as markdown_table
 from dualsft.runs.folder import atomic_write_text
 from dualsft.runs.pipeline import finished
-from dualsft.runs.preflight import read_manifests
+from dualsft.runs.preflight import read_manifests, reading
 from dualsft.system.paths import Place, RunPath, run_path
 
 CHOOSING = ("warmup", "gradients", "scores", "selection")
@@ -113,8 +113,10 @@ def collect(matrix: Matrix, out: RunPath) -> tuple[list[CellRecord], dict[Cell, 
     firsts: dict[tuple[str, str, int], tuple[str, Any]] = {}
     for cell in matrix.cells():
         folder = out / cell.path
-        manifests = read_manifests(folder)[0] if folder.is_dir() else {}
-        if "evaluation" not in manifests:
+        manifests, problems = read_manifests(folder) if folder.is_dir() else ({}, [])
+        if problems:
+            missing[cell] = f"{problems[0]}; run `dualsft compare` again, which makes it anew"
+        elif "evaluation" not in manifests:
             missing[cell] = "not finished"
         elif not finished(matrix.config(cell), folder):
             missing[cell] = "made with other settings"
@@ -128,9 +130,10 @@ def collect(matrix: Matrix, out: RunPath) -> tuple[list[CellRecord], dict[Cell, 
             if first != judged:
                 missing[cell] = f"made with another split or evaluation than {title}"
                 continue
-            results = (folder / "7_evaluation/results.json").read_json()
-            values = measures(results, "after") | resources(folder, manifests)
-            records.append(CellRecord(cell, folder, values, measures(results, "before")))
+            with reading(folder):
+                results = (folder / "7_evaluation/results.json").read_json()
+                values = measures(results, "after") | resources(folder, manifests)
+                records.append(CellRecord(cell, folder, values, measures(results, "before")))
     return records, missing
 
 
@@ -154,8 +157,9 @@ def resources(folder: RunPath, manifests: Mapping[str, Any]) -> dict[str, float 
     size of the corpus.
     """
     tuned = (folder / "6_finetune/summary.json").read_json()
-    counts = (folder / "1_split/summary.json").read_json()["counts"]
-    num_full = sum(counts.values())
+    split = (folder / "1_split/summary.json").read_json()
+    counts = split["counts"]
+    num_full = split.get("num_full") or sum(counts.values())  # absent in runs made before
     needed = {*manifests["selection"]["fingerprint"]["reads"], "selection"}
     reads = [stage for stage in CHOOSING if stage in needed]
     weighing = list((manifests["finetune"]["facts"].get("accounts") or {}).values())
@@ -166,7 +170,8 @@ def resources(folder: RunPath, manifests: Mapping[str, Any]) -> dict[str, float 
         seen += steps * manifests["warmup"]["fingerprint"]["settings"]["warmup.batch_size"]
     if "gradients" in reads:
         # The one-pass plan stores f in pool.parquet; without it, scoring reads the pool again.
-        two_pass = "f" not in (folder / "3_gradients/pool.parquet").parquet().schema_arrow.names
+        pool = (folder / "3_gradients/pool.parquet").read_batches(1)
+        two_pass = "f" not in next(pool).schema.names
         per_example = manifests["scores"]["fingerprint"]["settings"].get("per-example scores")
         seen += counts["val"] + counts["anchor"] + counts["pool"] * (1 + (two_pass and per_example))
     seconds = {stage: manifests[stage]["seconds"] for stage in manifests}
@@ -229,7 +234,7 @@ def place_of(cell: Cell) -> Where:
     return cell.model.name, cell.data.name, cell.budget.name
 
 
-def parts(records: Sequence[CellRecord]) -> dict[Where, list[CellRecord]]:
+def by_place(records: Sequence[CellRecord]) -> dict[Where, list[CellRecord]]:
     """Records grouped by table."""
     found: dict[Where, list[CellRecord]] = defaultdict(list)
     for record in records:
@@ -244,7 +249,7 @@ def make_table(
     found: list[Result] = []
     names = [choice.name for choice in matrix.methods]
     groups = table.groups or {"": [name for name in names if name not in table.reference]}
-    found_in = parts(records)
+    found_in = by_place(records)
     for where in dict.fromkeys(place_of(cell) for cell in matrix.cells()):
         part = found_in.get(where, [])
         columns = RESOURCES if table.kind == "resources" else result_columns(part)
@@ -336,7 +341,7 @@ def differences(records: Sequence[CellRecord], reference: str) -> list[Differenc
     examples.
     """
     found: list[Difference] = []
-    for where, part in parts(records).items():
+    for where, part in by_place(records).items():
         ours = {r.cell.seed: r.folder for r in part if r.cell.method.name == reference}
         stored = {seed: _per_example(folder) for seed, folder in ours.items()}
         for method in dict.fromkeys(r.cell.method.name for r in part):
@@ -422,7 +427,7 @@ def write_tables(matrix: Matrix, folder: Place, reference: str) -> list[RunPath]
     }
     for file, text in texts.items():
         atomic_write_text(out / file, text)
-    figures = draw(out)
+    figures = draw_comparison(out)
     page = out / "comparison.html"
     atomic_write_text(page, formatted("html", matrix.name, results, apart, reference, figures))
     return [*(out / file for file in texts), *figures, page]

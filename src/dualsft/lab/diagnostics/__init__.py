@@ -44,16 +44,14 @@ class PoolOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class AnchorSizeOptions:
+class AnchorSizeOptions(PoolOptions):
     sizes: Numbers = "256,512,1024,2048,4096"
     """Numbers of anchors to compare; sizes beyond the run's anchors are skipped, and the full
     number of anchors is added."""
-    pool: Whole = 4096
-    """Pool examples whose scores are compared (a seeded sample); 0 takes all."""
 
 
 @dataclass(frozen=True, slots=True)
-class SensitivityOptions:
+class SensitivityOptions(PoolOptions):
     data_budgets: Numbers = "0.02,0.05,0.1,0.2,0.5"
     """Data budgets to compare, as shares of all rows."""
     param_budgets: Numbers = "0.01,0.02,0.05,0.1,0.2"
@@ -63,8 +61,6 @@ class SensitivityOptions:
     taus: Numbers = "0.5,1.0,2.0,4.0"
     """Temperatures of CWSD to compare; each costs one walk over the anchors and one over the
     compared pool."""
-    pool: Whole = 4096
-    """Pool examples whose scores are compared (a seeded sample); 0 takes all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -28,11 +28,11 @@ from dualsft.algorithm.topk import TopK
 from dualsft.data.examples import Example
 from dualsft.engine.fused import fused_blocks
 from dualsft.engine.walk import cwsd_objective, walk
-from dualsft.lab.compare.plots import COLOURS
-from dualsft.lab.diagnostics import canvas, ranking
-from dualsft.lab.diagnostics.canvas import SIDES, Figures, Result
+from dualsft.lab import plots
+from dualsft.lab.diagnostics import ranking
 from dualsft.lab.diagnostics.job import DiagnosticJob, init_surrogate, warm_surrogate
 from dualsft.lab.diagnostics.ranking import jaccard, mask_jaccard, numbers, spearman
+from dualsft.lab.plots import COLOURS, SIDES, Figures, Result
 from dualsft.memory.placement import blank
 from dualsft.runs.context import pass_settings
 from dualsft.runs.stages.gradients import prior_of, read_pool
@@ -81,13 +81,14 @@ class _Setting:
         prior: Vector,
         dots: np.ndarray,
         lam: float | None = None,
-        relative: bool | None = None,
+        relative: bool | Literal["scores"] | None = None,
     ) -> tuple[float, Vector, np.ndarray]:
         """(effective λ, u, example scores) with another v_prior; λ is the run's unless given."""
         score = self.job.ctx.config.score
         lam = score.lam if lam is None else lam
         relative = score.lam_relative if relative is None else relative
-        factor = effective_lambda(lam, relative, self.terms.val_grad, prior)
+        weights = self.stepped(self.at.grad_sum)
+        factor = effective_lambda(lam, relative, self.terms.val_grad, prior, weights)
         return factor, self.base.plus(self.stepped(prior), factor), self.base_dots + factor * dots
 
     def against(
@@ -130,6 +131,9 @@ def preservation(job: DiagnosticJob) -> dict[str, Any]:
     own = _Setting(job)
     config, rows = job.ctx.config, []
     val_norm = own.terms.val_grad.norm()
+    forms: list[bool | Literal["scores"]] = [False, True]
+    if config.score.lam_relative == "scores":
+        forms.append("scores")
     for kind in KINDS:
         prior, dots = own.prior_grad, own.prior_dots
         if kind != config.score.preservation:
@@ -141,7 +145,7 @@ def preservation(job: DiagnosticJob) -> dict[str, Any]:
             if kind != "none" and job.ctx.warmed_up:
                 dots = own.dots(own.stepped(prior), f"scores of v_prior, {kind}")
         norm = prior.norm()
-        for relative in (False, True):
+        for relative in forms:
             lam, u, scores = own.variant(prior, dots, relative=relative)
             rows.append(
                 {
@@ -161,13 +165,14 @@ def preservation(job: DiagnosticJob) -> dict[str, Any]:
 
 def draw_preservation(result: Result) -> Figures:
     """Overlap with the run's own selection by kind of preservation, for both forms of λ."""
-    figure, axes = canvas.panels(1, 2, width=5.0)
-    own, words = result["own"], ("absolute", "relative")
+    own, words = result["own"], {False: "absolute", True: "relative", "scores": "score-relative"}
     form = words[own["lam_relative"]]
-    for relative, one in enumerate(axes):
-        rows = [r for r in result["rows"] if r["lam_relative"] == bool(relative)]
+    forms = list(dict.fromkeys(r["lam_relative"] for r in result["rows"]))
+    figure, axes = plots.panels(1, len(forms), width=5.0)
+    for relative, one in zip(forms, axes, strict=True):
+        rows = [r for r in result["rows"] if r["lam_relative"] == relative]
         names = [f"{r['preservation']}\nλ‖v_prior‖/‖v_new‖\n{r['share'] or 0:.2g}" for r in rows]
-        canvas.bars(one, names, canvas.jaccards(rows))
+        plots.bars(one, names, plots.jaccards(rows))
         one.set_title(f"{words[relative]} λ = {own['lam']:g}", fontsize=9, pad=18)
         one.tick_params(axis="x", labelsize=7)
         one.set_ylabel(f"Jaccard with the run ({own['preservation']}, {form} λ)", fontsize=8)
@@ -228,12 +233,12 @@ def anchor_sizes(wanted: list[int], available: int) -> list[int]:
 
 def draw_anchor_size(result: Result) -> Figures:
     """Cosine of v_prior and overlap of both selections, over the number of anchors."""
-    figure, (axes,) = canvas.panels()
+    figure, (axes,) = plots.panels()
     rows = result["rows"]
     sizes = [r["anchors"] for r in rows]
-    series = {"cosine of v_prior": canvas.column(rows, "cosine")}
-    canvas.lines(axes, sizes, series | canvas.jaccards(rows, "Jaccard, "))
-    canvas.log_axis(axes, sizes, base=2)
+    series = {"cosine of v_prior": plots.column(rows, "cosine")}
+    plots.lines(axes, sizes, series | plots.jaccards(rows, "Jaccard, "))
+    plots.log_axis(axes, sizes, base=2)
     axes.set_xlabel("anchors")
     axes.set_ylabel(f"agreement with {result['reference']:,} anchors")
     return {"": figure}
@@ -265,13 +270,13 @@ def components(job: DiagnosticJob) -> dict[str, Any]:
 
 def draw_components(result: Result) -> Figures:
     """Overlap and rank correlation with the full selection, without each component."""
-    figure, axes = canvas.panels(1, 2, width=4.8)
+    figure, axes = plots.panels(1, 2, width=4.8)
     rows = result["rows"]
     names = [f"without\n{r['without']}" for r in rows]
     kinds = {"jaccard": "Jaccard with the full selection", "spearman": "Spearman with its scores"}
     for one, (key, label) in zip(axes, kinds.items(), strict=True):
-        series = {title: canvas.column(rows, f"{key}_{side}") for side, title in SIDES.items()}
-        canvas.bars(one, names, series, "{:.3f}")
+        series = {title: plots.column(rows, f"{key}_{side}") for side, title in SIDES.items()}
+        plots.bars(one, names, series, "{:.3f}")
         one.set_ylabel(label)
     figure.suptitle(f"second-order share of u: {result['curvature_share']:.2g}", fontsize=9)
     return {"": figure}
@@ -369,7 +374,7 @@ def _temperatures(own: _Setting, taus: list[float]) -> list[dict[str, Any]]:
 
 def draw_sensitivity(result: Result) -> Figures:
     """Four panels, over b, k, λ and τ; a dotted line is the run's own setting."""
-    figure, axes = canvas.panels(2, 2, width=4.4, height=3.1)
+    figure, axes = plots.panels(2, 2, width=4.4, height=3.1)
     percent = {"share of positive score": "utility_share", "score ≤ 0": "nonpositive"}
     settings = (
         ("data_budgets", "share", "data budget b (% of all rows)"),
@@ -381,15 +386,15 @@ def draw_sensitivity(result: Result) -> Figures:
         rows, own, budget = result[key], result["own"][key], field == "share"
         factor = 100 if budget else 1
         if budget:
-            series = {title: canvas.column(rows, name, 100) for title, name in percent.items()}
+            series = {title: plots.column(rows, name, 100) for title, name in percent.items()}
         else:
-            series = canvas.jaccards(rows)
-        canvas.lines(one, [factor * r[field] for r in rows], series)
+            series = plots.jaccards(rows)
+        plots.lines(one, [factor * r[field] for r in rows], series)
         one.set_xlabel(label)
         one.set_ylabel("selected (%)" if budget else "Jaccard with the run")
         if not budget:
             one.set_ylim(0, 1.05)
         if isinstance(own, float):  # a budget may also be a count
             one.axvline(factor * own, color=COLOURS[-1], linestyle=":", label="the run's")
-            canvas.legend_above(one)
+            plots.legend_above(one)
     return {"": figure}

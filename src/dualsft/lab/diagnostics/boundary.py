@@ -29,11 +29,11 @@ from transformers import PreTrainedModel
 
 from dualsft.data.examples import Batch, Example
 from dualsft.engine.losses import plain_example_loss
-from dualsft.lab.diagnostics import canvas
-from dualsft.lab.diagnostics.canvas import SIDES, Figures, Result
-from dualsft.lab.diagnostics.hessian import batch_of, eager_model, plain_cwsd
+from dualsft.lab import plots
+from dualsft.lab.diagnostics.hessian import eager_model, plain_cwsd
 from dualsft.lab.diagnostics.job import DiagnosticJob, Surrogate, loss_walk, warm_surrogate
 from dualsft.lab.diagnostics.ranking import chunks, jaccard, mask_jaccard
+from dualsft.lab.plots import SIDES, Figures, Result
 from dualsft.storage.vectors import ParamVector, Vector
 
 Loss = Callable[[Batch], Tensor]
@@ -163,7 +163,7 @@ class _Curvature:
         with self.job.reporter.track(label, work, "examples") as progress:
             for rows, loss, weight in self._objectives():
                 for example in rows:
-                    value = loss(batch_of(self.job.ctx, [example]))
+                    value = loss(self.job.ctx.collate([example]))
                     add_hessian_product(self.candidates, value, held, total, weight / len(rows))
                     progress.advance(1, tokens=example.num_tokens)
         result: Vector = total
@@ -259,7 +259,7 @@ def _power(
 
 def draw_boundary(result: Result) -> Figures:
     """The gap at both selection boundaries and the errors that could bridge it, on a log scale."""
-    figure, axes = canvas.panels(1, 2, width=4.8)
+    figure, axes = plots.panels(1, 2, width=4.8)
     kinds = {
         "gap": "boundary gap",
         "twice_largest_error": "2 × largest\nmeasured error",
@@ -269,7 +269,7 @@ def draw_boundary(result: Result) -> Figures:
     for one, (side, title) in zip(axes, SIDES.items(), strict=True):
         facts = result[side]
         shown = {label: facts[key] for key, label in kinds.items() if (facts.get(key) or 0) > 0}
-        canvas.bars(one, list(shown), {title: list(shown.values())}, "{:.1e}")
+        plots.bars(one, list(shown), {title: list(shown.values())}, "{:.1e}")
         if shown:
             one.set_yscale("log")
         word = "the same" if facts["same_selection"] else "a different"

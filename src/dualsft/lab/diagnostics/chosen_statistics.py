@@ -23,15 +23,13 @@ import torch
 from torch import Tensor
 
 from dualsft.algorithm.scores import dot_alone
-from dualsft.data.examples import collate
 from dualsft.engine.losses import last_hidden
-from dualsft.engine.precision import widened
+from dualsft.engine.passes import widened
 from dualsft.engine.walk import loss_objective, remaining_batches, walk
-from dualsft.lab.compare.plots import COLOURS
-from dualsft.lab.diagnostics import canvas
-from dualsft.lab.diagnostics.canvas import SIDES, Figures, Result
+from dualsft.lab import plots
 from dualsft.lab.diagnostics.job import DiagnosticJob, warm_surrogate
 from dualsft.lab.diagnostics.ranking import chunks, sampled
+from dualsft.lab.plots import COLOURS, SIDES, Figures, Result
 from dualsft.memory.placement import at_hand
 from dualsft.model.load import locate
 from dualsft.runs.context import pass_settings
@@ -93,7 +91,7 @@ def data_statistics(job: DiagnosticJob) -> dict[str, Any]:
 
 def draw_data_statistics(result: Result) -> Figures:
     """Three panels of bars: alignment, loss, diversity."""
-    figure, axes = canvas.panels(1, 3, width=3.2, height=3.2)
+    figure, axes = plots.panels(1, 3, width=3.2, height=3.2)
     groups = result["groups"]
     kinds = (
         ("alignment", "alignment with validation (cosine)", "{:.3f}"),
@@ -102,7 +100,7 @@ def draw_data_statistics(result: Result) -> Figures:
     )
     for one, (key, label, form) in zip(axes, kinds, strict=True):
         names = [name.replace("_", "-") for name in groups]
-        canvas.bars(one, names, {key: canvas.column([*groups.values()], key)}, form)
+        plots.bars(one, names, {key: plots.column([*groups.values()], key)}, form)
         one.set_ylabel(label)
     return {"": figure}
 
@@ -147,7 +145,7 @@ def _embedding_sums(job: DiagnosticJob, groups: Mapping[str, np.ndarray]) -> dic
     with track as progress, ctx.pieces.loop():
         for rows in remaining_batches(pool, ctx.batch_tokens, done):
             chosen = [pool[i] for i in rows]
-            batch = collate(chosen, ctx.pad_id, ctx.config.data.padding_side, ctx.device)
+            batch = ctx.collate(chosen)
             hidden = last_hidden(model, batch)
             wide = reduction_dtype(hidden.device)
             real = batch.attention_mask[..., None].to(wide)
@@ -213,12 +211,12 @@ def param_statistics(job: DiagnosticJob) -> dict[str, Any]:
 
 def draw_param_statistics(result: Result) -> Figures:
     """Shares of the paper's groups in selection and candidates; enrichment by layer."""
-    figure, (left, right) = canvas.panels(1, 2, width=5.4, height=3.6)
+    figure, (left, right) = plots.panels(1, 2, width=5.4, height=3.6)
     groups = {k: v for k, v in result["groups"].items() if v["pool"] is not None}
     names = [name.replace(" layers", "\nlayers").replace(" within", "\nwithin") for name in groups]
     titles = {"selected": "selected", "pool": "candidates"}
-    shares = {title: canvas.column([*groups.values()], key, 100) for key, title in titles.items()}
-    canvas.bars(left, names, shares, "{:.1f}")
+    shares = {title: plots.column([*groups.values()], key, 100) for key, title in titles.items()}
+    plots.bars(left, names, shares, "{:.1f}")
     left.set_ylabel("share (%)")
     left.tick_params(axis="x", labelsize=7)
     layers = sorted((int(n), v) for n, v in result["layers"].items() if n != "other")
@@ -227,7 +225,7 @@ def draw_param_statistics(result: Result) -> Figures:
     right.locator_params(axis="x", integer=True)
     right.set_xlabel("layer")
     right.set_ylabel("enrichment (× share of candidates)")
-    canvas.legend_above(right)
+    plots.legend_above(right)
     return {"": figure}
 
 
@@ -279,9 +277,9 @@ def draw_heatmap(result: Result) -> Figures:
         share = 100 * np.array(result["selected_share"], float)
         tables["selected entries of the block (%)"] = share
     layers, modules = result["layers"], result["modules"]
-    names, every = canvas.short_names(modules), max(1, len(layers) // 14)
+    names, every = plots.short_names(modules), max(1, len(layers) // 14)
     height = max(3.0, 0.8 + 0.17 * len(layers))
-    figure, axes = canvas.panels(1, len(tables), width=max(3.8, 0.55 * len(modules)), height=height)
+    figure, axes = plots.panels(1, len(tables), width=max(3.8, 0.55 * len(modules)), height=height)
     for one, (label, values) in zip(axes, tables.items(), strict=True):
         image = one.imshow(values, aspect="auto", cmap="viridis", vmin=0)
         one.grid(False)
@@ -343,7 +341,7 @@ def _histogram(
 
 def draw_histograms(result: Result) -> Figures:
     """Histograms of both scores on log-like axes, with the cut-off."""
-    figure, axes = canvas.panels(1, 2)
+    figure, axes = plots.panels(1, 2)
     for one, (side, title) in zip(axes, SIDES.items(), strict=True):
         facts = result[side]
         one.stairs(
@@ -351,10 +349,10 @@ def draw_histograms(result: Result) -> Figures:
         )
         label = f"cut-off: {facts['selected']:,} of {facts['total']:,} selected"
         one.axvline(facts["cutoff"], color=COLOURS[1], linestyle="--", label=label)
-        canvas.signed_axis(one, "x", facts["edges"], facts["scale"])
+        plots.signed_axis(one, "x", facts["edges"], facts["scale"])
         one.set_yscale("symlog", linthresh=1)
         one.set_ylim(0, 2 * max(facts["counts"]))
-        one.set_xlabel(canvas.SCORE)
+        one.set_xlabel(plots.SCORE)
         one.set_ylabel(f"{title} per bin")
-        canvas.legend_above(one)
+        plots.legend_above(one)
     return {"": figure}

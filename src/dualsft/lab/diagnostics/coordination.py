@@ -22,9 +22,7 @@ from typing import Any
 import numpy as np
 
 from dualsft.algorithm.topk import TopK
-from dualsft.lab.compare.plots import COLOURS
-from dualsft.lab.diagnostics import canvas
-from dualsft.lab.diagnostics.canvas import SIDES, Figures, Result
+from dualsft.lab import plots
 from dualsft.lab.diagnostics.job import DiagnosticJob, Surrogate, init_surrogate, warm_surrogate
 from dualsft.lab.diagnostics.ranking import (
     RANKED,
@@ -38,6 +36,7 @@ from dualsft.lab.diagnostics.ranking import (
     sum_at,
     vector_spearman,
 )
+from dualsft.lab.plots import COLOURS, SIDES, Figures, Result
 from dualsft.runs.preflight import read_manifests
 from dualsft.storage.vectors import Products
 
@@ -83,13 +82,13 @@ def _regret(side: str, at: Surrogate, overlap: float, got: float, most: float) -
 
 def draw_local_regret(result: Result) -> Figures:
     """Jaccard and regret by side and checkpoint."""
-    figure, axes = canvas.panels(1, 2)
+    figure, axes = plots.panels(1, 2)
     rows = {(r["side"], r["checkpoint"]): r for r in result["rows"]}
     at = list(dict.fromkeys(r["checkpoint"] for r in result["rows"]))
     measures = {"jaccard": "Jaccard, aware and unaware", "regret_percent": "regret (% of utility)"}
     for one, (key, label) in zip(axes, measures.items(), strict=True):
         series = {name: [rows[side, name][key] for side in SIDES] for name in at}
-        canvas.bars(one, list(SIDES.values()), series)
+        plots.bars(one, list(SIDES.values()), series)
         one.set_ylabel(label)
     axes[0].set_ylim(0, 1.1)
     return {"": figure}
@@ -139,7 +138,7 @@ def coordination_gap(job: DiagnosticJob) -> dict[str, Any]:
 
 def draw_coordination_gap(result: Result) -> Figures:
     """The measures without units, for both sides."""
-    figure, (axes,) = canvas.panels(1, 1, width=6.4)
+    figure, (axes,) = plots.panels(1, 1, width=6.4)
     keys = {
         "relative_gap": "‖gap‖ / ‖isolated‖",
         "cosine": "cosine",
@@ -148,7 +147,7 @@ def draw_coordination_gap(result: Result) -> Figures:
         "jaccard": "Jaccard of\nthe selections",
     }
     series = {title: [result[side][key] for key in keys] for side, title in SIDES.items()}
-    canvas.bars(axes, list(keys.values()), series)
+    plots.bars(axes, list(keys.values()), series)
     axes.set_ylabel("isolated versus aware scores")
     return {"": figure}
 
@@ -274,22 +273,22 @@ def draw_reselection(result: Result) -> Figures:
     titles = {"data_to_param": "data → param", "param_to_data": "param → data"}
     orders = {titles[order]: rows for order, rows in result["orders"].items()}
     rounds = [r["rounds"] for r in result["orders"]["data_to_param"]]
-    figure, axes = canvas.panels(1, 3, width=3.9)
-    overlaps: dict[str, canvas.Values] = {}
+    figure, axes = plots.panels(1, 3, width=3.9)
+    overlaps: dict[str, plots.Values] = {}
     for title, rows in orders.items():
-        overlaps |= canvas.jaccards(rows, f"{title}: ")
-    canvas.lines(axes[0], rounds, overlaps)
+        overlaps |= plots.jaccards(rows, f"{title}: ")
+    plots.lines(axes[0], rounds, overlaps)
     axes[0].set_ylabel("Jaccard with the one-shot selection")
     axes[0].set_ylim(0, 1.05)
-    canvas.legend_above(axes[0], columns=2)
+    plots.legend_above(axes[0], columns=2)
     for one, key, factor, label in (
         (axes[1], "utility_gain", 100.0, "gain of surrogate utility (%)"),
         (axes[2], "relative_selection", 1.0, "cost of selection (× one-shot)"),
     ):
-        canvas.lines(
+        plots.lines(
             one,
             rounds,
-            {f"{t} first": canvas.column(rows, key, factor) for t, rows in orders.items()},
+            {f"{t} first": plots.column(rows, key, factor) for t, rows in orders.items()},
         )
         one.set_ylabel(label)
     for one in axes:
@@ -301,7 +300,7 @@ def draw_reselection(result: Result) -> Figures:
 
 
 def _draw_scatter(scatter: Result) -> Any:
-    figure, axes = canvas.panels(1, len(scatter), height=3.8)
+    figure, axes = plots.panels(1, len(scatter), height=3.8)
     for one, (side, facts) in zip(axes, scatter.items(), strict=True):
         x, y = np.array(facts["one_shot"]), np.array(facts["rescored"])
         one.plot(x, y, "o", color=COLOURS[0], markersize=3, alpha=0.5, markeredgewidth=0)
@@ -309,10 +308,10 @@ def _draw_scatter(scatter: Result) -> Any:
         for values, which in ((x, "x"), (y, "y")):
             sizes = np.abs(values[values != 0])
             if side == "params" and len(sizes):  # heavy tails would collapse on a linear axis
-                canvas.signed_axis(one, which, values.tolist(), float(np.median(sizes)))
+                plots.signed_axis(one, which, values.tolist(), float(np.median(sizes)))
         rank = "—" if facts["spearman"] is None else f"{facts['spearman']:.3f}"
         one.set_title(f"{SIDES[side]}: Spearman {rank}, Jaccard {facts['jaccard']:.3f}", fontsize=9)
-        one.set_xlabel(f"one-shot score, {canvas.SCORE}", fontsize=8)
+        one.set_xlabel(f"one-shot score, {plots.SCORE}", fontsize=8)
         one.set_ylabel("re-scored, other side fixed", fontsize=8)
         one.tick_params(labelsize=7)
     return figure

@@ -27,18 +27,19 @@ from torch import Tensor
 
 from dualsft.algorithm.projection import ProjectionTerms, effective_lambda
 from dualsft.config.settings import ScoreConfig
-from dualsft.data.examples import collate, make_batches
+from dualsft.data.examples import make_batches
 from dualsft.engine.losses import distillation_objective
 from dualsft.errors import ConfigError
-from dualsft.lab.compare.plots import COLOURS, MARKERS
-from dualsft.lab.diagnostics import canvas
-from dualsft.lab.diagnostics.canvas import Figures, Result
+from dualsft.lab import plots
 from dualsft.lab.diagnostics.job import (
     DiagnosticJob,
     Surrogate,
+    Trials,
     gradient_sum,
     init_surrogate,
     loss_walk,
+    quiet,
+    steps_plan,
     warm_surrogate,
 )
 from dualsft.lab.diagnostics.ranking import (
@@ -48,9 +49,11 @@ from dualsft.lab.diagnostics.ranking import (
     mean_of,
     numbers,
     pair_agreement,
+    sample,
     spearman,
+    stratified_mask,
 )
-from dualsft.lab.diagnostics.trials import Trials, quiet, sample, steps_plan, stratified_mask
+from dualsft.lab.plots import COLOURS, MARKERS, Figures, Result
 from dualsft.memory.placement import at_hand
 from dualsft.runs.method import Job
 from dualsft.runs.stages.selection import param_budget
@@ -159,7 +162,8 @@ class _Checkpoint:
         )
         cwsd = score.preservation == "cwsd" and job.ctx.warmed_up
         self.teacher = job.ctx.theta_old() if cwsd else None
-        self.own_lam = "relative" if score.lam_relative and "relative" in self.lams else "absolute"
+        own = {True: "relative", "scores": "scores"}.get(score.lam_relative, "absolute")
+        self.own_lam = own if own in self.lams else "absolute"
         """The form of λ in the run's own scores."""
         self.new, self.prior = self._measure()
 
@@ -237,13 +241,9 @@ class _Checkpoint:
         new = Job(ctx, "data", ctx.rundir.path).losses(self.model, self.val, "validation")
         if self.teacher is None:
             return new, np.zeros(1)
-        prior, tau, side = (
-            np.empty(len(anchors)),
-            ctx.config.score.tau,
-            ctx.config.data.padding_side,
-        )
+        prior, tau = np.empty(len(anchors)), ctx.config.score.tau
         for rows in make_batches(anchors, ctx.batch_tokens):
-            batch = collate([anchors[i] for i in rows], ctx.pad_id, side, self.model.device)
+            batch = ctx.collate([anchors[i] for i in rows])
             _, divergence, omega = distillation_objective(self.teacher, self.model, batch, tau)
             prior[rows] = (divergence * omega).cpu().numpy()
         return new, prior
@@ -349,8 +349,10 @@ def forms_of_u(
     lams = {"none": 0.0, "absolute": score.lam}
     if prior_grad is not None:
         lams["relative"] = effective_lambda(score.lam, True, val_grad, prior_grad)
-    elif score.lam_relative:
+    elif score.lam_relative is True:
         lams["relative"] = own_lam
+    if score.lam_relative == "scores":
+        lams["scores"] = own_lam
     forms: dict[ScoreForm, Vector] = {}
     for lam, factor in lams.items():
         v_val = val_grad if prior_grad is None else val_grad.plus(prior_grad, factor)
@@ -386,7 +388,7 @@ def draw_fidelity(result: Result) -> Figures:
     """ρ and pairwise agreement over K with 95 % intervals; every form of u; the LDS over K."""
     own = any(r["objective"] == "own" for r in result["rows"])
     rows = [r for r in result["rows"] if r["objective"] == ("own" if own else "new")]
-    figure, places = canvas.panels(2, 2, 4.8, 3.4)
+    figure, places = plots.panels(2, 2, 4.8, 3.4)
     measures = (("rho", "Spearman ρ", 0.0), ("pair", "pairwise agreement (%)", 50.0))
     for across, (side, title) in enumerate(SETS.items()):
         mine = [r for r in rows if r["side"] == side and r["paper_row"] and r["K"] != "mean"]
@@ -401,14 +403,14 @@ def draw_fidelity(result: Result) -> Figures:
     if means := [r for r in rows if r["K"] == "mean" and r["rho"] is not None]:
         figures["_forms"] = _forms(means)
     if any(r["lds"] is not None for r in result["lds"]):
-        figures["_lds"], (axes,) = canvas.panels(1, 1, 5.6, 3.8)
+        figures["_lds"], (axes,) = plots.panels(1, 1, 5.6, 3.8)
         scores = [
             {"K": r["K"], "curve": f"{r['checkpoint']}, {r['step']} step", "lds": r["lds"]}
             | {"lds_interval": (r["low"], r["high"])}
             for r in result["lds"]
         ]
         _curves(axes, scores, "lds", "linear datamodeling score (mean ρ)", 0.0)
-        canvas.legend_above(axes, 4)
+        plots.legend_above(axes, 4)
     return figures
 
 
@@ -438,8 +440,8 @@ def _curves(axes: Any, rows: Sequence[Result], key: str, label: str, chance: flo
             elinewidth=0.8,
             label=name,
         )
-    canvas.guide(axes, y=chance)
-    canvas.log_axis(axes, sorted({r["K"] for r in rows}))
+    plots.guide(axes, y=chance)
+    plots.log_axis(axes, sorted({r["K"] for r in rows}))
     axes.set_xlabel("AdamW steps K from the checkpoint")
     axes.set_ylabel(label)
 
@@ -451,15 +453,15 @@ def _forms(means: Sequence[Result]) -> Any:
         return f"{row['checkpoint']} · {row['order']} · λ {row['lam']} · {row['step']}"
 
     labels = list(dict.fromkeys(form(r) for r in means))
-    figure, (axes,) = canvas.panels(1, 1, 7.2, 1.2 + 0.22 * len(labels))
+    figure, (axes,) = plots.panels(1, 1, 7.2, 1.2 + 0.22 * len(labels))
     for number, (side, name) in enumerate(SETS.items()):
         mine = [r for r in means if r["side"] == side]
         y = [labels.index(form(r)) + 0.14 * (2 * number - 1) for r in mine]
         axes.hlines(y, *_ends(mine, "rho"), COLOURS[number], linewidth=0.9)
         points = [r["rho"] for r in mine]
         axes.plot(points, y, MARKERS[number], color=COLOURS[number], markersize=4, label=name)
-    canvas.guide(axes, x=0.0)
-    canvas.rows_axis([axes], labels)
+    plots.guide(axes, x=0.0)
+    plots.rows_axis([axes], labels)
     axes.set_xlabel("Spearman ρ, mean over K (95 % interval)")
-    canvas.legend_above(axes)
+    plots.legend_above(axes)
     return figure

@@ -29,24 +29,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dualsft.data.examples import Batch, Example, collate, make_batches
+from dualsft.data.examples import Batch, Example, make_batches
 from dualsft.engine.ghost import GhostEngine, alone
 from dualsft.engine.losses import Positions, model_inputs, plain_example_loss
 from dualsft.errors import ConfigError
-from dualsft.lab.compare.plots import COLOURS
-from dualsft.lab.diagnostics import canvas
-from dualsft.lab.diagnostics.canvas import Figures, Result
+from dualsft.lab import plots
 from dualsft.lab.diagnostics.chosen_statistics import family
-from dualsft.lab.diagnostics.job import DiagnosticJob, gradient_sum, warm_surrogate
+from dualsft.lab.diagnostics.job import DiagnosticJob, gradient_sum, quiet, warm_surrogate
 from dualsft.lab.diagnostics.ranking import (
     cosine,
     counts,
     mean_of,
     pair_agreement,
+    sample,
     spearman,
     top_overlap,
 )
-from dualsft.lab.diagnostics.trials import quiet, sample
+from dualsft.lab.plots import COLOURS, Figures, Result
 from dualsft.model.load import Candidates, load_model, locate
 from dualsft.runs.context import RunContext
 from dualsft.storage.vectors import Vector, accumulation_dtype
@@ -180,7 +179,7 @@ class _Checkpoint:
         sums = self.second_order(each, grad_sum)
         curvature = self.ctx.curvature(self.engine.candidates)
         scale = self.ctx.config.score.curvature_scale
-        eta_sc = self.ctx.config.finetune.lr / len(self.pool)
+        eta_sc = self.ctx.base_lr() / len(self.pool)
         rows = []
         for one in self.slices:
             name = one.parameter
@@ -207,7 +206,7 @@ class _Checkpoint:
         label = f"{what} at the slices ({self.name})"
         with self.job.reporter.track(label, len(rows), "examples") as progress:
             for example in rows:
-                batch = batch_of(self.ctx, [example])
+                batch = self.ctx.collate([example])
                 alone(model, some, batch, lambda n, g: found[n].append(slices[n].of(g)))
                 progress.advance(1, tokens=example.num_tokens)
         return {name: np.stack(values) for name, values in found.items()}
@@ -257,7 +256,7 @@ class _Checkpoint:
         with self.job.reporter.track(label, len(rows), "examples") as progress:
             while waiting:
                 chosen = waiting.pop(0)
-                batch = batch_of(self.ctx, [rows[i] for i in chosen])
+                batch = self.ctx.collate([rows[i] for i in chosen])
                 try:
                     found = self.products(loss(batch), own, grad_sum)
                 except Exception as problem:
@@ -347,9 +346,9 @@ def _means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def draw_hessian(result: Result) -> Figures:
     """Agreement of the scores and of the second-order terms, by region and module."""
     means = [m for m in result["means"] if m["region"] != "all" and m["reference"] == "slice"]
-    short = canvas.short_names(list(dict.fromkeys(m["module"] for m in means)))
+    short = plots.short_names(list(dict.fromkeys(m["module"] for m in means)))
     places = list(dict.fromkeys((m["region"], m["module"]) for m in means))
-    figure, columns = canvas.panels(1, 3, 3.6, 1.6 + 0.4 * len(places))
+    figure, columns = plots.panels(1, 3, 3.6, 1.6 + 0.4 * len(places))
     shown = {
         "data": "ρ of example scores",
         "param": "ρ of entry scores",
@@ -363,15 +362,15 @@ def draw_hessian(result: Result) -> Figures:
                 [m[part]["rho"] or 0.0 for m in mine],
                 height=0.36,
                 color=COLOURS[number],
-                hatch=canvas.HATCHES[number],
+                hatch=plots.HATCHES[number],
                 edgecolor="white",
                 label=checkpoint,
             )
         axes.set_title(title, fontsize=9)
-        canvas.guide(axes, x=0.0)
+        plots.guide(axes, x=0.0)
         axes.set_xlim(-1.02, 1.02)
         axes.set_xlabel("Spearman ρ")
-    canvas.rows_axis(columns, [f"{region}, {short[module]}" for region, module in places])
+    plots.rows_axis(columns, [f"{region}, {short[module]}" for region, module in places])
     columns[-1].legend(fontsize=7, loc="lower left")
     return {"": figure}
 
@@ -395,7 +394,3 @@ def plain_cwsd(
     log_p = torch.log_softmax(logits(student) / tau, -1)
     kl = tau**2 * (log_q.exp() * (log_q - log_p)).sum(-1)
     return (kl * weight.to(kl.dtype)).sum()
-
-
-def batch_of(ctx: RunContext, rows: list[Example]) -> Batch:
-    return collate(rows, ctx.pad_id, ctx.config.data.padding_side, ctx.device)

@@ -8,6 +8,11 @@ Progress of long diagnostics is saved as pieces (`storage/resume.py`) and resume
 The local surrogate (Algorithm 1 lines 3 to 8) at θ̄ ("warmup") is read from the run folder. At θ_old
 ("init") the gradients are computed, v_prior is zero and ĉ is that of the warmup's optimizer. Values
 are in units of u / eta_sc until a result is reported.
+
+`Trials` are repeated short trainings from the same weights: MaskedFT (line 12) as in the run itself
+(`train/loop.py`, SparseAdamW), on given examples and entries, for a given number of steps.
+Afterwards the trained weights are restored bit for bit, so all trials use one loaded model. Methods
+that train a reference model use `masked_finetune` as well.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from dualsft.algorithm.projection import Scored, param_scores, projection_terms
 from dualsft.algorithm.scores import exact_dots
@@ -31,27 +37,39 @@ from dualsft.algorithm.selection import product_source
 from dualsft.algorithm.topk import TopK, top_b, topk_signed
 from dualsft.config import settings
 from dualsft.config.methods import load_target
-from dualsft.data.examples import Example, digest
+from dualsft.data.examples import Example, generator
 from dualsft.engine.ghost import GhostEngine
-from dualsft.engine.walk import loss_objective, walk
-from dualsft.engine.walk_state import PassResult
+from dualsft.engine.walk import PassResult, loss_objective, walk
 from dualsft.errors import RunError
 from dualsft.lab.diagnostics import Diagnostic, Wanted
-from dualsft.lab.diagnostics.canvas import save
+from dualsft.lab.plots import save
 from dualsft.memory.placement import at_hand, blank
+from dualsft.model.load import text_parameters
 from dualsft.runs.context import RunContext, pass_settings
 from dualsft.runs.folder import RunDir, atomic_write_text
-from dualsft.runs.method import Scoring
-from dualsft.runs.preflight import outdated, read_manifests
-from dualsft.runs.stages.selection import data_budget, final_folder, param_budget, read_mask
+from dualsft.runs.method import Job, Scoring
+from dualsft.runs.preflight import outdated, read_manifests, reading
+from dualsft.runs.stages.finetune import finetune_plan
+from dualsft.runs.stages.scores import read_scores
+from dualsft.runs.stages.selection import (
+    data_budget,
+    final_folder,
+    num_trained,
+    param_budget,
+    read_mask,
+)
 from dualsft.storage.resume import Pieces
 from dualsft.storage.vectors import ParamVector, Vector
 from dualsft.system.paths import Place, RunPath, run_path
-from dualsft.system.progress import Reporter
+from dualsft.system.progress import NOTE, Reporter
 from dualsft.system.signals import Interrupted
 from dualsft.system.usage import PeakMemory
+from dualsft.train.loop import Hooks, TrainingPlan, train
+from dualsft.train.optimizer import SparseAdamW
 
 FOLDER = "diagnostics"
+
+Indices = Mapping[str, Tensor | None]
 
 
 def diagnose(
@@ -196,8 +214,7 @@ class DiagnosticJob:
 
     def rng(self, purpose: str) -> np.random.Generator:
         """A random generator that depends only on the seed and the purpose."""
-        words = np.frombuffer(digest(self.ctx.config.seed, purpose), np.uint32)
-        return np.random.default_rng(words.tolist())
+        return generator(self.ctx.config.seed, purpose)
 
     @cached_property
     def records(self) -> dict[str, Any]:
@@ -242,16 +259,18 @@ class DiagnosticJob:
     def known_scores(self) -> tuple[np.ndarray | None, np.ndarray]:
         """(best known ⟨u, g_n⟩ of the pool, error bound of each); None if it was not computed: for
         DualSFT-Param, and in the calibrated form, whose scores are others."""
-        table = (self.ctx.folder("scores") / "examples.parquet").read_table()
-        if table["score"].null_count or self.ctx.config.score.form == "calibrated":
-            return None, np.zeros(len(table))
-        score, bound = table["score"].to_numpy().copy(), table["bound"].to_numpy().copy()
+        pool = self.scoring.pool
+        found = read_scores(self.ctx.folder("scores"), pool)
+        if found is None or self.ctx.config.score.form == "calibrated":
+            return None, np.zeros(len(pool))
+        score, bound = (values.copy() for values in found)
         rescored = self.ctx.folder("selection") / "rescored.parquet"
         if rescored.is_file():
-            again = rescored.read_table()
-            place = {e.id: i for i, e in enumerate(self.scoring.pool)}
-            at = [place[name] for name in again["id"].to_pylist()]
-            score[at], bound[at] = again["score"].to_numpy(), 0.0
+            with reading(rescored):
+                again = rescored.read_table()
+                place = {e.id: i for i, e in enumerate(pool)}
+                at = [place[name] for name in again["id"].to_pylist()]
+                score[at], bound[at] = again["score"].to_numpy(), 0.0
         return score, bound
 
 
@@ -376,6 +395,125 @@ def init_surrogate(job: DiagnosticJob) -> Surrogate | None:
     grad_sum = gradient_sum(ctx, engine, pool, "pool (G, init)")
     nothing = val_grad.combine(torch.zeros_like)
     curvature = ctx.curvature(engine.candidates)
-    score, lr = ctx.config.score, ctx.config.finetune.lr
-    terms = projection_terms(score, lr, len(pool), val_grad, nothing, curvature)
+    score, lr = ctx.config.score, ctx.base_lr()
+    terms = projection_terms(score, lr, len(pool), val_grad, nothing, curvature, grad_sum)
     return Surrogate(job, "init", engine, Scored.of(terms, grad_sum, nothing))
+
+
+# --- trials --------------------------------------------------------------------------------------
+
+
+class Quiet(Reporter):
+    """Suppresses log lines and progress, and forwards warnings."""
+
+    def __init__(self, outer: Reporter) -> None:
+        super().__init__(lambda _: None)
+        self.outer = outer
+
+    def warn(self, message: str, code: str = NOTE) -> None:
+        self.outer.warn(message, code)
+
+
+def quiet(ctx: RunContext) -> RunContext:
+    """A context for many small tasks: without log lines and without saved progress."""
+    return replace(ctx, reporter=Quiet(ctx.reporter), pieces=Pieces(), plans={})
+
+
+def steps_plan(
+    ctx: RunContext, steps: int, lr: float | None = None, batch_size: int | None = None
+) -> TrainingPlan:
+    """The fine-tuning plan of the run, with exactly this many steps."""
+    plan = finetune_plan(ctx, num_trained(ctx))
+    lr, batch_size = lr or plan.lr, batch_size or plan.batch_size
+    return replace(plan, lr=lr, batch_size=batch_size, epochs=1, min_steps=steps, max_steps=steps)
+
+
+def masked_finetune(
+    ctx: RunContext,
+    model: PreTrainedModel,
+    examples: Sequence[Example],
+    indices: Indices | None,
+    plan: TrainingPlan,
+    label: str,
+    pieces: Pieces | None = None,
+    hooks: Hooks = Hooks(),  # noqa: B008
+    log_step: Callable[..., None] = lambda **_: None,
+    offload: bool = False,
+) -> None:
+    """Train these entries (None: all) on these examples, with the run's optimizer settings."""
+    with SparseAdamW(
+        text_parameters(model),
+        indices,
+        lr=plan.lr,
+        weight_decay=ctx.config.finetune.weight_decay,
+        moments=ctx.config.finetune.moments,
+        offload=offload,
+        seed=ctx.config.seed,
+        free_gradients=True,
+    ) as optimizer:
+        train(model, examples, optimizer, plan, ctx.reporter, label, log_step, pieces, hooks)
+
+
+class Trials:
+    """Trainings of one model that all start from its current weights."""
+
+    def __init__(
+        self, ctx: RunContext, model: PreTrainedModel, pieces: Pieces | None = None
+    ) -> None:
+        """`pieces` saves progress inside a trial; without it, an interrupted trial starts over."""
+        self.ctx, self.model, self.pieces = ctx, model, pieces
+        self._start: dict[str, Tensor] = {}
+
+    def run(
+        self,
+        examples: Sequence[Example],
+        indices: Indices | None,
+        plan: TrainingPlan,
+        label: str,
+        observe: Callable[[int], None] | None = None,
+        constant: bool = False,
+        hooks: Hooks = Hooks(),  # noqa: B008
+    ) -> None:
+        """Train the model; call `reset` to restore the weights.
+
+        `observe` is called after every step, with the model in eval mode. `constant` keeps the
+        learning rate at its peak, so that the first K steps do not depend on the total number of
+        steps. `hooks` may save and restore the state of `observe` together with the weights.
+        """
+
+        def after_step(done: int) -> None:
+            if observe is not None:
+                self.model.eval()
+                observe(done)
+                self.model.train()
+
+        def hold(optimizer: SparseAdamW) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = plan.lr
+
+        own = replace(hooks, after_step=after_step, before_update=hold if constant else None)
+        for name, weight in text_parameters(self.model):
+            if (indices is None or name in indices) and name not in self._start:
+                self._start[name] = weight.detach().to("cpu", copy=True)
+        masked_finetune(self.ctx, self.model, examples, indices, plan, label, self.pieces, own)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Restore the initial weights, bit for bit."""
+        own = dict(text_parameters(self.model))
+        for name, weight in self._start.items():
+            own[name].copy_(weight)
+
+
+def plain_training(ctx: RunContext) -> None:
+    """Refuse a run whose fine-tuning is more than a fixed mask on fixed examples."""
+    params = ctx.methods.load("params")
+    moving = params.refresh_every(Job(ctx, "params", ctx.rundir.path)) is not None
+    retained = ctx.config.finetune.retention > 0
+    if params.adapter or moving or retained or ctx.methods["weights"] or ctx.methods["after"]:
+        names = [e.name for e in ctx.methods.entries.values() if e is not None]
+        names += ["finetune.retention"] if retained else []
+        raise RunError(
+            f"the run's fine-tuning ({', '.join(names)}) is more than a fixed mask on fixed "
+            "examples, which is all that this diagnostic can train; use it on a run of dualsft"
+        )

@@ -1,4 +1,4 @@
-"""Agreement of rankings and selections, with bootstrap intervals, and samples of long vectors.
+"""Agreement of rankings and selections, bootstrap intervals, samples of vectors, rows and masks.
 
 Spearman's ρ has ties averaged. Pairwise agreement is the percentage of pairs that both rankings put
 in the same order; a tie on either side counts half. Intervals are 95 % percentile bootstraps over
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualsft.data.examples import Example
 from dualsft.errors import ConfigError
 from dualsft.storage.vectors import Seen, Vector
 
@@ -219,3 +220,35 @@ def counts(text: str, field: str) -> list[int]:
     rule = "whole numbers of at least 0"
     found = numbers(text, field, lambda n: n >= 0 and n.is_integer(), rule)
     return sorted({int(n) for n in found})
+
+
+def sample(rng: np.random.Generator, rows: Sequence[Example], count: int | None) -> list[Example]:
+    """A random sample of `count` rows in their original order; all rows if there are fewer."""
+    if count is None or count >= len(rows):
+        return list(rows)
+    return [rows[i] for i in np.sort(rng.choice(len(rows), count, replace=False))]
+
+
+def stratified_mask(
+    rng: np.random.Generator, sizes: Mapping[str, int], k: int, varied: bool = False
+) -> dict[str, Tensor]:
+    """k random entries, with a count per parameter in proportion to its size.
+
+    `varied` also draws a random density per parameter (exponential), so that masks differ in their
+    distribution over layers as well. The total stays k. Parameters without entries are left out.
+    """
+    limits = np.array(list(sizes.values()), dtype=np.int64)
+    weights = limits * (rng.exponential(size=len(limits)) if varied else 1.0)
+    quota = np.zeros(len(limits), dtype=np.int64)
+    while (left := k - int(quota.sum())) > 0:  # redistribute what exceeded a parameter's size
+        open_ = np.where(quota < limits, weights, 0.0)
+        exact = left * open_ / open_.sum()
+        more = np.floor(exact).astype(np.int64)
+        rest = left - int(more.sum())
+        more[np.argsort(-(exact - more), kind="stable")[:rest]] += 1
+        quota = np.minimum(quota + more, limits)
+    return {
+        name: torch.from_numpy(rng.choice(size, count, replace=False, shuffle=False)).sort().values
+        for (name, size), count in zip(sizes.items(), quota.tolist(), strict=True)
+        if count
+    }

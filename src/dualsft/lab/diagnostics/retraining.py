@@ -34,21 +34,26 @@ from transformers import PreTrainedModel
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine, alone
 from dualsft.errors import RunError
-from dualsft.lab.compare.plots import COLOURS, MARKERS
-from dualsft.lab.diagnostics import canvas
-from dualsft.lab.diagnostics.canvas import Figures, Result
-from dualsft.lab.diagnostics.hessian import batch_of
-from dualsft.lab.diagnostics.job import DiagnosticJob, gradient_sum
-from dualsft.lab.diagnostics.ranking import interval, mean_of, pair_agreement, sampled, spearman
-from dualsft.lab.diagnostics.trials import (
+from dualsft.lab import plots
+from dualsft.lab.diagnostics.job import (
+    DiagnosticJob,
     Trials,
+    gradient_sum,
     plain_training,
     quiet,
-    sample,
     steps_plan,
+)
+from dualsft.lab.diagnostics.ranking import (
+    interval,
+    mean_of,
+    pair_agreement,
+    sample,
+    sampled,
+    spearman,
     stratified_mask,
 )
 from dualsft.lab.evaluation.stage import compare, evaluation_sets
+from dualsft.lab.plots import COLOURS, MARKERS, Figures, Result
 from dualsft.model.load import text_parameters
 from dualsft.runs.context import pass_settings
 from dualsft.runs.stages.finetune import finetune_plan, training_examples
@@ -82,7 +87,8 @@ def drift(job: DiagnosticJob) -> dict[str, Any]:
     """Repeat the run's fine-tuning and score the probes at some points of it."""
     ctx, options = job.ctx, job.options
     plain_training(ctx)
-    examples, plan = training_examples(ctx, job.final), finetune_plan(ctx)
+    examples = training_examples(ctx, job.final)
+    plan = finetune_plan(ctx, len(examples))
     num_steps = plan.num_steps(len(examples))
     if num_steps == 0:
         raise RunError("drift: the run's fine-tuning has no steps (finetune.epochs is 0)")
@@ -149,7 +155,7 @@ class _Place:
         def keep(name: str, gradient: Tensor) -> None:
             found[name] = gradient.to(candidates.dtype, copy=True)
 
-        alone(self.engine.model, candidates, batch_of(self.ctx, [example]), keep)
+        alone(self.engine.model, candidates, self.ctx.collate([example]), keep)
         return ParamVector({name: found[name] for name in candidates})
 
 
@@ -254,24 +260,22 @@ def _spread(eta: float, points: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def draw_drift(result: Result) -> Figures:
     """Measured drift and its bound along the trajectory; rank correlation with scores at θ̄."""
-    figure, (left, right) = canvas.panels(1, 2, 4.6, 3.9)
+    figure, (left, right) = plots.panels(1, 2, 4.6, 3.9)
     points = result["points"]
     steps, examples, entries = ([p[key] for p in points] for key in ("step", "data", "param"))
     titles = {"max_drift": "largest drift", "median_drift": "median drift", "bound": "bound"}
-    canvas.lines(
-        left, steps, {title: canvas.column(examples, key) for key, title in titles.items()}
-    )
+    plots.lines(left, steps, {title: plots.column(examples, key) for key, title in titles.items()})
     gap = result["spread"]["median_gap"]
     if gap:
         left.axhline(gap, color=COLOURS[3], linewidth=1, label="median gap between two scores")
     if any(point["bound"] > 0 or point["median_drift"] > 0 for point in examples):
         left.set_yscale("log")
     left.set_ylabel("|change of an example's score| (loss)")
-    canvas.legend_above(left, 2)
-    canvas.lines(
+    plots.legend_above(left, 2)
+    plots.lines(
         right,
         steps,
-        {"examples": canvas.column(examples, "rho"), "entries": canvas.column(entries, "rho")},
+        {"examples": plots.column(examples, "rho"), "entries": plots.column(entries, "rho")},
     )
     right.set_ylabel("Spearman ρ with the scores at θ̄")
     where = "θ_old" if result["start"] == "old" else "θ̄"
@@ -288,7 +292,7 @@ def reverse(job: DiagnosticJob) -> dict[str, Any]:
     ctx, options = job.ctx, job.options
     plain_training(ctx)
     sides = Sides(job)
-    steps = options.steps or finetune_plan(ctx).num_steps(len(sides.dual))
+    steps = options.steps or finetune_plan(ctx, len(sides.dual)).num_steps(len(sides.dual))
     plan, sets = steps_plan(ctx, steps), evaluation_sets(ctx)
     before, model = ctx.theta_old(), ctx.theta_old()
     trials = Trials(quiet(ctx), model)
@@ -430,7 +434,7 @@ def draw_reverse(result: Result) -> Figures:
     """Loss of every combination after training, one panel per file, and KL to θ_old."""
     arms = result["arms"]
     files = list(arms[0]["files"])
-    figure, columns = canvas.panels(1, len(files) + 1, 3.4, 1.2 + 0.42 * len(arms))
+    figure, columns = plots.panels(1, len(files) + 1, 3.4, 1.2 + 0.42 * len(arms))
     order = {"dual": 0, "as run": 0, "random": 1, "reverse": 2}
     measures = [(name, "loss", f"loss on {name}") for name in files]
     measures.append(("validation", "kl", "KL to θ_old on validation (nats)"))
@@ -443,10 +447,10 @@ def draw_reverse(result: Result) -> Figures:
                 axes.hlines(i, min(draws), max(draws), COLOURS[rank], linewidth=1)
         if key == "loss":
             before = arms[0]["files"][name]["before"]
-            canvas.guide(axes, x=before)
+            plots.guide(axes, x=before)
             axes.annotate("θ_old", (before, -0.45), fontsize=7, color="#555555")
         axes.set_xlabel(title, fontsize=8)
-    canvas.rows_axis(columns, [f"D {arm['data']}, P {arm['params']}" for arm in arms])
+    plots.rows_axis(columns, [f"D {arm['data']}, P {arm['params']}" for arm in arms])
     steps = result["steps"]
     figure.suptitle(f"Reverse selection after {steps} steps (lower is better)", fontsize=10)
     return {"": figure}

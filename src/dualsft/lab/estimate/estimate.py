@@ -2,17 +2,15 @@
 
 The sizes of weights, vectors and optimizer states follow from the model's shapes. Memory and time
 per batch are measured on copies of the model with one and two layers (`lab/estimate/probe.py`).
-Rows are counted and a sample of them is tokenised (`lab/estimate/workload.py`). Training stages are
-computed in `lab/estimate/costs.py`; a walk has the plan that the run would choose
-(`memory/plans.py`). For a stage that does not fit, the settings that reduce its memory are named.
-Writes nothing.
+Rows are counted, a sample of them is tokenised, and training stages are computed in
+`lab/estimate/workload.py`; a walk has the plan that the run would choose (`memory/plans.py`). For a
+stage that does not fit, the settings that reduce its memory are named. Writes nothing.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from math import prod
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +20,19 @@ from dualsft.algorithm.scores import NUM_ALONE, NUM_ALONE_HALF
 from dualsft.config import settings
 from dualsft.config.settings import Config
 from dualsft.engine.fused import HALF_DTYPES
-from dualsft.lab.estimate.costs import Machine, Training
+from dualsft.engine.sketch import MAPPED_BYTES
 from dualsft.lab.estimate.probe import probe
-from dualsft.lab.estimate.workload import Workload, survey
+from dualsft.lab.estimate.workload import Machine, Training, Workload, survey
 from dualsft.memory.plans import GIB, Demand, Plan, choose, unmeasured
-from dualsft.model.load import empty_model, find_candidates, text_parameters
+from dualsft.model.load import empty_model, text_parameters
 from dualsft.runs.context import RunContext, pass_settings
 from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job
 from dualsft.runs.preflight import STAGE_NAMES, check_paths, check_stage
-from dualsft.runs.stages.finetune import finetune_plan
+from dualsft.runs.stages.finetune import describe_plan, finetune_plan, retention_batch
 from dualsft.runs.stages.gradients import one_pass_wanted, sketch_bytes, sketches_wanted
 from dualsft.runs.stages.scores import kept_vectors
-from dualsft.runs.stages.selection import data_budget, param_budget
+from dualsft.runs.stages.selection import num_trained, param_budget
 from dualsft.runs.stages.warmup import warmup_plan
 from dualsft.storage.vectors import accumulation_dtype
 from dualsft.system.progress import Reporter
@@ -83,6 +81,8 @@ class Estimate:
     num_rows: int
     num_tokens: int
     longest: int
+    finetuning: str
+    """Rows, batch size, epochs, steps and learning rate of the fine-tuning, in one line."""
     stages: tuple[StageEstimate, ...]
 
     @property
@@ -132,17 +132,15 @@ class _Estimator:
 
     def __init__(self, ctx: RunContext) -> None:
         self.ctx, self.config, self.methods = ctx, ctx.config, ctx.methods
+        self.shapes, self.num_candidates = ctx.candidate_shapes, ctx.num_candidates
+        self.num_parameters = ctx.num_parameters
         empty = empty_model(ctx.model_folder, ctx.trusted)
-        candidates = find_candidates(empty, ctx.config.score.candidates)
-        self.shapes = {name: tuple(p.shape) for name, p in candidates.items()}
-        self.num_candidates = sum(map(prod, self.shapes.values()))
-        self.num_parameters = sum(p.numel() for p in empty.parameters())
         self.num_trainable = sum(p.numel() for _, p in text_parameters(empty))
         self.half = ctx.dtype in HALF_DTYPES
         self.wide = accumulation_dtype(ctx.dtype).itemsize
-        self.model_bytes = self.num_parameters * ctx.dtype.itemsize
-        self.vector_bytes = self.num_candidates * self.wide
+        self.model_bytes, self.vector_bytes = ctx.model_bytes, ctx.vector_bytes
         self.work = survey(ctx)
+        ctx.split_counts = self.work.counts
         self.machine = this_machine(ctx, self.model_bytes, self.work)
         self.split_base = self.machine.base  # the split loads no model and does not use CUDA
         self.probe = probe(ctx, self.work)
@@ -150,10 +148,7 @@ class _Estimator:
             self.machine = this_machine(ctx, self.model_bytes, self.work)
         data, params = self.methods.load("data"), self.methods.load("params")
         self.pool_roles = data.pool_roles
-        num_pool = sum(self.work.counts[role] for role in data.pool_roles)
-        self.num_trained = num_pool
-        if data.entry.uses_budget:
-            self.num_trained = data_budget(ctx, self.work.num_full, num_pool)
+        self.num_trained = num_trained(ctx)
         self.num_selected = 0
         """Entries in the mask. 0 if every parameter is trained, or an adapter."""
         if params.entry.uses_budget:
@@ -184,6 +179,9 @@ class _Estimator:
             num_rows=self.work.num_full,
             num_tokens=self.work.num_tokens,
             longest=self.work.longest.num_tokens,
+            finetuning=describe_plan(
+                self.ctx, finetune_plan(self.ctx, self.num_trained), self.num_trained
+            ),
             stages=tuple(stage() for stage in stages if stage not in idle),
         )
 
@@ -231,12 +229,17 @@ class _Estimator:
             moments=self.config.finetune.moments,
             offload=False,
             memory=self.probe.warmup if whole else self.probe.finetune,
-            plan=finetune_plan(self.ctx),
+            plan=finetune_plan(self.ctx, self.num_trained),
             num_examples=self.num_trained,
             lengths=self.work.of(roles[0]) if len(roles) == 1 else self.work.lengths,
         )
         disk = self.model_bytes + self.num_selected * (4 + self.ctx.dtype.itemsize)
-        return self._training("finetune", training, disk, ("finetune.moments=int8",))
+        cures = ("finetune.moments=int8",)
+        if self.config.finetune.retention > 0:
+            count = min(retention_batch(self.ctx), self.work.counts["anchor"])
+            training = replace(training, anchors=(count, self.work.of("anchor")))
+            cures = (*cures, "finetune.retention=0")
+        return self._training("finetune", training, disk, cures)
 
     def _training(
         self, name: str, training: Training, disk: int, cures: tuple[str, ...]
@@ -269,7 +272,8 @@ class _Estimator:
         disk = 3 * self.vector_bytes + sketches
         seconds += sum(walk.seconds for walk in walks) + (2 * disk + self.model_bytes) / IO_BYTES
         device, host = max(walk.device for walk in walks), max(walk.host for walk in walks)
-        return self._walked("gradients", walks[-1].plan, device, host + sketches, seconds, disk)
+        host += min(sketches, MAPPED_BYTES)
+        return self._walked("gradients", walks[-1].plan, device, host, seconds, disk)
 
     def _scores(self) -> StageEstimate:
         disk = len(kept_vectors(self.ctx)) * self.vector_bytes
@@ -287,7 +291,8 @@ class _Estimator:
         if sketches_wanted(self.ctx):
             dim, counts = self.config.score.sketch_dim, self.work.counts
             side = min(dim, counts["pool"])
-            host = sketch_bytes(dim, counts) + 24 * side**2  # the matrix, its copy and its factor
+            host = min(sketch_bytes(dim, counts), MAPPED_BYTES)
+            host += 24 * side**2  # the matrix, its copy and its factor
             return self._stage("scores", device, host, seconds, disk, "from the sketches")
         if one_pass_wanted(self.ctx) or not self.methods.scored("data"):
             return self._stage("scores", device, 0, seconds, disk, "from the pool pass")
@@ -348,7 +353,7 @@ class _Estimator:
     ) -> PlannedWalk:
         """A walk over the examples of a role, or over `count` of them.
 
-        With `wide`, a half-precision model is widened to fp32 (`engine/precision.py`), and the
+        With `wide`, a half-precision model is widened to fp32 (`engine/passes.py`), and the
         activations were measured in fp32. With `teacher`, it computes the CWSD loss.
         """
         wide, machine, lengths = wide and self.half, self.machine, self.work.of(role)

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dualsft.data.examples import Batch, Example, collate
+from dualsft.data.examples import Batch, Example
 from dualsft.engine.fused import HALF_DTYPES, checkpointed, fused_blocks
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import CHUNK_BYTES, example_objective
-from dualsft.engine.precision import widened
-from dualsft.engine.trial import measure
+from dualsft.engine.passes import Collected, measure, peaks, widened
 from dualsft.engine.walk import cwsd_objective, loss_objective
 from dualsft.errors import ConfigError, RunError
 from dualsft.lab.estimate.workload import Workload
@@ -75,7 +74,7 @@ class Probe:
     """The same if only the candidates have gradients."""
     walks: Walks
     wide: Walks
-    """With fp32 weights, which some walks of a half-precision run use (`engine/precision.py`)."""
+    """With fp32 weights, which some walks of a half-precision run use (`engine/passes.py`)."""
     forward: LinearFit
     """Bytes of a forward pass with the loss, without gradients."""
     step_seconds: LinearFit
@@ -175,8 +174,7 @@ class _Measurement:
         )
 
     def _batch(self, example: Example, count: int) -> Batch:
-        side = self.ctx.config.data.padding_side
-        return collate([example] * count, self.ctx.pad_id, side, self.device)
+        return self.ctx.collate([example] * count)
 
     # --- bytes ----------------------------------------------------------------------------------
 
@@ -209,20 +207,17 @@ class _Measurement:
     def _walk_peaks(
         self, engine: GhostEngine, checkpointing: bool, teacher: bool = False
     ) -> Activations | None:
-        """Memory of a walk, measured as a walk does it (`trial.measure`), at half and full batch
+        """Memory of a walk, measured as a walk does it (`passes.measure`), at half and full batch
         size."""
         model, tau = engine.model, self.ctx.config.score.tau
         objective = cwsd_objective(model, model, tau) if teacher else loss_objective(model)
+        collected = Collected(sums=True, direction=not teacher, bounds=not teacher)
         for size in self._sizes():
-            found = measure(
-                engine,
-                objective,
-                lambda count, _, size=size: self._batch(self.worst, count * size),
-                sums=True,
-                direction=not teacher,
-                bounds=not teacher,
-                checkpointing=checkpointing,
-            )
+
+            def batch_of(count: int, _: int, size: int = size) -> Batch:
+                return self._batch(self.worst, count * size)
+
+            found = measure(engine, objective, collected, batch_of, checkpointing)
             if found is not None:
                 return found
         return None
@@ -239,7 +234,7 @@ class _Measurement:
             ):
                 # the first batch is not counted: it allocates what later ones reuse
                 batches = [self._batch(self.worst, count * size) for count in (1, 1, 2)]
-                _, few, many = [_step_peak(model, batch) for batch in batches]
+                _, few, many = [peaks(loss_objective(model), batch) for batch in batches]
                 tokens, more = (batch.input_ids.numel() for batch in batches[1:])
                 lines = zip(few, many, strict=True)
                 return Activations(*(LinearFit.through((tokens, a), (more, b)) for a, b in lines))
@@ -339,16 +334,6 @@ def _gradients_of(model: PreTrainedModel, names: Sequence[str]) -> Iterator[None
 
 def _free(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def _step_peak(model: PreTrainedModel, batch: Batch) -> tuple[int, int]:
-    """Peak bytes of (the forward pass, the backward pass), above the memory in use."""
-    before = torch.cuda.memory_allocated()
-    with PeakMemory() as forward:
-        objective, _ = example_objective(model, batch)
-    with PeakMemory() as backward:
-        objective.backward()
-    return (forward.cuda_bytes or 0) - before, (backward.cuda_bytes or 0) - before
 
 
 def saved_bytes(model: PreTrainedModel, batch: Batch) -> int:

@@ -1,8 +1,15 @@
-"""Sizes of a corpus: the number of rows per role, their lengths and their batches.
+"""The work of a run, for `dualsft estimate`: examples per role, training stages, the machine.
 
-`dualsft estimate` counts all rows and tokenises a sample that includes the longest texts. This
-gives the longest example and the distribution of lengths without tokenising a large corpus, which
-may take hours. Replaces the split stage (inputs and line 2 of Algorithm 1). Writes nothing.
+All rows are counted, and a sample that includes the longest texts is tokenised. This gives the
+longest example and the distribution of lengths without tokenising a large corpus, which may take
+hours. `survey` replaces the split stage (inputs and line 2 of Algorithm 1).
+
+Training is Algorithm 1, lines 1 and 12. Bytes per entry are exact (`train/optimizer.py`): 2 for the
+index if only some entries are trained, 2 for the low half of the bf16 master weight, 8, 4 or 2 for
+the moments, and the weight's size for the gradient, or 4 once a second micro-batch is added.
+Micro-batches were measured (`lab/estimate/probe.py`). If memory is short, the loop recomputes
+activations and then halves micro-batches (`train/loop.py`), and so does this estimate. Writes
+nothing.
 """
 
 from __future__ import annotations
@@ -11,13 +18,24 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from dualsft.algorithm.split import divide
+from dualsft.algorithm.split import divide, full_size
 from dualsft.data.examples import Example, tokenize
 from dualsft.data.rows import Row, read_rows
+from dualsft.engine.passes import MOST_OF_FREE
+from dualsft.memory.plans import GIB, HEADROOM
 from dualsft.runs.context import RunContext
+from dualsft.runs.stages.split import FOREIGN
+from dualsft.train.compact import BYTES, Moments
+from dualsft.train.loop import TrainingPlan
+from dualsft.train.step import PART
+
+if TYPE_CHECKING:
+    from dualsft.lab.estimate.probe import Memory, Probe
 
 SAMPLE = 1_000
 """Number of rows to tokenise, evenly spaced. A smaller corpus is tokenised whole."""
@@ -25,6 +43,10 @@ LONGEST = 50
 """Number of longest rows, by bytes, to tokenise in addition."""
 BYTES_PER_TOKEN = 80
 """Host memory per token of a tokenised row: an id and a label, each an int object in a list."""
+OFFLOAD_PARTS = 3
+"""Parts of an offloaded optimizer state that are on the device at a time."""
+TAUGHT = 4 / 3
+"""Work on an anchor over that on an example: one more forward pass, that of the teacher."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +100,8 @@ class Workload:
     """Number and lengths of the examples per role."""
 
     counts: dict[str, int]
+    num_full: int
+    """|D_full|."""
     lengths: Lengths
     """Lengths in the whole corpus."""
     roles: dict[str, Lengths]
@@ -89,12 +113,8 @@ class Workload:
     """Bytes of the rows as text."""
 
     @property
-    def num_full(self) -> int:
-        return sum(self.counts.values())
-
-    @property
     def num_tokens(self) -> int:
-        return int(self.num_full * self.lengths.mean())
+        return int(sum(self.counts.values()) * self.lengths.mean())
 
     @property
     def host_bytes(self) -> int:
@@ -125,12 +145,20 @@ def survey(ctx: RunContext) -> Workload:
         model_type=ctx.model_type,
     )
     tokenising = (time.perf_counter() - started) * len(rows) / len(picked)
-    trusted: list[Row] = []
-    if data.val_path is not None:
-        trusted, _ = read_rows(ctx.data_path(data.val_path), data, key="data.val_path")
+    foreign: dict[str, list[Example]] = {}
+    for key in FOREIGN:
+        path = ctx.pick(key)[key]
+        found = [] if path is None else read_rows(ctx.data_path(path), data, key=key)[0]
+        foreign[key] = stubs(found)
     whole = len(picked) == len(rows)  # then the split is exactly that of the run
-    corpus = examples if whole else _stubs(rows)
-    divided, split = divide(corpus, _stubs(trusted), ctx.config.seed, ctx.config.split)
+    corpus = examples if whole else stubs(rows)
+    divided, split = divide(
+        corpus,
+        foreign["data.val_path"],
+        ctx.config.seed,
+        ctx.config.split,
+        foreign["data.anchor_path"],
+    )
     by_role: dict[str, list[int]] = defaultdict(list)
     for example, role in zip(divided, split.roles, strict=True):
         by_role[role].append(example.num_tokens)
@@ -139,6 +167,7 @@ def survey(ctx: RunContext) -> Workload:
     longest = max(examples, key=lambda e: e.num_tokens)
     return Workload(
         counts=split.counts,
+        num_full=full_size(split.counts, data),
         lengths=Lengths(np.array([e.num_tokens for e in ordered]), longest.num_tokens),
         # stubs have no tokens, so a role that contains some has no lengths of its own
         roles={r: Lengths(np.sort(n), max(n)) for r, n in by_role.items() if min(n) > 0},
@@ -149,6 +178,132 @@ def survey(ctx: RunContext) -> Workload:
     )
 
 
-def _stubs(rows: Sequence[Row]) -> list[Example]:
+def stubs(rows: Sequence[Row]) -> list[Example]:
     """Examples without tokens. The split only needs their ids and content keys."""
     return [Example(row.id, row.index, [], [], key=row.id.rpartition("-")[0]) for row in rows]
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Memory of the machine, and the memory that every stage uses."""
+
+    on_cpu: bool
+    device_bytes: int
+    """GPU bytes that the run may use; unused on a CPU."""
+    host_bytes: int
+    base: int
+    """Host memory of the process itself and the tokenised corpus."""
+    model_bytes: int
+    dtype: torch.dtype
+
+    @property
+    def usable(self) -> float:
+        """Bytes available for weights, vectors and batches."""
+        if self.on_cpu:
+            return self.host_bytes - self.base
+        return self.device_bytes * (1 - HEADROOM)
+
+    def hosted(self, device: int, host: int) -> int:
+        """Host memory: everything on a CPU; with a GPU, models pass through it while loading."""
+        return self.base + host + (device if self.on_cpu else self.model_bytes)
+
+    def fits(self, device: int, host: int = 0) -> bool:
+        return device <= self.usable and self.hosted(device, host) <= self.host_bytes
+
+    def widens(self, num_models: int) -> bool:
+        """Whether `precision.precise` would widen this number of half-precision models to fp32."""
+        half = num_models * self.model_bytes
+        have = self.host_bytes - self.base if self.on_cpu else self.device_bytes
+        return half <= MOST_OF_FREE * (have - half)
+
+    def larger(self, device: int, host: int) -> str:
+        """The machine that a stage needs without other settings."""
+        if self.on_cpu or device <= self.usable:
+            where = "memory" if self.on_cpu else "host memory"
+            return f"use a machine with {self.hosted(device, host) / GIB:.1f} GiB of {where}"
+        smaller = "set model.dtype=bfloat16, or " if self.dtype == torch.float32 else ""
+        return f"{smaller}use a GPU with {device / (1 - HEADROOM) / GIB:.1f} GiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """One training stage."""
+
+    num_entries: int
+    whole: bool
+    """Whether whole parameters are trained, which needs no index."""
+    moments: Moments
+    offload: bool
+    memory: Memory
+    plan: TrainingPlan
+    num_examples: int
+    lengths: Lengths
+    anchors: tuple[int, Lengths] | None = None
+    """Anchors per step of the retention term, and their lengths; it holds a second model."""
+
+    def peak(self, machine: Machine) -> tuple[int, int, str]:
+        """(bytes on the device, bytes on the host, note on how it trains)."""
+        recompute = self.plan.checkpointing
+        device, host, tokens = self._peak(machine, bool(recompute), shrink=recompute is not None)
+        if recompute is None and not machine.fits(device, host):
+            recompute = True
+            device, host, tokens = self._peak(machine, True, shrink=True)
+        note = f"{tokens:,} tokens per micro-batch"
+        return device, host, note + (", activations recomputed" if recompute else "")
+
+    def _peak(self, machine: Machine, checkpointing: bool, shrink: bool) -> tuple[int, int, int]:
+        """(bytes on the device, bytes on the host, tokens per micro-batch)."""
+        itemsize = machine.dtype.itemsize
+        low = {torch.bfloat16: 2, torch.float16: 4}.get(machine.dtype, 0)
+        per_entry = low + (BYTES[self.moments] if itemsize < 8 else 16)
+        offloaded = self.offload and not machine.on_cpu
+        state = (OFFLOAD_PARTS * PART if offloaded else self.num_entries) * per_entry
+        state += 0 if self.whole else 2 * self.num_entries
+        memory = self.memory
+        activations = memory.recomputed if checkpointing else memory.kept
+        activations = activations or memory.kept or memory.recomputed
+        assert activations is not None, "the probe has measured two layers"
+        several = len(self._micro_batches()) > 1 or self.anchors is not None
+        grads = self.num_entries * (max(4, itemsize) if several else itemsize)
+        num_models = 1 if self.anchors is None else 2
+        held = num_models * machine.model_bytes + state + (grads if several else 0)
+        tokens = self._largest()
+        if shrink and activations.at(tokens) > machine.usable - held:
+            most = activations.most_tokens(max(0.0, machine.usable - held))
+            tokens = max(self.lengths.longest, min(tokens, most))
+        # With one micro-batch, gradients appear while activations are freed, so the peak is at the
+        # start or at the end of the backward pass. With several, gradients are held throughout.
+        last = 0.0 if several else grads + activations.at(0)
+        device = int(held + max(activations.at(tokens), last))
+        return device, self.num_entries * per_entry if offloaded else 0, tokens
+
+    def _micro_batches(self) -> list[int]:
+        """Padded tokens of the micro-batches of a typical optimizer step."""
+        lengths = self.lengths.spread(min(self.plan.batch_size, self.num_examples))
+        if (size := self.plan.micro_batch_size) is None:
+            return batch_sizes(lengths, self.plan.batch_tokens)
+        parts = [lengths[i : i + size] for i in range(0, len(lengths), size)]
+        return [int(part.max()) * len(part) for part in parts]
+
+    def _largest(self) -> int:
+        """Tokens of the largest micro-batch."""
+        plan, longest = self.plan, self.lengths.longest
+        count = min(plan.batch_size, self.num_examples)
+        if plan.micro_batch_size is not None:
+            return min(count, plan.micro_batch_size) * longest
+        if self.num_examples <= plan.batch_size:  # every step uses all examples
+            sizes = self._micro_batches()
+            return max(longest, sizes[0] if len(sizes) == 1 else plan.batch_tokens)
+        return max(longest, min(plan.batch_tokens, count * longest))
+
+    def seconds(self, probe: Probe) -> float:
+        step = sum(map(probe.step_seconds.at, self._micro_batches()))
+        if self.anchors is not None:
+            count, lengths = self.anchors
+            sizes = lengths.batches(count, self.plan.batch_tokens)
+            step += TAUGHT * sum(map(probe.step_seconds.at, sizes))
+        update = self.num_entries * probe.update_seconds
+        return self.plan.num_steps(self.num_examples) * (step + update)

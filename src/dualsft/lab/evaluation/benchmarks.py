@@ -29,7 +29,7 @@ from dualsft.lab.evaluation.tasks import (
     NO_NUMBER,
     build_tasks,
     check_positions,
-    quiet,
+    silenced,
     wanted_tasks,
 )
 from dualsft.model.resolve import tokenizer_hash, weights_hash
@@ -98,7 +98,7 @@ def run_benchmarks(ctx: RunContext, models: Models, part: RunPath) -> dict[str, 
 def harness_model(ctx: RunContext, model: Any) -> Iterator[Any]:
     """Wrap a loaded model for the harness. The model's training mode is restored on exit."""
     training = model.training
-    with quiet():
+    with silenced():
         from lm_eval.models.huggingface import HFLM
 
         wrapper: Any = HFLM  # its signature is hidden from type checkers
@@ -121,7 +121,7 @@ def vllm_model(ctx: RunContext, folder: Path) -> Any:
     wrapper: Any = VLLM
     dtype = str(ctx.dtype).removeprefix("torch.")
     batch = ctx.config.evaluation.task_batch_size or "auto"
-    with quiet():
+    with silenced():
         return wrapper(
             pretrained=str(folder), dtype=dtype, batch_size=batch, trust_remote_code=ctx.trusted
         )
@@ -185,7 +185,7 @@ class Answers:
         self.tasks = build_tasks(name, settings.data_dir, self._pass_at_1)
         self.requests: list[Any] = []
         for task in self.tasks:
-            with quiet():
+            with silenced():
                 task.build_all_requests(limit=settings.limit_tasks, rank=0, world_size=1)
             self.requests += task.instances
         self.given: dict[int, Answer] = {}
@@ -241,7 +241,7 @@ class Answers:
                 size = lm.batch_size if isinstance(lm.batch_size, int) else 64
                 now = waiting[: size * (1 if self.benchmark.generates else 8)]
                 try:
-                    with quiet():
+                    with silenced():
                         answers = ask([self.requests[i] for i in now], disable_tqdm=True)
                 except Exception as problem:
                     if not is_out_of_memory(problem):
@@ -339,7 +339,7 @@ class Answers:
 
     def _score(self) -> Outcome:
         """Apply the harness's filters and metrics to all items."""
-        with quiet():
+        with silenced():
             for task in self.tasks:
                 task.apply_filters()
         if self.benchmark.runs_code:
@@ -446,8 +446,9 @@ def _side_facts(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def wilson(successes: float, total: int, z: float = 1.959963984540054) -> tuple[float, float]:
-    """Wilson score interval of a proportion, 95 % by default."""
+def wilson(successes: float, total: int) -> tuple[float, float]:
+    """Wilson score interval of a proportion, 95 %."""
+    z = 1.959963984540054
     share = successes / total
     middle = share + z * z / (2 * total)
     spread = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))

@@ -21,7 +21,7 @@ import pyarrow as pa
 import torch
 from transformers import PreTrainedModel
 
-from dualsft.data.examples import Example, collate, digest, named
+from dualsft.data.examples import Example, digest, named
 from dualsft.data.sources import source_hash
 from dualsft.data.templates import Template
 from dualsft.distributed.world import alone, world
@@ -163,12 +163,12 @@ def _compare_batch(
 
     Returns None, or a smaller token budget if any process ran out of memory.
     """
-    rows, is_own = world().take_part(turn)
+    rows, weight = world().assigned(turn)
     smaller: tuple[int, str] | None = None
     measured: torch.Tensor | None = None
     if rows is not None:
         chosen = [examples[i] for i in rows]
-        batch = collate(chosen, ctx.pad_id, ctx.config.data.padding_side, ctx.device)
+        batch = ctx.collate(chosen)
         try:
             both = comparison(before, after, batch)
         except Exception as problem:
@@ -192,7 +192,7 @@ def _compare_batch(
         budget, words = min(found for found in world().gather(smaller) if found is not None)
         ctx.reporter.warn(f"{label}: {words}", code="out_of_memory")
         return budget
-    if is_own and measured is not None:
+    if weight and measured is not None:
         each[rows] = measured
     return None
 
@@ -238,6 +238,8 @@ def answer(ctx: RunContext, model: PreTrainedModel, prompt: str) -> str:
         attention_mask=torch.ones_like(inputs),
         max_new_tokens=ctx.config.evaluation.max_new_tokens,
         do_sample=False,
+        num_beams=1,  # a model's own generation_config.json may ask for a million
+        num_return_sequences=1,
         use_cache=True,
         pad_token_id=ctx.pad_id,
     )
@@ -252,8 +254,9 @@ def evaluation_settings(ctx: RunContext) -> Settings:
     """Settings and file hashes for the fingerprint. The harness version defines the prompts."""
     evaluation = ctx.config.evaluation
     chosen = ctx.pick("evaluation.*", "data.*") | ctx.template_hash()
-    for key in ("data.path", "data.val_path", "evaluation.allow_code_execution"):
+    for key in ("data.path", "data.val_path", "data.anchor_path", "data.source_field"):
         del chosen[key]
+    del chosen["evaluation.allow_code_execution"]
     chosen["evaluation.files"] = {
         name: source_hash(ctx.data_path(path), ctx.config.data, f"evaluation.files: {name}")
         for name, path in evaluation.files.items()

@@ -167,7 +167,7 @@ def task_problems(values: Mapping[str, Any]) -> list[str]:
                 )
                 continue
             try:
-                read_rows(files[stem], benchmark)
+                benchmark_rows(files[stem], benchmark)
             except DataError as problem:
                 problems.append(f"evaluation.data_dir: {problem}")
     return problems
@@ -185,7 +185,7 @@ def check_positions(name: str, new_tokens: int, max_positions: int | None) -> No
         )
 
 
-def read_rows(path: Path, benchmark: Benchmark) -> list[Row]:
+def benchmark_rows(path: Path, benchmark: Benchmark) -> list[Row]:
     """Rows of a local file, with the hub's field names. Errors name the line of the row."""
     rows: list[Row] = []
     opener = gzip.open if path.suffix == ".gz" else open
@@ -257,7 +257,7 @@ def _are_texts(values: Any) -> TypeGuard[list[str]]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silenced() -> Iterator[None]:
     """Hide the log messages and progress bars of the harness; we log our own."""
     levels = {name: logging.getLogger(name).level for name in ("lm_eval", "datasets", "evaluate")}
     for name in levels:
@@ -335,7 +335,7 @@ def build_tasks(name: str, data_dir: str | None, pass_at_1: PassAt1 | None = Non
     configs = definitions(name)
     splits = local_splits(name, data_dir, configs) if data_dir is not None else None
     tasks: list[Any] = []
-    with quiet():
+    with silenced():
         from lm_eval.api.task import ConfigurableTask
 
         for leaf, config in configs.items():
@@ -363,7 +363,9 @@ def local_splits(
 ) -> dict[str, dict[str, list[Row]]]:
     """Task -> split -> rows, from the files in `data_dir`. MMLU rows are grouped by subject."""
     benchmark, files = BENCHMARKS[name], task_files([name], data_dir)
-    rows = {split: read_rows(files[stem], benchmark) for split, stem in benchmark.files.items()}
+    rows = {
+        split: benchmark_rows(files[stem], benchmark) for split, stem in benchmark.files.items()
+    }
     if name != "mmlu":
         return {leaf: rows for leaf in configs}
     divided: dict[str, dict[str, list[Row]]] = {leaf: {} for leaf in configs}

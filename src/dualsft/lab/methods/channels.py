@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualsft.data.examples import Example, collate, make_batches, training_order
+from dualsft.engine.ghost import frozen, start_graph
 from dualsft.engine.losses import example_objective, last_hidden
 from dualsft.errors import ConfigError
 from dualsft.lab.methods.matrices import (
@@ -320,13 +321,9 @@ def watched(model: PreTrainedModel, members: list[WeightMatrix]) -> Iterator[Fis
     gradients of the activations are used."""
     taps = FisherTaps()
     with ExitStack() as stack:
-        for p in model.parameters():
-            stack.callback(p.requires_grad_, p.requires_grad)
-            p.requires_grad_(False)
+        stack.enter_context(frozen(model))
         # so that autograd records the graph although no parameter requires a gradient
-        embedding = model.get_input_embeddings()
-        start = embedding.register_forward_hook(lambda _, __, output: output.requires_grad_())
-        stack.callback(start.remove)
+        stack.callback(start_graph(model.get_input_embeddings()).remove)
         for m in members:
             module = model.get_submodule(m.name.removesuffix(".weight"))
             stack.callback(module.register_forward_hook(taps.hook_of(m.name)).remove)

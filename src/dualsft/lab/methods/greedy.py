@@ -44,8 +44,8 @@ from dualsft.data.examples import Batch, Example
 from dualsft.engine.losses import Positions, last_hidden
 from dualsft.engine.sketch import Sketch
 from dualsft.errors import ConfigError
+from dualsft.lab.methods.less import Sketcher
 from dualsft.lab.methods.per_example import per_example
-from dualsft.lab.methods.sketcher import Sketcher
 from dualsft.model.load import is_linear, output_head
 from dualsft.runs.method import DataChoice, DataMethod, Job
 from dualsft.storage.vectors import accumulation_dtype, reduction_dtype
@@ -61,7 +61,7 @@ CHUNK = 2048  # examples per chunk when gains are computed
 Step = Callable[[int], None]
 
 
-def placed(features: Tensor, device: torch.device) -> Tensor:
+def on_gpu_if_it_fits(features: Tensor, device: torch.device) -> Tensor:
     """The features on the GPU if they fit, otherwise on the CPU."""
     give_back(device)  # frees the memory of the model that computed the features
     fits = device.type == "cuda" and features.nbytes <= MEMORY_SHARE * free_memory(device)
@@ -76,7 +76,7 @@ class Spice(DataMethod):
 
     def choose(self, job: Job, pool: list[Example], b: int) -> DataChoice | None:
         options = self.options
-        features = placed(self._features(job, pool), job.ctx.device)
+        features = on_gpu_if_it_fits(self._features(job, pool), job.ctx.device)
         if options.normalize:
             features /= torch.linalg.vector_norm(features, dim=1, keepdim=True).clamp_min(1e-30)
         with job.ctx.reporter.track(f"spice: {options.variant}", b, "examples") as progress:
@@ -259,7 +259,7 @@ class FisherSFT(DataMethod):
 
     def choose(self, job: Job, pool: list[Example], b: int) -> DataChoice | None:
         factors, energy = self._factors(job, pool)
-        rows = placed(factors, job.ctx.device)
+        rows = on_gpu_if_it_fits(factors, job.ctx.device)
         kept = float(torch.linalg.vector_norm(rows, dtype=reduction_dtype(rows.device)) ** 2)
         level = self.options.prior * float(energy.mean()) / rows.shape[-1]
         with job.ctx.reporter.track("fishersft: greedy", b, "examples") as progress:

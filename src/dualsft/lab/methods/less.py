@@ -12,12 +12,18 @@ gradient of the example loss with respect to the adapter, without dropout. The b
 selected. Gradients are computed in batches and not stored: the validation sketches are averaged,
 and a training sketch is reduced to its score as soon as it is computed. All of D_val is one
 subtask.
+
+`Sketcher` sketches gradients with respect to any linear maps of a model, for LESS (an adapter) and
+SPICE. As in the ghost engine (`engine/rules.py`), each use of a linear map is observed with its
+input and output gradient. If a transform applies to the entries of the gradient first (LESS's Adam
+direction), gradients are formed, for one map at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,18 +34,31 @@ from transformers.pytorch_utils import Conv1D
 
 from dualsft.config.methods import Entry
 from dualsft.data.examples import Batch, Example
+from dualsft.engine.fused import checkpointed, fused_blocks
+from dualsft.engine.ghost import frozen, start_graph
+from dualsft.engine.losses import example_objective
+from dualsft.engine.rules import LinearRule
 from dualsft.engine.sketch import Sketch
 from dualsft.errors import ConfigError
+from dualsft.lab.methods.lora import import_peft
 from dualsft.lab.methods.per_example import per_example, top
-from dualsft.lab.methods.sketcher import Sketcher, Transform
 from dualsft.model.load import decoder_blocks, is_linear
 from dualsft.runs.method import DataChoice, DataMethod, Job
+from dualsft.runs.stages.finetune import finetune_plan
 from dualsft.storage.vectors import accumulation_dtype
-from dualsft.train.loop import FEW_STEPS, Hooks, TrainingPlan, learning_rate, train
+from dualsft.system.usage import give_back, is_out_of_memory
+from dualsft.train.loop import FEW_STEPS, Hooks, learning_rate, train
 from dualsft.train.optimizer import SparseAdamW
 
 NAME = "less"  # name of the adapter inside the model
 CLIP = 1.0  # the original's trainer clips the gradient norm to this value
+
+Transform = Callable[[str, Tensor, slice], Tensor]
+"""(parameter, gradients [B, O, I] of some examples, their slice of the batch) -> what to project;
+may overwrite the gradients."""
+
+FORMED_ENTRIES = {"cpu": 1 << 22, "cuda": 1 << 27}
+"""Maximum entries of per-example gradients of one map formed at a time."""
 
 
 class Less(DataMethod):
@@ -67,7 +86,9 @@ class Less(DataMethod):
             label = f"epoch {number} of {len(checkpoints)}"
             target = validation_direction(job, sketcher, label)
             direction = checkpoint.direction(model.device, options.eps_inside)
-            scores += checkpoint.weight * score(job, sketcher, direction, target, pool, label)
+            scores += checkpoint.weight * sketch_scores(
+                job, sketcher, direction, target, pool, label
+            )
         facts = {
             "checkpoint_weights": [c.weight for c in checkpoints],
             "adapter_entries": sum(m.get_parameter("weight").numel() for m in maps.values()),
@@ -85,19 +106,10 @@ class Less(DataMethod):
                 "split.warm: method.data=less trains its adapter on D_warm, which is empty; raise "
                 "split.warm"
             )
-        plan = TrainingPlan(
-            lr=options.lr,
-            epochs=options.epochs,
-            batch_size=options.batch_size,
-            warmup_ratio=options.warmup_ratio,
-            max_grad_norm=CLIP,
-            micro_batch_size=None,
-            batch_tokens=ctx.training_tokens,
-            seed=ctx.config.seed,
-            pad_id=ctx.pad_id,
-            padding_side=ctx.config.data.padding_side,
-            checkpointing=ctx.config.finetune.checkpointing,
-        )
+        names = ("lr", "epochs", "batch_size", "warmup_ratio")
+        own: dict[str, Any] = {name: getattr(options, name) for name in names}
+        plan = finetune_plan(ctx, len(examples))
+        plan = replace(plan, **own, max_grad_norm=CLIP, micro_batch_size=None)
         num_steps = plan.num_steps(len(examples))
         if num_steps < FEW_STEPS:
             ctx.reporter.warn(
@@ -187,7 +199,7 @@ def validation_direction(job: Job, sketcher: Sketcher, label: str) -> Tensor:
     return rows.double().mean(0).to(sketcher.model.device, rows.dtype)
 
 
-def score(
+def sketch_scores(
     job: Job,
     sketcher: Sketcher,
     direction: Transform,
@@ -234,21 +246,15 @@ def attach(
 
     Initialized as in peft (A uniform, B zero), but seeded by `rng`, in fp32 or wider.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as problem:
-        raise ConfigError(
-            "method.data: 'less' trains a LoRA adapter with peft, which is not installed; "
-            "pip install 'dualsft[peft]'"
-        ) from problem
-    config = LoraConfig(
+    peft = import_peft("method.data: 'less'")
+    config = peft.LoraConfig(
         r=options.rank,
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         target_modules=targets,
         fan_in_fan_out=isinstance(model.get_submodule(targets[0]), Conv1D),
     )
-    inject_adapter_in_model(config, model, adapter_name=NAME)
+    peft.inject_adapter_in_model(config, model, adapter_name=NAME)
     model.eval()  # peft adds modules in training mode, with dropout
     dtype = accumulation_dtype(next(model.parameters()).dtype)
     maps: dict[str, nn.Module] = {}
@@ -266,3 +272,95 @@ def attach(
                 weight.zero_()
         maps[f"{path}.weight"] = module
     return maps
+
+
+# --- sketches of gradients ------------------------------------------------------------------------
+
+
+@dataclass
+class SketchTaps:
+    """Accumulator of one backward pass: the sketch of each example of the batch."""
+
+    sketch: Sketch
+    transform: Transform | None
+    dtype: torch.dtype
+    device: torch.device
+    bounds: bool = False
+    num_examples: int = 0
+    total: Tensor = field(init=False)
+
+    def begin(self, num_examples: int) -> None:
+        """Reset the sketches for a new batch."""
+        self.num_examples = num_examples
+        shape = (num_examples, self.sketch.dim)
+        self.total = torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+
+class _SketchRule(LinearRule):
+    """Adds the sketch of each use of a linear map to the total."""
+
+    def observe(self, taps: Any, x_BTI: Tensor, norms_BT: Tensor | None, grad_BTO: Tensor) -> None:
+        name, sketch = self.names[0], taps.sketch
+        if taps.transform is None and not sketch.dense:
+            taps.total += sketch.of_tokens(name, x_BTI, grad_BTO)
+            return
+        size = grad_BTO.shape[-1] * x_BTI.shape[-1]
+        limit = FORMED_ENTRIES.get(grad_BTO.device.type, FORMED_ENTRIES["cpu"])
+        step = max(1, limit // size)
+        for start in range(0, len(x_BTI), step):
+            some = slice(start, min(start + step, len(x_BTI)))
+            left, right = grad_BTO[some].to(taps.dtype), x_BTI[some].to(taps.dtype)
+            formed = torch.bmm(left.mT, right)
+            if taps.transform is not None:
+                formed = taps.transform(name, formed, some)
+            taps.total[some] += sketch.of_matrices(name, formed)
+
+
+class Sketcher:
+    """Sketches of per-example gradients with respect to some linear maps of a model.
+
+    While it is tapped, no parameter of the model requires a gradient.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        modules: Mapping[str, nn.Module],
+        sketch: Sketch,
+        checkpointing: bool | None = None,
+    ) -> None:
+        """`modules` are linear maps, keyed by the name of their weight. `checkpointing` recomputes
+        activations in the backward pass; None: off until the first out-of-memory."""
+        self.model, self.sketch, self.checkpointing = model, sketch, checkpointing
+        self.rules = [_SketchRule(module, {"weight": name}) for name, module in modules.items()]
+        self.dtype = accumulation_dtype(next(model.parameters()).dtype)
+
+    @contextmanager
+    def tapped(self, transform: Transform | None = None) -> Iterator[SketchTaps]:
+        """Observe every backward pass inside the context; restores the model on exit."""
+        taps = SketchTaps(self.sketch, transform, self.dtype, self.model.device)
+        with ExitStack() as stack:
+            stack.enter_context(frozen(self.model))
+            stack.enter_context(fused_blocks(self.model, wide=True))
+            for rule in self.rules:
+                stack.enter_context(rule.attached(taps))  # pyright: ignore[reportArgumentType]
+            stack.callback(start_graph(self.model.get_input_embeddings()).remove)
+            yield taps
+
+    def of_batch(self, taps: SketchTaps, batch: Batch) -> Tensor:
+        """Sketches of the loss gradient of each example of a batch: [B, dim]."""
+        try:
+            return self._differentiate(taps, batch)
+        except Exception as problem:
+            if self.checkpointing is not None or not is_out_of_memory(problem):
+                raise
+        give_back(self.model.device)
+        self.checkpointing = True  # same results, less memory
+        return self._differentiate(taps, batch)
+
+    def _differentiate(self, taps: SketchTaps, batch: Batch) -> Tensor:
+        taps.begin(len(batch.input_ids))
+        with torch.enable_grad(), checkpointed(self.model, bool(self.checkpointing)):
+            objective, _ = example_objective(self.model, batch)
+            objective.backward()
+        return taps.total

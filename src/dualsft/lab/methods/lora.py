@@ -132,13 +132,13 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     return names
 
 
-def import_peft() -> Any:
+def import_peft(method: str = "method.params: 'lora'") -> Any:
     """Import the optional package; if it is missing, the error says what to install."""
     try:
         import peft
     except ImportError as problem:
         raise ConfigError(
-            f"method.params: 'lora' needs the package peft ({problem}); pip install "
-            "'dualsft[peft]', or use another method.params"
+            f"{method} needs the package peft ({problem}); pip install 'dualsft[peft]', or use "
+            "another method"
         ) from None
     return peft

@@ -13,7 +13,6 @@ per example: it is resumable, and splits a batch that does not fit in memory.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,9 +23,10 @@ from transformers import PreTrainedModel
 
 from dualsft.data.examples import Batch, Example, named
 from dualsft.errors import RunError
-from dualsft.lab.diagnostics.trials import masked_finetune
+from dualsft.lab.diagnostics.job import masked_finetune
 from dualsft.runs.method import DataChoice, DataMethod, Job
 from dualsft.runs.stages.finetune import finetune_plan
+from dualsft.storage.resume import slug
 from dualsft.storage.vectors import accumulation_dtype
 from dualsft.system.usage import Smaller, give_back, is_out_of_memory
 
@@ -87,7 +87,7 @@ class DavIR(DataMethod):
         ctx = job.ctx
         model = ctx.theta_old()
         # plain fine-tuning: the learning-rate ratio of method.params does not apply
-        plan = replace(finetune_plan(ctx), lr=ctx.config.finetune.lr)
+        plan = replace(finetune_plan(ctx, len(examples)), lr=ctx.base_lr())
         masked_finetune(ctx, model, examples, None, plan, label, ctx.pieces)
         job.accounts.backward_examples += plan.epochs * len(examples)
         return model
@@ -115,11 +115,11 @@ def per_example(
 
     Progress is saved under `label`, which must be unique in the stage.
     """
-    pieces, slug = job.ctx.pieces, re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
+    pieces, name = job.ctx.pieces, slug(label)
     dtype = accumulation_dtype(next(model.parameters()).dtype)
     values = torch.zeros(len(examples), width, dtype=dtype)
     done = torch.zeros(len(examples), dtype=torch.bool)
-    if (piece := pieces.load(slug)) is not None:
+    if (piece := pieces.load(name)) is not None:
         values, done = piece.tensors["values"], piece.tensors["done"].bool()
         if backward:
             job.accounts.backward_examples += int(done.sum())
@@ -142,7 +142,7 @@ def per_example(
             done[at] = True
             where = f"{label}: {int(done.sum()):,} of {len(examples):,} examples"
             state = ({"values": values, "done": done.to(torch.uint8)}, {})
-            pieces.tick(slug, lambda state=state: state, where)
+            pieces.tick(name, lambda state=state: state, where)
     return values
 
 

@@ -273,7 +273,7 @@ PARAMS = (
     ),
     _params(
         name="smt",
-        target="dualsft.lab.methods.smt:SMT",
+        target="dualsft.lab.methods.matrices:SMT",
         summary="256 x 256 blocks with the largest gradient summed over a dense warm start",
         cost="`steps` dense fine-tuning steps (100)",
         memory="AdamW state of every parameter during the warm start; one number per block, or one "
@@ -289,7 +289,7 @@ PARAMS = (
     ),
     _params(
         name="lift",
-        target="dualsft.lab.methods.moving_masks:LIFT",
+        target="dualsft.lab.methods.magnitudes:LIFT",
         summary="the largest entries of each matrix's rank-r reconstruction, updated regularly",
         cost="a randomized SVD of every matrix at each mask update; no data",
         memory="one matrix in fp32 and its factors; 8 bytes per selected entry",
@@ -303,7 +303,7 @@ PARAMS = (
     ),
     _params(
         name="nanoadam",
-        target="dualsft.lab.methods.moving_masks:NanoAdam",
+        target="dualsft.lab.methods.magnitudes:NanoAdam",
         summary="the smallest weights of every chunk, updated every 600 steps",
         cost="one read of the weights at each mask update; no data",
         memory="one chunk; 8 bytes per selected entry",
@@ -439,7 +439,7 @@ AFTER = (
     Entry(
         name="fapm",
         axis="after",
-        target="dualsft.lab.methods.fapm:Fapm",
+        target="dualsft.lab.methods.magnitudes:Fapm",
         summary="each tensor keeps the tenth of its updates with the largest "
         "|d| (1 - mean|W| / |W|); the rest are reset to the base",
         cost="a few reads of the weights of both models after training",

@@ -13,12 +13,11 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 
 from dualsft.model.load import locate
@@ -29,6 +28,8 @@ from dualsft.system.paths import RunPath
 
 STATES = ("selected", "rejected", "validation", "anchor", "warmup", "pool")
 CHUNK_ROWS = 200
+MAX_CHUNK_TEXT = 64 << 20
+"""Maximum characters of a chunk: a token of a stranger's tokenizer may be of any length."""
 TOKEN_BUDGET = 16_000_000
 """Maximum tokens of text in a page, about 64 MB before compression. The longest rows are truncated
 first."""
@@ -80,8 +81,8 @@ def collect_examples(
 
     `why` is the reason given in the page when `tokenizer` is None.
     """
-    tokens = (run / "1_split/tokens.parquet").parquet()
-    head = tokens.read(["id", "role"])
+    tokens = run / "1_split/tokens.parquet"
+    head = tokens.read_table(["id", "role"])
     ids, roles = head["id"].to_pylist(), head["role"].to_pylist()
     split = (run / "1_split/split.parquet").read_table(["id", "index"])
     lines = dict(zip(split["id"].to_pylist(), split["index"].to_pylist(), strict=True))
@@ -108,7 +109,7 @@ def collect_examples(
     if tokenizer is None:
         return Examples(columns, [], None, why)
     try:
-        chunks = [pack(rows) for rows in _chunks(tokens, tokenizer, limit)]
+        chunks = [pack(rows) for rows in texts_of(_batches(tokens), tokenizer, limit)]
         return Examples(columns, chunks, cap, "")
     except Exception as problem:  # third-party tokenizer code may raise anything; skip the text
         reason = f"{type(problem).__name__}: {problem}"
@@ -135,7 +136,7 @@ def _plain(values: np.ndarray) -> list[float | None]:
     return [float(f"{v:.9g}") if np.isfinite(v) else None for v in values]
 
 
-def _lengths(tokens: pq.ParquetFile) -> tuple[np.ndarray, np.ndarray]:
+def _lengths(tokens: RunPath) -> tuple[np.ndarray, np.ndarray]:
     """(tokens, predicted response tokens) per row."""
     counts, answers = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for offsets, _, marked in _batches(tokens, with_ids=False):
@@ -146,12 +147,15 @@ def _lengths(tokens: pq.ParquetFile) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(counts), np.concatenate(answers)
 
 
-def _batches(
-    tokens: pq.ParquetFile, with_ids: bool = True
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Batches of (row offsets, token ids, mask of response tokens)."""
+Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Row offsets, token ids, mask of response tokens."""
+
+
+def _batches(tokens: RunPath, with_ids: bool = True) -> Iterator[Batch]:
     names = ["input_ids", "labels"] if with_ids else ["labels"]
-    for batch in tokens.iter_batches(CHUNK_ROWS, columns=names):
+    for batch in tokens.read_batches(CHUNK_ROWS, names):
+        if not batch.num_rows:
+            continue
         labels = batch.column("labels")
         offsets = labels.offsets.to_numpy().astype(np.int64)
         start = offsets[0]
@@ -164,10 +168,14 @@ def _batches(
         yield offsets - start, ids, values != -100
 
 
-def _chunks(tokens: pq.ParquetFile, tokenizer: Any, cap: int) -> Iterator[list[list[str]]]:
-    """Chunks of rows. A row is a list of texts that alternate: prompt, response, prompt, ..."""
-    for offsets, ids, marked in _batches(tokens):
+def texts_of(batches: Iterable[Batch], tokenizer: Any, cap: int) -> Iterator[list[list[str]]]:
+    """Batches of rows. A row is a list of texts that alternate: prompt, response, prompt, ..."""
+    vocabulary = tokenizer.get_vocab()
+    lengths = np.zeros(max(vocabulary.values(), default=0) + 1, np.int64)
+    lengths[list(vocabulary.values())] = [len(text) for text in vocabulary]
+    for offsets, ids, marked in batches:
         wanted: list[list[int]] = []
+        text_length = 0
         plan: list[tuple[bool, int]] = []
         for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
             row, mark = ids[start : min(stop, start + cap)], marked[start : min(stop, start + cap)]
@@ -176,6 +184,10 @@ def _chunks(tokens: pq.ParquetFile, tokenizer: Any, cap: int) -> Iterator[list[l
             # Decode prefixes, not pieces: some tokenizers decode a token differently at the start
             # of a sequence, and a character may span several tokens.
             wanted += [row[:turn].tolist() for turn in turns] + [row.tolist()]
+            known = row[(row >= 0) & (row < len(lengths))]
+            text_length += int(lengths[known].sum()) * (len(turns) + 1)
+        if text_length > MAX_CHUNK_TEXT:
+            raise ValueError(f"{text_length:,} characters of text in {CHUNK_ROWS} rows")
         texts = tokenizer.batch_decode(
             wanted, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )

@@ -10,7 +10,7 @@ ran out, a small corpus. A warning without a code is shown as it is. Not part of
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -26,6 +26,7 @@ LOSS_NOTE = (
 )
 Facts = Mapping[str, Any]
 """The summaries of a run, from `load_summaries`."""
+SHOWN_SOURCES = 50
 Rows = list[list[str]]
 
 
@@ -156,6 +157,10 @@ def score_rows(facts: Facts) -> Rows:
         ["cos(v_new, G)", number(cosines["val_grad_grad_sum"])],
         ["cos(v_new, v_prior)", number(cosines["val_grad_prior_grad"])],
     ]
+    if "rms_param_scores" in s:  # absent in runs made before
+        rms = s["rms_param_scores"]
+        ratio = number(rms["prior"] / rms["new"]) if rms["new"] > 0 else "not defined"
+        rows.append(["preservation in s_θ: RMS of its term over that of v_new", ratio])
     if "relative_error" in checks:
         rows.append(["self-check: Σ scores against ⟨u, G⟩", f"{checks['relative_error']:.1e}"])
     if s.get("form") == "calibrated":
@@ -196,6 +201,29 @@ def mask_rows(chosen: Mapping[str, Any]) -> list[tuple[str, Bars]]:
         return [(n, [(c, number(c)), (c, percent(c / total))]) for n, c in counts.items()]
 
     return [("module", rows(chosen["per_module"])), ("layer", rows(chosen["per_layer"]))]
+
+
+def source_rows(chosen: Mapping[str, Any]) -> tuple[list[str], Rows]:
+    """Header and rows of the table of sources, the largest first; those beyond 50 together."""
+    sources = sorted(chosen["sources"].items(), key=lambda item: (-item[1]["pool"], item[0]))
+    totals = {key: max(1, sum(s[key] for _, s in sources)) for key in ("pool", "selected")}
+
+    def counts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        own = {key: sum(row[key] for row in rows) for key in totals}
+        shares = {key: percent(own[key] / totals[key]) for key in totals}
+        return [number(own["pool"]), shares["pool"], number(own["selected"]), shares["selected"]]
+
+    def length(value: float | None) -> str:
+        return "–" if value is None else f"{value:.1f}"
+
+    rows = []
+    for name, s in sources[:SHOWN_SOURCES]:
+        lengths = [length(s[f"response_tokens_{key}"]) for key in ("selected", "pool")]
+        rows.append([name, *counts([s]), " / ".join(lengths)])
+    if rest := [s for _, s in sources[SHOWN_SOURCES:]]:
+        rows.append([f"{len(rest):,} others", *counts(rest), ""])
+    head = ["source", "pool", "share", "selected", "share", "response tokens, selected / pool"]
+    return head, rows
 
 
 def cost_rows(facts: Facts) -> Bars:
@@ -289,7 +317,7 @@ def _of_scores(scores: Mapping[str, Any]) -> Iterator[Concern]:
         )
     pull = scores["lam_effective"] * scores["norms"]["prior_grad"]
     learn = scores["norms"]["val_grad"]
-    if pull > DOMINATES * learn:
+    if pull > DOMINATES * learn and scores.get("lam_relative") != "scores":
         chosen = "entries are" if scores.get("form") == "calibrated" else "examples and entries are"
         yield Concern(
             "Preservation dominates",
@@ -336,8 +364,8 @@ def _of_selection(chosen: Mapping[str, Any]) -> Iterator[Concern]:
             f"The selection prefers {'long' if longer else 'short'} responses. The loss is a mean "
             "over tokens, and short rows tend to have larger gradients; the choice may be one of "
             "length rather than of content, and the model may learn to answer at that length.",
-            "Look at the selected rows below; filter the shortest or longest rows, or select "
-            "within groups of like length, and compare with method.data=random.",
+            "Look at the selected rows below; set select.lengths=balanced, or filter the shortest "
+            "or longest rows, and compare with method.data=random.",
         )
 
 

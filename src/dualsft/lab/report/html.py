@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from jinja2 import Environment, PackageLoader, select_autoescape
+from jinja2 import Environment, PackageLoader, TemplateError, select_autoescape
 from markupsafe import Markup
 from safetensors import SafetensorError
 
@@ -42,6 +44,7 @@ from dualsft.lab.report.facts import (
     percent,
 )
 from dualsft.model.load import load_tokenizer
+from dualsft.model.safety import check_decoding, check_folder
 from dualsft.runs.context import model_in
 from dualsft.runs.preflight import FOLDERS
 from dualsft.storage.manifest import atomic_write_text, damage
@@ -49,14 +52,18 @@ from dualsft.system.paths import RunPath
 
 EXAMPLE_FILES = {"split": ("split.parquet", "tokens.parquet"), "scores": ("examples.parquet",)}
 SELECTION_FILES = ("rescored.parquet", "baseline_scores.parquet")
+EXPLAIN, EXPLAIN_NAME = "explain", re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+"""Folder of the results of `dualsft explain`, and what they may be called."""
 CHOSEN, REST = "#D55E00", "#8FB8DE"
 """Colours of the histogram, which colour-blind readers can tell apart."""
 CLOSE = 52
+MAX_RESULTS = 500
+MAX_FIGURE_BYTES = 64 << 20
 """Horizontal distance, in SVG units, below which two labels would overlap."""
 
 FUNCTIONS = (
     *(rows.loss_rows, rows.benchmark_rows, rows.prompt_rows, rows.score_rows),
-    *(rows.mask_rows, rows.cost_rows, rows.competitors),
+    *(rows.mask_rows, rows.source_rows, rows.cost_rows, rows.competitors),
 )
 FILTERS = (number, percent, duration, peak_gib, rows.texts)
 """What the templates can call."""
@@ -87,22 +94,20 @@ def _environment() -> Environment:
 
 def render(template: str, **values: Any) -> str:
     """Fill a template of `pages/`. HTML templates escape all values that are not `Markup`."""
-    return _environment().get_template(template).render(contents=[], **values)
+    try:
+        return _environment().get_template(template).render(contents=[], **values)
+    except TemplateError as problem:  # a value of a summary is not of the form that a run writes
+        raise ValueError(f"{template}: {problem}") from problem
 
 
 def write_html(run: RunPath, facts: Facts, out: RunPath) -> RunPath:
     """Write report.html into `out` and return its path."""
-    _check_files(run, facts)
-    try:
+    check_files(run, facts)
+    with consistent(run):
         examples = None
         if "split" in facts["manifests"]:
-            examples = collect_examples(run, facts, *_tokenizer(run, facts))
+            examples = collect_examples(run, facts, *find_tokenizer(run, facts))
         cells = collect_mask(run, facts)
-    except (OSError, pa.ArrowException, SafetensorError, ValueError, KeyError) as problem:
-        raise RunError(
-            f"{run}: its files are inconsistent ({type(problem).__name__}: {problem}); "
-            f"run `dualsft run {run}/config.yaml --out {run}` again: it replaces what is damaged"
-        ) from problem
     blocks: dict[str, str] = {}
     if examples is not None:
         blocks["examples-data"] = pack(examples.columns)
@@ -124,6 +129,7 @@ def write_html(run: RunPath, facts: Facts, out: RunPath) -> RunPath:
         mask=heat_map(cells) if cells else None,
         scores=None if examples is None else _histogram(facts, examples),
         diagnostics=_diagnostics(run, facts),
+        explained=explained(run) if out == run else [],
         versions=versions,
         finished={stage: m["finished"] for stage, m in facts["manifests"].items()},
     )
@@ -132,9 +138,23 @@ def write_html(run: RunPath, facts: Facts, out: RunPath) -> RunPath:
     return path
 
 
-def _check_files(run: RunPath, facts: Facts) -> None:
-    """Verify the hashes of the files that the page reads in addition to the summaries."""
+@contextmanager
+def consistent(run: RunPath) -> Iterator[None]:
+    """Report files that do not fit each other as damage."""
+    try:
+        yield
+    except (OSError, pa.ArrowException, SafetensorError, ValueError, KeyError) as problem:
+        raise RunError(
+            f"{run}: its files are inconsistent ({type(problem).__name__}: {str(problem)[:300]}); "
+            f"run `dualsft run {run}/config.yaml --out {run}` again: it replaces what is damaged"
+        ) from problem
+
+
+def check_files(run: RunPath, facts: Facts, **more: str) -> None:
+    """Verify the hashes of the files that a page reads in addition to the summaries; `more` has
+    one more file of a stage."""
     wanted = {stage: set(names) for stage, names in EXAMPLE_FILES.items()}
+    wanted |= {stage: {name} for stage, name in more.items()}
     if "selection" in facts:
         final = facts["selection"]["final"]
         prefix = "" if final == "." else f"{final}/"
@@ -150,12 +170,15 @@ def _check_files(run: RunPath, facts: Facts) -> None:
         raise RunError("\n".join([*problems, cure]))
 
 
-def _tokenizer(run: RunPath, facts: Facts) -> tuple[Any, str]:
+def find_tokenizer(run: RunPath, facts: Facts) -> tuple[Any, str]:
     """(the run's tokenizer, or None; why it is missing). Never runs custom tokenizer code."""
     for stage, folder in (("finetune", "6_finetune/model"), ("warmup", "2_warmup/theta_bar")):
         if stage in facts["manifests"] and (run / folder).is_dir():
             try:
-                return load_tokenizer(model_in(run / folder, hashed=True)), ""
+                place = model_in(run / folder, hashed=True)
+                check_folder(place)
+                check_decoding(place)
+                return load_tokenizer(place), ""
             except ConfigError as problem:
                 return None, str(problem)
     return None, "the run folder has no tokenizer yet; the warmup and the fine-tuning save one"
@@ -379,13 +402,38 @@ def histogram(
     }
 
 
+# --- what was explained -------------------------------------------------------------------------
+
+
+def explained(run: RunPath) -> list[str]:
+    """Names of the results of `dualsft explain` that have a page."""
+    folder = run / EXPLAIN
+    names = [name for name in folder.names() if EXPLAIN_NAME.fullmatch(name)]
+    return [name for name in names if (folder / name / "explain.html").is_file()]
+
+
 # --- diagnostics --------------------------------------------------------------------------------
+
+
+def _check_figures(folder: RunPath, files: list[RunPath]) -> None:
+    """Refuse more results and larger figures than diagnostics draw: the page holds all of them."""
+    figures = folder.glob("*.svg") if files else []
+    if len(files) > MAX_RESULTS or len(figures) > MAX_RESULTS:
+        raise RunError(f"{folder}: more than {MAX_RESULTS} results; remove those that are not used")
+    sizes = {path: path.size for path in (*files, *figures)}
+    if sum(sizes.values()) > MAX_FIGURE_BYTES:
+        largest = max(sizes, key=lambda path: sizes[path])
+        raise RunError(
+            f"{folder}: {sum(sizes.values()):,} bytes of results and figures, over the limit of "
+            f"{MAX_FIGURE_BYTES:,}; remove the largest, {largest.name}"
+        )
 
 
 def _diagnostics(run: RunPath, facts: Facts) -> list[dict[str, Any]]:
     folder, known = run / "diagnostics", registry()
     order = [*known]
     files = folder.glob("*.json") if folder.is_dir() else []
+    _check_figures(folder, files)
     files.sort(key=lambda path: order.index(path.stem) if path.stem in known else len(order))
     hashes = {stage: m["fingerprint"]["hash"] for stage, m in facts["manifests"].items()}
     found = []
@@ -394,7 +442,7 @@ def _diagnostics(run: RunPath, facts: Facts) -> list[dict[str, Any]]:
             content = path.read_json()
             paper, result = content["paper"], content["result"]
             stages = dict(content.get("made_from", {}).get("stages", {}))
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             raise RunError(
                 f"{path}: not the output of a diagnostic ({problem}); delete it and run "
                 f"`dualsft diagnose {run} {path.stem}`"

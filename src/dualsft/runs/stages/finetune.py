@@ -20,25 +20,32 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dualsft.data.examples import Example
-from dualsft.model.delta import Delta, extract_delta, take_delta
-from dualsft.model.export import save_model
+from dualsft.errors import ConfigError
+from dualsft.model.delta import Delta, extract_delta, save_model, take_delta
 from dualsft.model.load import text_parameters
 from dualsft.model.resolve import weights_hash
 from dualsft.runs.context import RunContext, Settings
 from dualsft.runs.method import AfterMethod, Job, ParamMethod, WeightMethod
 from dualsft.runs.preflight import reading
-from dualsft.runs.stages.selection import final_folder, read_mask
+from dualsft.runs.stages.selection import final_folder, num_trained, read_mask
 from dualsft.storage.manifest import sha256_file
 from dualsft.system.paths import RunPath
 from dualsft.train.loop import FEW_STEPS, Hooks, TrainingPlan, train
 from dualsft.train.optimizer import SparseAdamW, make_optimizer
+from dualsft.train.retention import Retention
 
+LITTLE = 5e-4  # warn if lr × steps is below it: no weight can move further than that
 DENSE = 0.2  # share of all parameters; with more changed entries only the model is saved
 
 
 def settings(ctx: RunContext) -> Settings:
     chosen = ctx.pick("finetune.*", "seed")
     del chosen["finetune.checkpointing"]  # affects memory only
+    chosen |= resolved(ctx, num_trained(ctx)) if is_auto(ctx) else {}
+    weight, _ = chosen.pop("finetune.retention"), chosen.pop("finetune.retention_batch")
+    if weight > 0:  # the anchors are those of the split, which this stage reads
+        chosen |= {"finetune.retention": weight, "anchors per step": retention_batch(ctx)}
+        chosen |= ctx.pick("score.tau")
     chosen["learning rate"] = learning_rate(ctx)
     # with all/all no earlier stage hashes the weights
     chosen |= ctx.weight_hashes() | ctx.training_settings()
@@ -66,15 +73,10 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     examples = training_examples(ctx, final)
     start = selection / "start"
     model = ctx.load(start) if start.is_dir() else ctx.theta_old()
-    plan = finetune_plan(ctx)
+    plan = finetune_plan(ctx, len(examples))
     num_steps = plan.num_steps(len(examples))
-    if num_steps < FEW_STEPS:
-        ctx.reporter.warn(
-            f"fine-tuning has only {num_steps} steps over {len(examples):,} examples and will "
-            "change little (lower finetune.batch_size, raise finetune.epochs "
-            "or select.data_budget)",
-            code="few_steps",
-        )
+    ctx.reporter.say(describe_plan(ctx, plan, len(examples)))
+    warn_of_little(ctx, plan, len(examples))
     hooks, facts, accounts = Hooks(), dict[str, Any](), dict[str, Any]()
     weights: WeightMethod | None = ctx.methods.load("weights")
     weighing = Job(ctx, "weights", part, examples)
@@ -103,8 +105,13 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
                     code="static_mask",
                 )
             hooks = _moving(params, job, model, optimizer, indices, every, hooks, num_steps)
+        if ctx.config.finetune.retention > 0:
+            hooks = replace(hooks, retention=retention_term(ctx))
         log = partial(ctx.rundir.log_metrics, "finetune")
         train(model, examples, optimizer, plan, ctx.reporter, "fine-tuning", log, ctx.pieces, hooks)
+    if hooks.retention is not None:
+        facts["retention"] = hooks.retention.facts()
+        hooks = Hooks()  # frees the teacher
     if params.adapter:
         model = params.detach(job, model)
     if weights is not None:
@@ -134,12 +141,43 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
         "num_parameters": ctx.num_parameters,
         "changed_entries": changed,
         "lr": plan.lr,
+        **({"auto": resolved(ctx, len(examples))} if is_auto(ctx) else {}),
         "base_hash": weights_hash(ctx.model_folder),
         "weights": {p.name: sha256_file(p) for p in sorted((part / "model").glob("*.safetensors"))},
         **facts,
     }
     (part / "summary.json").write_json(summary)
     return counts | ({"accounts": accounts} if accounts else {})
+
+
+def retention_batch(ctx: RunContext) -> int:
+    """Anchors per step: finetune.retention_batch, or a quarter of finetune.batch_size."""
+    batch_size = ctx.sizes(num_trained(ctx)).batch_size
+    return ctx.config.finetune.retention_batch or max(1, batch_size // 4)
+
+
+def retention_term(ctx: RunContext) -> Retention:
+    """The term of `finetune.retention`, with a second copy of θ_old as the teacher."""
+    weight, anchors = ctx.config.finetune.retention, ctx.roles()["anchor"]
+    if not anchors:
+        raise ConfigError(
+            f"finetune.retention: {weight:g} needs anchors, and the split has none; give "
+            "data.anchor_path or split.anchor, or finetune.retention=0"
+        )
+    count = min(retention_batch(ctx), len(anchors))
+    ctx.reporter.say(
+        f"retention: {weight:g} × CWSD on {count:,} of {len(anchors):,} anchors per step; the "
+        f"teacher θ_old takes {ctx.model_bytes / 2**30:.2g} GiB more, and each step one pass "
+        "of both models over these anchors"
+    )
+    return Retention(
+        weight=weight,
+        teacher=ctx.theta_old(),
+        tau=ctx.config.score.tau,
+        anchors=anchors,
+        batch_size=count,
+        seed=ctx.config.seed,
+    )
 
 
 def _moving(
@@ -206,18 +244,69 @@ def training_examples(ctx: RunContext, final: RunPath) -> list[Example]:
 
 
 def learning_rate(ctx: RunContext) -> float:
-    """finetune.lr times `method.lr_ratio`, by default the ratio of the parameter method."""
-    given = ctx.config.method.lr_ratio
-    ratio = ctx.methods.entries["params"].lr_ratio if given is None else given
-    return ctx.config.finetune.lr * ratio
+    """finetune.lr times `method.lr_ratio`, by default the ratio of the parameter method.
+
+    auto is larger for a mask, unless the ratio is given.
+    """
+    given, params = ctx.config.method.lr_ratio, ctx.methods.entries["params"]
+    if given is not None:
+        return ctx.base_lr() * given
+    return ctx.base_lr(masked=params.uses_budget) * params.lr_ratio
 
 
-def finetune_plan(ctx: RunContext) -> TrainingPlan:
+def is_auto(ctx: RunContext) -> bool:
+    """Whether some of finetune.lr, epochs and batch_size follow the size."""
     finetune = ctx.config.finetune
+    return "auto" in (finetune.lr, finetune.epochs, finetune.batch_size)
+
+
+def resolved(ctx: RunContext, num_rows: int) -> dict[str, float | int]:
+    """finetune.lr, epochs and batch_size as numbers, for this many training rows."""
+    sizes, key = ctx.sizes(num_rows), "finetune."
+    values = {"lr": ctx.base_lr(), "epochs": sizes.epochs, "batch_size": sizes.batch_size}
+    return {key + name: value for name, value in values.items()}
+
+
+def describe_plan(ctx: RunContext, plan: TrainingPlan, num_rows: int) -> str:
+    """One line with the numbers of the fine-tuning; says which follow the size."""
+    finetune = ctx.config.finetune
+    numbers = {
+        "batch_size": f"batch {plan.batch_size:,}",
+        "epochs": f"{plan.epochs:,} epochs",
+        "": f"{plan.num_steps(num_rows):,} steps",
+        "lr": f"lr {plan.lr:.3g}",
+    }
+    auto = [name for name in numbers if name and getattr(finetune, name) == "auto"]
+    which = f" (auto: {', '.join(auto)})" if auto else ""
+    return f"fine-tuning: {num_rows:,} rows, {', '.join(numbers.values())}{which}"
+
+
+def warn_of_little(ctx: RunContext, plan: TrainingPlan, num_rows: int) -> None:
+    """Warn if the fine-tuning will hardly change the model."""
+    num_steps = plan.num_steps(num_rows)
+    if num_steps < FEW_STEPS:
+        ctx.reporter.warn(
+            f"fine-tuning has only {num_steps} steps over {num_rows:,} examples and will "
+            "change little (lower finetune.batch_size, raise finetune.epochs "
+            "or select.data_budget)",
+            code="few_steps",
+        )
+    if plan.lr * num_steps < LITTLE:
+        ctx.reporter.warn(
+            f"fine-tuning moves a weight by at most about lr x steps = {plan.lr * num_steps:.1g}: "
+            "the model will hardly change (set finetune.lr, finetune.epochs and "
+            "finetune.batch_size to auto, or raise finetune.lr)",
+            code="small_change",
+        )
+
+
+def finetune_plan(ctx: RunContext, num_rows: int) -> TrainingPlan:
+    """The training plan for this many rows."""
+    finetune, sizes = ctx.config.finetune, ctx.sizes(num_rows)
     return TrainingPlan(
         lr=learning_rate(ctx),
-        epochs=finetune.epochs,
-        batch_size=finetune.batch_size,
+        epochs=sizes.epochs,
+        batch_size=sizes.batch_size,
         warmup_ratio=finetune.warmup_ratio,
         max_grad_norm=finetune.max_grad_norm,
         micro_batch_size=finetune.micro_batch_size,

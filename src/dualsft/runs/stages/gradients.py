@@ -29,8 +29,7 @@ from dualsft.distributed.world import world
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.sketch import Sketch, SketchRows
-from dualsft.engine.walk import PassSettings
-from dualsft.engine.walk_state import PassResult
+from dualsft.engine.walk import PassResult, PassSettings
 from dualsft.runs.context import RunContext, Settings, pass_settings
 from dualsft.runs.preflight import reading
 from dualsft.storage.tensor_files import TensorFile
@@ -94,7 +93,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     pool = roles["pool"]
     direction = None
     if one_pass_wanted(ctx):
-        curvature, lr = ctx.curvature(engine.candidates), ctx.config.finetune.lr
+        curvature, lr = ctx.curvature(engine.candidates), ctx.base_lr()
         score = ctx.config.score
         terms = projection_terms(score, lr, len(pool), val_grad, prior_grad, curvature)
         direction = terms.estimate()
@@ -189,8 +188,10 @@ def read_sketches(path: RunPath, counts: Mapping[str, int], dim: int) -> dict[st
                 raise ValueError(f"{role} has shape {stored.shape}, not {(counts[role], dim)}")
             rows.count, rows.stored, rows.norms = counts[role], stored, norms
             lengths = [torch.linalg.vector_norm(b, dim=1) for _, b in rows.blocks(CPU)]
-            off = (torch.cat(lengths) - 1).abs().numpy() > 1e-2
-            if bool((off & (norms > 0)).any()):
+            if not np.isfinite(norms).all() or (norms < 0).any():
+                raise ValueError(f"{role}_norms has entries that are not lengths")
+            length = torch.cat(lengths).numpy()
+            if not (length < 1.01).all() or (length[norms > 0] < 0.99).any():  # also false for nan
                 raise ValueError(f"{role} has rows that are not of unit length")
             found[role] = rows
     return found

@@ -12,7 +12,7 @@ params.safetensors and projection.safetensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,8 +68,8 @@ def load_scored(
     grad_sum = keep(ctx.vector("gradients", "grad_sum", candidates))
     curvature = ctx.curvature(candidates)
     curvature = None if curvature is None else keep(curvature)
-    score, lr = ctx.config.score, ctx.config.finetune.lr
-    terms = projection_terms(score, lr, n_sc, val_grad, prior_grad, curvature)
+    score, lr = ctx.config.score, ctx.base_lr()
+    terms = projection_terms(score, lr, n_sc, val_grad, prior_grad, curvature, grad_sum)
     return Scored.of(terms, grad_sum, prior_grad)
 
 
@@ -158,8 +158,11 @@ def _calibrated(
 
 
 def _warn(ctx: RunContext, summary: dict[str, Any]) -> None:
-    norms, lam = summary["norms"], summary["lam_effective"]
-    if lam * norms["prior_grad"] > 2 * norms["val_grad"]:
+    norms, lam, score = summary["norms"], summary["lam_effective"], ctx.config.score
+    if score.lam_relative == "scores":  # λ itself is the ratio: nothing to warn about
+        found = f"v_prior has the factor {lam:.3g}" if lam else "v_prior is zero and has no effect"
+        ctx.reporter.say(f"λ = {score.lam:g} as the ratio of terms of the mask's scores: {found}")
+    elif lam * norms["prior_grad"] > 2 * norms["val_grad"]:
         ctx.reporter.warn(
             f"preservation dominates: λ‖v_prior‖ = {lam * norms['prior_grad']:.3g} is over twice "
             f"‖v_new‖ = {norms['val_grad']:.3g}; {_what(ctx)} mostly protects the old behaviour "
@@ -194,6 +197,25 @@ def _write_examples(
         "response_tokens": pa.array(pool["response_tokens"], pa.int32()),
     }
     (part / "examples.parquet").write_table(pa.table(table))
+
+
+def read_scores(folder: RunPath, pool: Sequence[Example]) -> tuple[np.ndarray, np.ndarray] | None:
+    """(score, error bound) of the pool from examples.parquet; None if none were computed.
+
+    Raises unless they have the form that this stage writes.
+    """
+    with reading(path := folder / "examples.parquet"):
+        table = path.read_table(["id", "score", "bound"])
+        if table["id"].to_pylist() != [e.id for e in pool]:
+            raise ValueError("it has other examples than the pool")
+        if all(table[name].null_count == len(table) for name in ("score", "bound")):
+            return None
+        found = [
+            table[name].to_numpy().astype(np.float64, casting="safe") for name in ("score", "bound")
+        ]
+        if not all(np.isfinite(values).all() for values in found) or (found[1] < 0).any():
+            raise ValueError("a score or its bound is not a finite number")
+        return found[0], found[1]
 
 
 def kept_vectors(ctx: RunContext) -> set[str]:

@@ -30,8 +30,9 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from dualsft.algorithm.quotas import make_strata
 from dualsft.algorithm.selection import mask_jaccard, select_entries, select_examples
-from dualsft.algorithm.split import resolve_budget
+from dualsft.algorithm.split import full_size, resolve_budget
 from dualsft.config.methods import Entry
 from dualsft.data.examples import Example
 from dualsft.data.rows import source_lines
@@ -55,6 +56,8 @@ from dualsft.storage.vectors import of_all
 from dualsft.system.paths import Place, RunPath
 from dualsft.system.progress import NOTE
 
+SHOWN_SOURCES = 12
+"""Sources in the log; summary.json has all."""
 IDS, SCORES = "ids.json", "baseline_scores.parquet"
 
 
@@ -70,6 +73,10 @@ def settings(ctx: RunContext) -> Settings:
         del chosen["select.order"]
     if ctx.config.select.duplicates == "keep":
         del chosen["select.duplicates"]
+    if ctx.config.select.per_source is None:
+        del chosen["select.per_source"]
+    if ctx.config.select.lengths == "any":
+        del chosen["select.lengths"]
     chosen |= methods.settings("data") | methods.settings("params")
     return chosen | _own_passes(ctx, methods.entries.values())
 
@@ -86,7 +93,8 @@ def _own_passes(ctx: RunContext, entries: Iterable[Entry]) -> Settings:
         chosen |= ctx.pick("score.candidates", "seed")
     if any(entry.trains for entry in others):
         chosen |= ctx.pick("finetune.*")
-        del chosen["finetune.checkpointing"]
+        for key in ("checkpointing", "retention", "retention_batch"):  # of fine-tuning itself
+            del chosen[f"finetune.{key}"]
     return chosen
 
 
@@ -120,7 +128,8 @@ def _choose_data(
     """
     ctx = job.ctx
     method: DataMethod = ctx.methods.load("data")
-    num_full = sum(len(rows) for rows in job.roles.values())
+    counts = {role: len(rows) for role, rows in job.roles.items()}
+    num_full = full_size(counts, ctx.config.data)
     pool = [e for role in method.pool_roles for e in job.roles[role]]
     pool.sort(key=lambda e: e.index)
     b = data_budget(ctx, num_full, len(pool)) if method.entry.uses_budget else len(pool)
@@ -135,6 +144,7 @@ def _choose_data(
         with job.measured():
             choice = method.choose(job, pool, b)
     if choice is None:
+        summary |= _describe_sources(ctx, pool, np.arange(len(pool)))
         return pool, None, {}
     positions = np.sort(np.asarray(choice.positions))
     if len(np.unique(positions)) != b or not 0 <= positions[0] <= positions[-1] < len(pool):
@@ -149,6 +159,8 @@ def _choose_data(
         "data_share": b / num_full,
         "response_tokens_selected": float(lengths[positions].mean()),
         "response_tokens_pool": float(lengths.mean()),
+        "response_quantiles_selected": _quantiles(lengths[positions]),
+        "response_quantiles_pool": _quantiles(lengths),
         **choice.facts,
     }
     rows = [pool[i] for i in positions]
@@ -161,6 +173,7 @@ def _choose_data(
             f"examples: {b:,} of {num_full:,} rows ({100 * b / num_full:.2f} %) by "
             f"{method.entry.name}"
         )
+    summary |= _describe_sources(ctx, pool, positions)
     if identity is None:
         return rows, positions, {}
     warnings = ctx.reporter.warnings[num_warnings:]
@@ -177,6 +190,45 @@ def _choose_data(
         cost = job.accounts.as_dict()
         noted["taken_over"] = {key: cost[key] for key in ("seconds", "peak_bytes")}
     return rows, positions, noted
+
+
+def _quantiles(lengths: np.ndarray) -> dict[str, int]:
+    """Three quantiles of response lengths in tokens, each the length of a response."""
+    found = np.quantile(lengths, (0.1, 0.5, 0.9), method="inverted_cdf")
+    return dict(zip(("p10", "median", "p90"), map(int, found), strict=True))
+
+
+def _describe_sources(
+    ctx: RunContext, pool: Sequence[Example], positions: np.ndarray
+) -> dict[str, Any]:
+    """Pool and selected examples of each source, with mean response lengths; logs one line.
+
+    Empty if the corpus has no sources.
+    """
+    sources = np.array([e.source for e in pool])
+    if not sources.any():
+        return {}
+    lengths, chosen = np.array([e.num_response_tokens for e in pool]), np.zeros(len(pool), bool)
+    chosen[positions] = True
+    found: dict[str, Any] = {}
+    for name in np.unique(sources).tolist():
+        own = sources == name
+        taken = own & chosen
+        found[name] = {
+            "pool": int(own.sum()),
+            "selected": int(taken.sum()),
+            "response_tokens_pool": float(lengths[own].mean()),
+            "response_tokens_selected": float(lengths[taken].mean()) if taken.any() else None,
+        }
+    largest = sorted(found, key=lambda name: -found[name]["pool"])
+    shown = [
+        f"{name} {found[name]['selected']:,} of {found[name]['pool']:,}"
+        for name in largest[:SHOWN_SOURCES]
+    ]
+    more = len(largest) - len(shown)
+    shown += [f"{more:,} more"] if more else []
+    ctx.reporter.say(f"selected of each source: {', '.join(shown)}")
+    return {"sources": found}
 
 
 def _choose_params(job: Job, summary: dict[str, Any]) -> None:
@@ -255,6 +307,16 @@ def data_budget(ctx: RunContext, num_full: int, num_pool: int) -> int:
     return b
 
 
+def num_trained(ctx: RunContext) -> int:
+    """Number of rows that fine-tuning uses: b, or all of D_train."""
+    data: DataMethod = ctx.methods.load("data")
+    counts = ctx.counts
+    num_pool = sum(counts[role] for role in data.pool_roles)
+    if not data.entry.uses_budget:
+        return num_pool
+    return data_budget(ctx, full_size(counts, ctx.config.data), num_pool)
+
+
 def denominator(ctx: RunContext, eligible: Mapping[str, torch.Size]) -> int:
     """Number of entries that a fractional select.param_budget refers to (`method.denominator`)."""
     counts = {
@@ -280,12 +342,15 @@ def param_budget(ctx: RunContext, eligible: Mapping[str, torch.Size]) -> int:
 
 
 def check_budgets(ctx: RunContext) -> None:
-    """Raise if b exceeds the pool or k the candidates; called after the split, before scoring."""
-    counts = {role: len(rows) for role, rows in ctx.roles().items()}
+    """Raise if b exceeds the pool, a quota its source, or k the candidates.
+
+    Called after the split, before scoring.
+    """
+    roles = ctx.roles()
     data: DataMethod = ctx.methods.load("data")
     if data.entry.uses_budget:
-        num_pool = sum(counts[role] for role in data.pool_roles)
-        data_budget(ctx, sum(counts.values()), num_pool)
+        pool = [example for role in data.pool_roles for example in roles[role]]
+        make_strata(num_trained(ctx), pool, ctx.config.select.per_source, ctx.config.select.lengths)
     params: ParamMethod = ctx.methods.load("params")
     job = Job(ctx, "params", ctx.folder("selection"))
     params.check(job)
@@ -347,6 +412,8 @@ def read_mask(
     with reading(folder / "mask.safetensors"):
         stored = TensorFile(folder / "mask.safetensors").tensors().items()
         found = {name: index for name, index in stored if index.numel()}
+        if not found:
+            raise ValueError("it selects no entry")
         for name, index in found.items():
             check_indices(name, index, None if shapes is None else shapes[name])
     return found if shapes is None else _own_part(found, shapes)

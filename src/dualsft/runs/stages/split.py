@@ -1,8 +1,8 @@
 """Split: tokenise the corpus and assign roles (Algorithm 1, inputs and line 2).
 
-The assignment is in `algorithm/split.py`. Writes `split.parquet` (id, role, index),
-`tokens.parquet` (id, role, input_ids, labels) and `summary.json`, in source order; `read_split`
-reads them back.
+The assignment is in `algorithm/split.py`. Writes `split.parquet` (id, role, index, and source where
+the rows have one), `tokens.parquet` (id, role, input_ids, labels) and `summary.json`, in the order
+of the files; `read_split` reads them back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from dualsft.algorithm.split import ROLES, Split, divide
 from dualsft.data.examples import IGNORE, Example, tokenize
-from dualsft.data.rows import DataReport, read_rows
+from dualsft.data.rows import DataReport, read_rows, source_problem
 from dualsft.data.sources import source_hash
 from dualsft.errors import ConfigError
 from dualsft.model.resolve import code_hash, tokenizer_hash
@@ -26,8 +26,8 @@ from dualsft.system.paths import RunPath
 if TYPE_CHECKING:  # `context.py` imports `read_split`
     from dualsft.runs.context import RunContext, Settings
 
-TRUSTED = "val-"
-"""Prefix of the ids of rows from data.val_path, which is a separate file."""
+FOREIGN = {"data.val_path": "val-", "data.anchor_path": "anchor-"}
+"""Prefix of the ids of rows from these sources, whose indices count from 0 again."""
 
 LONG_ROWS = 20_000
 """With fewer rows, no progress is shown while reading and tokenising."""
@@ -36,7 +36,9 @@ LONG_ROWS = 20_000
 def settings(ctx: RunContext) -> Settings:
     chosen = ctx.pick("seed", "data.*", "split.*") | ctx.template_hash()
     del chosen["data.padding_side"]  # affects batches, not the split
-    for key in ("data.path", "data.val_path"):
+    if ctx.config.data.source_field is None:
+        del chosen["data.source_field"]
+    for key in ("data.path", *FOREIGN):
         if (path := chosen.pop(key)) is not None:
             chosen[f"rows of {key}"] = source_hash(ctx.data_path(path), ctx.config.data, key)
     if ctx.trusted:
@@ -52,25 +54,21 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     """Read and tokenise the corpus, assign a role to every row, and write both to `part`."""
     config = ctx.config
     examples, report = load_examples(ctx, config.data.path)
-    trusted: list[Example] = []
-    if config.data.val_path is not None:
-        trusted, other = load_examples(ctx, config.data.val_path, "data.val_path")
-        trusted = [replace(example, id=f"{TRUSTED}{example.id}") for example in trusted]
-        for note in other.notes():
-            ctx.reporter.warn(note)
-    examples, split = divide(examples, trusted, config.seed, config.split)
+    trusted = load_foreign(ctx, "data.val_path")
+    anchors = load_foreign(ctx, "data.anchor_path")
+    examples, split = divide(examples, trusted, config.seed, config.split, anchors)
     for note in report.notes():
         ctx.reporter.warn(note)
     for note in split.notes:
         ctx.reporter.warn(note, code="small_corpus")
     write_split(part, examples, split, report)
-    _check_vocabulary(ctx, examples)
+    check_vocabulary(ctx, examples)
     shares = ", ".join(f"{role} {count:,}" for role, count in split.counts.items())
     ctx.reporter.say(f"{len(examples):,} examples: {shares}")
     return {"counts": split.counts}
 
 
-def _check_vocabulary(ctx: RunContext, examples: Sequence[Example]) -> None:
+def check_vocabulary(ctx: RunContext, examples: Sequence[Example]) -> None:
     """Raise for token ids without an embedding; later errors would not name the row."""
     width = getattr(ctx.model_config, "vocab_size", None)
     for example in examples:
@@ -107,31 +105,52 @@ def load_examples(
         )
 
 
+def load_foreign(ctx: RunContext, key: str) -> list[Example]:
+    """The examples of data.val_path or data.anchor_path, with its notes; empty if it is null."""
+    if (path := ctx.pick(key)[key]) is None:
+        return []
+    examples, report = load_examples(ctx, path, key)
+    for note in report.notes():
+        ctx.reporter.warn(note)
+    return [replace(example, id=f"{FOREIGN[key]}{example.id}") for example in examples]
+
+
 def write_split(
     folder: RunPath, examples: Sequence[Example], split: Split, report: DataReport | None = None
 ) -> None:
-    """Write the split and its tokens, and the summary; rows of data.val_path come last."""
+    """Write the split and its tokens, and the summary; rows of `FOREIGN` sources come last."""
     assert len(examples) == len(split.roles)
-    places = [(example.id.startswith(TRUSTED), example.index) for example in examples]
+    prefixes = ["", *FOREIGN.values()]
+    places = [
+        (
+            max(i for i, prefix in enumerate(prefixes) if example.id.startswith(prefix)),
+            example.index,
+        )
+        for example in examples
+    ]
+    num_full = sum(not example.id.startswith(FOREIGN["data.anchor_path"]) for example in examples)
     order = sorted(range(len(examples)), key=lambda i: places[i])
     rows = [examples[i] for i in order]
     shared = {"id": [row.id for row in rows], "role": [split.roles[i] for i in order]}
-    index = pa.array([row.index for row in rows], pa.int64())
+    own: dict[str, Any] = {"index": pa.array([row.index for row in rows], pa.int64())}
+    if any(row.source for row in rows):
+        own["source"] = pa.array([row.source or None for row in rows], pa.string())
     tokens = pa.list_(pa.int32())
     input_ids = pa.array([row.input_ids for row in rows], tokens)
     labels = pa.array([row.labels for row in rows], tokens)
     for name, columns in (
-        ("split.parquet", {**shared, "index": index}),
+        ("split.parquet", shared | own),
         ("tokens.parquet", {**shared, "input_ids": input_ids, "labels": labels}),
     ):
         (folder / name).write_table(pa.table(columns), compression="zstd")
     summary = {
         "num_examples": len(rows),
+        "num_full": num_full,
         "num_texts": len({row.key for row in rows}),
         "num_tokens": sum(row.num_tokens for row in rows),
         "num_response_tokens": sum(row.num_response_tokens for row in rows),
         "counts": split.counts,
-        "fractions": {role: count / len(rows) for role, count in split.counts.items()},
+        "fractions": {role: count / num_full for role, count in split.counts.items()},
         "notes": split.notes,
         "data": report.numbers() if report else None,
         "bad": report.bad if report else [],
@@ -142,23 +161,35 @@ def write_split(
 def read_split(folder: RunPath, vocabulary: int | None = None) -> dict[str, list[Example]]:
     """The examples of every role, in source order; refuses token ids beyond the vocabulary."""
     with reading(folder):
-        index = (folder / "split.parquet").read_table(["id", "role", "index"])
+        index = (folder / "split.parquet").read_table()
         tokens = (folder / "tokens.parquet").read_table()
         if not index.select(["id", "role"]).equals(tokens.select(["id", "role"])):
             raise ValueError("split.parquet and tokens.parquet are not of one split")
         by_role: dict[str, list[Example]] = {role: [] for role in ROLES}
-        for row_id, role, row_index, input_ids, labels in zip(
+        for row_id, role, row_index, source, input_ids, labels in zip(
             index["id"].to_pylist(),
             index["role"].to_pylist(),
             index["index"].to_pylist(),
+            _sources(index),
             _lists(tokens["input_ids"], vocabulary),
             _lists(tokens["labels"], vocabulary, IGNORE),
             strict=True,
         ):
             if len(input_ids) != len(labels):
                 raise ValueError(f"{row_id} has {len(input_ids)} ids but {len(labels)} labels")
-            by_role[role].append(Example(row_id, row_index, input_ids, labels))
+            by_role[role].append(Example(row_id, row_index, input_ids, labels, source=source))
         return by_role
+
+
+def _sources(index: pa.Table) -> list[str]:
+    """The source of each row; empty where it has none (rows of data.val_path, a single file)."""
+    if "source" not in index.column_names:
+        return [""] * len(index)
+    found = [name or "" for name in index["source"].cast(pa.string()).to_pylist()]
+    for name in set(found):
+        if problem := name and source_problem(name):
+            raise ValueError(f"the source {name[:60]!r} {problem}")
+    return found
 
 
 def _lists(

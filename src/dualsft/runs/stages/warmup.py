@@ -40,10 +40,10 @@ half of an fp32 run's examples (docs/results.md)."""
 
 def settings(ctx: RunContext) -> Settings:
     keys = ("finetune.warmup_ratio", "finetune.micro_batch_size", "score.candidates")
-    chosen, warmup = ctx.pick("warmup.*", *keys), ctx.config.warmup
+    chosen = ctx.pick("warmup.*", *keys)
     del chosen["warmup.offload"]  # location of the optimizer state: no effect on results
-    chosen["warmup.lr"] = warmup.lr or ctx.config.finetune.lr
-    chosen["warmup.batch_size"] = warmup.batch_size or ctx.config.finetune.batch_size
+    plan = warmup_plan(ctx)
+    chosen |= {"warmup.lr": plan.lr, "warmup.batch_size": plan.batch_size}
     return chosen | ctx.training_settings() | ctx.weight_hashes()
 
 
@@ -121,10 +121,11 @@ def _movement(ctx: RunContext, model: PreTrainedModel, names: list[str]) -> floa
 
 def warmup_plan(ctx: RunContext) -> TrainingPlan:
     """Training plan from warmup.*, with finetune.* as defaults; no gradient clipping."""
-    warmup, plan = ctx.config.warmup, finetune_plan(ctx)
+    auto = ctx.config.finetune.batch_size == "auto"
+    warmup, plan = ctx.config.warmup, finetune_plan(ctx, ctx.counts["warm"] if auto else 1)
     return replace(
         plan,
-        lr=warmup.lr or ctx.config.finetune.lr,
+        lr=warmup.lr or ctx.base_lr(),
         epochs=warmup.epochs,
         batch_size=warmup.batch_size or plan.batch_size,
         max_grad_norm=0.0,

@@ -1,5 +1,5 @@
 "use strict";
-// The example browser and the zoom into a matrix. Text of examples only ever becomes textContent.
+// The example browser, the influences on queries, and the zoom into a matrix. Text of examples only ever becomes textContent.
 (() => {
   const STATES = ["selected", "rejected", "validation", "anchor", "warmup", "pool"];
   const PAGE = 25, CHUNK = 200, KEEP = 80;
@@ -45,6 +45,7 @@
   function shown(row, what) {
     const state = columns.state[row];
     if (what === "all") return true;
+    if (what === "pool") return state <= 1 || state === 5;
     if (what === "near") return near.has(row);
     if (what === "others") return state >= 2 && state <= 4;
     if (what === "rejected") return state === 1 || state === 5;
@@ -105,8 +106,8 @@
   async function render(mine) {
     const pages = Math.max(1, Math.ceil(order.length / PAGE));
     const rows = order.slice(page * PAGE, (page + 1) * PAGE);
-    const nodes = [heading()];
-    for (const row of rows) nodes.push(await example(row));
+    const nodes = [heading(columns.heads)];
+    for (const row of rows) nodes.push(await example(row, columns.heads.map(([key]) => columns[key][row])));
     if (mine !== ticket) return;
     el("rows").replaceChildren(...nodes);
     el("status").textContent = order.length.toLocaleString("en") + " examples";
@@ -116,10 +117,11 @@
     el("browser").dataset.shown = String(mine);
   }
 
-  function heading() {
+  function heading(heads) {
     const line = make("div", "line heading");
-    const names = ["state", "score", "loss", "resp. tokens", "text"];
-    names.forEach((name, i) => line.append(make("span", i > 0 && i < 4 ? "value" : "", name)));
+    line.append(make("span", "", "state"));
+    for (const [, name] of heads) line.append(make("span", "value", name));
+    line.append(make("span", "", "text"));
     return line;
   }
 
@@ -141,14 +143,14 @@
     return (skipped ? "… " : "") + part.replace(/\s+/g, " ") + (more ? " …" : "");
   }
 
-  async function example(row) {
+  async function example(row, values) {
     const texts = await chunk(Math.floor(row / CHUNK));
     const turns = texts ? texts[row % CHUNK] : [];
     const box = make("details", "example"), line = make("summary", "line");
     box.dataset.row = String(row);
     const state = STATES[columns.state[row]];
     line.append(make("span", "state " + state, state));
-    for (const key of ["score", "loss", "response"]) line.append(make("span", "value", show(columns[key][row])));
+    for (const value of values) line.append(make("span", "value", show(value)));
     const preview = make("span", "preview", begin(turns.join("")));
     preview.dir = "auto";
     line.append(preview);
@@ -167,6 +169,10 @@
     if (bound) facts.push("score known to ± " + show(bound));
     if (near.has(row)) facts.push("near the boundary");
     box.append(make("p", "facts", facts.join(" · ")));
+    write(box, turns);
+  }
+
+  function write(box, turns) {
     turns.forEach((text, i) => {
       if (!text) return;
       const turn = make("div", i % 2 ? "turn response" : "turn", text);
@@ -185,8 +191,11 @@
     if (!el("examples-data")) return;
     columns = await unpack("examples-data");
     near = new Set(columns.near);
+    columns.heads = columns.heads || [["score", "score"], ["loss", "loss"], ["response", "resp. tokens"]];
+    down = !columns.low_first;
+    el("direction").textContent = down ? "high first" : "low first";
     await findPrefix();
-    if (!columns.state.includes(0)) el("show").value = "all";
+    if (el("show").value === "selected" && !columns.state.includes(0)) el("show").value = "all";
     if (columns.score.every((value) => value === null)) el("sort").value = "line";
     el("browser").hidden = false;
     let waiting = 0;
@@ -204,6 +213,86 @@
     el("previous").addEventListener("click", () => move(-1));
     el("next").addEventListener("click", () => move(1));
     await refresh();
+  }
+
+  // --- queries ------------------------------------------------------------------------------
+
+  const QUERIES = 5;
+  let queries = [], asked = [], askedPage = 0, askedTicket = 0;
+
+  async function holds(row, words) {
+    const texts = await chunk(Math.floor(row / CHUNK));
+    const text = texts ? texts[row % CHUNK].join("") : "";
+    return text.toLowerCase().includes(words) || columns.id[row].toLowerCase().includes(words);
+  }
+
+  // A query that holds the words is shown with all its examples, another with those that hold them.
+  async function filterQueries() {
+    const mine = ++askedTicket, words = el("asked").value.trim().toLowerCase(), found = [];
+    for (const query of queries) {
+      const whole = !words || query.text.join("").toLowerCase().includes(words);
+      const sides = { helps: [], hurts: [] };
+      for (const side of ["helps", "hurts"]) {
+        for (const pair of query[side]) if (whole || (await holds(pair[0], words))) sides[side].push(pair);
+      }
+      if (mine !== askedTicket) return;
+      if (whole || sides.helps.length || sides.hurts.length) found.push({ ...query, ...sides });
+    }
+    asked = found;
+    askedPage = 0;
+    await renderQueries(mine);
+  }
+
+  async function renderQueries(mine) {
+    const pages = Math.max(1, Math.ceil(asked.length / QUERIES)), nodes = [];
+    for (const query of asked.slice(askedPage * QUERIES, (askedPage + 1) * QUERIES)) nodes.push(await answer(query));
+    if (mine !== askedTicket) return;
+    el("answers").replaceChildren(...nodes);
+    el("asked-status").textContent = asked.length.toLocaleString("en") + " queries";
+    el("asked-where").textContent = "page " + (askedPage + 1).toLocaleString("en") + " of " + pages.toLocaleString("en");
+    el("asked-previous").disabled = askedPage === 0;
+    el("asked-next").disabled = askedPage + 1 >= pages;
+    el("answers").dataset.shown = String(mine);
+  }
+
+  async function answer(query) {
+    const box = make("article", "query");
+    box.append(make("h3", "", "Query " + query.line.toLocaleString("en")));
+    box.append(make("p", "facts", "id " + query.id + " · loss " + show(query.loss)));
+    write(box, query.text);
+    const sides = make("div", "sides");
+    for (const [side, title] of [["helps", "Helps"], ["hurts", "Hurts"]]) {
+      const part = make("div", side);
+      part.append(make("h4", "", title));
+      if (query[side].length) part.append(heading([["", "influence"], ["", "score"], ["", "loss"]]));
+      else part.append(make("p", "facts", "No example."));
+      for (const [row, influence] of query[side]) {
+        part.append(await example(row, [influence, columns.score[row], columns.loss[row]]));
+      }
+      sides.append(part);
+    }
+    box.append(sides);
+    return box;
+  }
+
+  async function moveQueries(step) {
+    askedPage += step;
+    await renderQueries(++askedTicket);
+    el("queries").scrollIntoView();
+  }
+
+  async function startQueries() {
+    if (!el("queries-data")) return;
+    queries = await unpack("queries-data");
+    el("questions").hidden = false;
+    let waiting = 0;
+    el("asked").addEventListener("input", () => {
+      clearTimeout(waiting);
+      waiting = setTimeout(filterQueries, 200);
+    });
+    el("asked-previous").addEventListener("click", () => moveQueries(-1));
+    el("asked-next").addEventListener("click", () => moveQueries(1));
+    await filterQueries();
   }
 
   // --- the mask -----------------------------------------------------------------------------
@@ -265,6 +354,7 @@
 
   async function start() {
     await startExamples();
+    await startQueries();
     document.documentElement.dataset.ready = performance.now().toFixed(0);
     await startMask();
     document.documentElement.dataset.complete = performance.now().toFixed(0);

@@ -89,23 +89,6 @@ class Survey:
         return max(SPARE, self.num_total >> 6)
 
 
-def chunked(tensors: Mapping[str, Tensor], chunk: int = 1 << 22) -> ScoreSource:
-    """A source for scores in memory; the chunks are views, not copies."""
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; it must be at least 1")
-    for name, tensor in tensors.items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"scores of {name!r} are not contiguous; pass tensor.contiguous()")
-
-    def read() -> Iterator[tuple[str, int, Tensor]]:
-        for name, tensor in tensors.items():
-            flat = tensor.detach().view(-1)
-            for start in range(0, max(flat.numel(), 1), chunk):
-                yield name, start, flat[start : start + chunk]
-
-    return read
-
-
 def together(work: Callable[P, T]) -> Callable[P, T]:
     """Decorator: if `work` fails in one process it fails in all, so that none waits forever."""
 

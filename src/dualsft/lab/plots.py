@@ -1,26 +1,39 @@
-"""Shared drawing functions of the diagnostics' figures: panels, bars, lines, axes, legend, saving.
+"""Figures of diagnostics and comparisons: panels, bars, lines, axes, legend, saving.
+
+Figures use the Agg canvas (no display, no pyplot) and are saved as SVG and PNG, with a colour-blind
+safe palette; series also differ in marker or hatch. Not part of Algorithm 1.
 
 The function `draw_NAME` of a diagnostic takes its result (the JSON alone) and returns its figures
 by ending of the file name. They follow the tables and figures of the paper that the registry names
-(`lab/diagnostics/__init__.py`). Figures use the Agg canvas (no display, no pyplot) and are saved as
-SVG and PNG, with the color-blind-safe palette of `lab/compare/plots.py`; series also differ in
-marker or hatch. Not part of Algorithm 1.
+(`lab/diagnostics/__init__.py`). `draw_comparison` draws these of a comparison.json:
+
+- `frontier_time_…`, `frontier_memory_…`: quality against end-to-end time and peak memory.
+- `skills_…`: plasticity against stability, if benchmarks were run.
+- `forgetting_…`: loss on the first evaluation file (the new skill) against the mean KL to the base
+  on the other files. This separates methods even if benchmark scores are near chance. `validation`
+  comes from the training corpus and is not used here.
 """
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from dualsft.lab.compare.plots import COLOURS, MARKERS
 from dualsft.system.paths import RunPath
 
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
+MARKERS = "osD^vP*Xh<>p"
 HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "++")
 SIDES = {"examples": "examples", "params": "parameters"}
 SCORE = "predicted loss decrease (nats)"
 GREY = "#888888"
+FRONTIERS = (
+    ("total_seconds", "time, end to end (s)", "time"),
+    ("finetune_gib", "peak memory of fine-tuning (GiB)", "memory"),
+)
 
 Result = Mapping[str, Any]
 Values = Sequence[float | None]
@@ -47,12 +60,16 @@ def panels(
 
 def save(figure: Any, path: RunPath) -> list[RunPath]:
     """Save as SVG and PNG without timestamps, so that the same numbers give the same bytes."""
-    files = [path.with_name(f"{path.name}.{kind}") for kind in ("svg", "png")]
+    files = _files(path)
     silent = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     for file, metadata in zip(files, (silent, None), strict=True):
         with file.open("wb") as out:
             figure.savefig(out, format=file.suffix[1:], dpi=150, metadata=metadata)
     return files
+
+
+def _files(path: RunPath) -> list[RunPath]:
+    return [path.with_name(f"{path.name}.{kind}") for kind in ("svg", "png")]
 
 
 def bars(
@@ -151,3 +168,115 @@ def column(rows: Sequence[Result], key: str, factor: float = 1.0) -> list[float 
 
 def jaccards(rows: Sequence[Result], prefix: str = "") -> dict[str, Values]:
     return {f"{prefix}{title}": column(rows, f"jaccard_{side}") for side, title in SIDES.items()}
+
+
+# --- comparisons ----------------------------------------------------------------------------------
+
+
+def draw_comparison(out: RunPath) -> list[RunPath]:
+    """Draw the figures of the comparison in `out`. Returns their files."""
+    tables = (out / "comparison.json").read_json()["tables"]
+    resources = {t["where"]: _points(t) for t in tables if t["kind"] == "resources"}
+    made: list[RunPath] = []
+    stems: set[str] = set()
+    for table in (t for t in tables if t["kind"] == "results"):
+        stem = _stem(table["title"], stems)
+        points, cost = _points(table), resources.get(table["where"], {})
+        quality, label, better = _quality(table)
+        for key, text, short in FRONTIERS:
+            both = {
+                name: (cost[name][key], values[quality])
+                for name, values in points.items()
+                if key in cost.get(name, {}) and quality in values
+            }
+            path = out / f"frontier_{short}_{stem}"
+            made += _scatter(path, both, text, label, better, log=key == "total_seconds")
+        made += _forgetting(out / f"forgetting_{stem}", table)
+        made += _skills(out / f"skills_{stem}", table)
+    return made
+
+
+def _stem(title: str, taken: set[str]) -> str:
+    """File name stem for a table title. Adds a number if the stem is already taken."""
+    plain = "".join(c if c.isalnum() else "_" for c in title)
+    stem, number = plain, 1
+    while stem in taken:
+        number += 1
+        stem = f"{plain}_{number}"
+    taken.add(stem)
+    return stem
+
+
+def _points(table: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    return {
+        row["name"]: {key: value["mean"] for key, value in row["values"].items()}
+        for row in table["rows"]
+    }
+
+
+def _quality(table: Mapping[str, Any]) -> tuple[str, str, int]:
+    """(key, title, direction) of the quality column: overall, otherwise the first ranked column."""
+    columns = {c["key"]: c for c in table["columns"]}
+    for key in ("summary.overall", *columns):
+        if key in columns and columns[key]["better"]:
+            return key, columns[key]["title"], columns[key]["better"]
+    return "", "", 0
+
+
+def _skills(path: RunPath, table: Mapping[str, Any]) -> list[RunPath]:
+    """Plasticity against stability, if benchmarks were run."""
+    points = _plane(table, ["summary.stability"], "summary.plasticity")
+    return _scatter(path, points, "stability (higher is better)", "plasticity", 1)
+
+
+def _forgetting(path: RunPath, table: Mapping[str, Any]) -> list[RunPath]:
+    """Loss on the new skill against mean KL on the other files, if there are any."""
+    keys = [c["key"] for c in table["columns"]]
+    files = [key[5:] for key in keys if key.startswith("loss.") and key != "loss.validation"]
+    new, old = files[:1], files[1:]
+    points = _plane(table, [f"kl.{name}" for name in old], f"loss.{new[0]}") if old else {}
+    across = f"forgetting: mean KL to the base on {', '.join(old)} (lower is better)"
+    up = f"new skill: loss on {''.join(new)}"
+    return _scatter(path, points, textwrap.fill(across, 70), up, -1)
+
+
+def _plane(
+    table: Mapping[str, Any], kept: Sequence[str], new: str
+) -> dict[str, tuple[float, float]]:
+    """(mean of the columns `kept`, value of the column `new`) per row that has all of them."""
+    return {
+        name: (sum(values[key] for key in kept) / len(kept), values[new])
+        for name, values in _points(table).items()
+        if all(key in values for key in (*kept, new))
+    }
+
+
+def _scatter(
+    path: RunPath,
+    points: Mapping[str, Sequence[float]],
+    across: str,
+    up: str,
+    better: int,
+    log: bool = False,
+) -> list[RunPath]:
+    """Draw a scatter plot and return its files.
+
+    With fewer than two points nothing is drawn, and files of an earlier run are removed.
+    """
+    if len(points) < 2:
+        for file in _files(path):
+            file.unlink(missing_ok=True)
+        return []
+    figure, (axes,) = panels(width=6.4, height=4.4)
+    for number, (name, (x, y)) in enumerate(points.items()):
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        axes.plot(x, y, marker, color=colour, markersize=8, label=name)
+    widths = [x for x, _ in points.values()]
+    if log and min(widths) > 0 and max(widths) > 10 * min(widths):
+        axes.set_xscale("log")
+    arrow = {1: "higher is better", -1: "lower is better"}.get(better, "")
+    axes.set_xlabel(across)
+    axes.set_ylabel(f"{up} ({arrow})" if arrow else up)
+    axes.margins(0.12)
+    figure.legend(loc="outside right upper", fontsize=8)
+    return save(figure, path)

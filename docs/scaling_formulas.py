@@ -70,7 +70,7 @@ class ModelShape:
         return self.itemsize * (2 * self.blocks + self.outer)
 
 
-def parts(num_bytes: float, size: int) -> float:
+def ring_bytes(num_bytes: float, size: int) -> float:
     """Bytes sent per process for an all-gather or reduce-scatter of `num_bytes`."""
     return num_bytes * (size - 1) / size
 
@@ -81,9 +81,9 @@ def walk_traffic(
     """(bytes per turn, bytes at the end) of a walk; a turn is one batch per process."""
     total = shape.sum_itemsize * shape.candidates * sums
     if not sharded:
-        return 0.0, 2 * parts(total, size)
+        return 0.0, 2 * ring_bytes(total, size)
     beside = shape.itemsize * shape.candidates * direction
-    return parts(shape.weights_moved + beside + total, size), 0.0
+    return ring_bytes(shape.weights_moved + beside + total, size), 0.0
 
 
 def step_traffic(
@@ -96,9 +96,9 @@ def step_traffic(
     """
     shares = list(shares)
     if not sharded:
-        return 2 * parts(shape.sum_itemsize * sum(map(sum, shares)), size)
+        return 2 * ring_bytes(shape.sum_itemsize * sum(map(sum, shares)), size)
     sent = size * sum(map(max, shares)) * (shape.sum_itemsize + INDEX_BYTES)
-    return turns * parts(shape.weights_moved + sent, size)
+    return turns * ring_bytes(shape.weights_moved + sent, size)
 
 
 def scoring_memory(shape: ModelShape, size: int, sharded: bool) -> float:

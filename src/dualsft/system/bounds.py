@@ -1,0 +1,161 @@
+"""Limits on what a file from a stranger may cost: memory and time are bounded before it is parsed.
+
+A few kilobytes of JSON or Parquet can stand for gigabytes, and a sparse file has any size at no
+cost. The limits follow from the bytes that are really there, so that honest files, whose content
+hardly repeats itself, are never refused. Each function raises a `ValueError` that says what is too
+large; the caller names the file and the cure. Not part of Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MAX_PARSED_BYTES = 512 << 20
+"""Most memory that the values of a JSON file may need."""
+FREE_BYTES = 128 << 20
+"""Size below which sparse files and strongly compressed tables are accepted."""
+MAX_HOLLOW = 8
+"""Most times by which the size of files may exceed their space on disk."""
+MAX_EXPANSION = 64
+"""Most times by which the rows of a table may exceed the size of its file."""
+BATCH_ROWS = 1024
+MAX_EXTENTS = 100_000
+
+_OBJECT, _LIST, _VALUE = 240, 90, 90  # bytes of a small dict, a list, and any value with its slot
+
+
+def check_json(content: bytes, most: int = MAX_PARSED_BYTES) -> bytes:
+    """Return the content unless its values, once parsed, would need too much memory."""
+    need = (3 if content.isascii() else 6) * len(content)  # bytes, text of 1 to 4 times, a value
+    for sign, cost in ((b"{", _OBJECT), (b"[", _LIST), (b",", _VALUE), (b":", _VALUE)):
+        need += content.count(sign) * cost
+    if need > most:
+        raise ValueError(
+            f"{len(content):,} bytes of JSON that need up to {need:,} bytes of memory, over the "
+            f"limit of {most:,}"
+        )
+    return content
+
+
+def hollow(files: Iterable[tuple[os.stat_result, int]]) -> str | None:
+    """Why these files (state, bytes on disk) are refused together: sparse, or hard links."""
+    stated, held, seen = 0, 0, set[tuple[int, int]]()
+    for state, num_bytes in files:
+        stated += state.st_size
+        if (state.st_dev, state.st_ino) not in seen:
+            seen.add((state.st_dev, state.st_ino))
+            held += num_bytes
+    if stated <= FREE_BYTES or stated <= MAX_HOLLOW * held:
+        return None
+    return f"{stated:,} bytes, of which {held:,} are on disk (a sparse file, or hard links)"
+
+
+def blocks_of(state: os.stat_result) -> int:
+    """Bytes on disk as `stat` says; zero on file systems that do not know, or not yet."""
+    return state.st_blocks * 512
+
+
+def data_bytes(file: int) -> int:
+    """Bytes of an open file that are not holes; its size where the file system cannot tell."""
+    size, at, total = os.fstat(file).st_size, 0, 0
+    for _ in range(MAX_EXTENTS):
+        try:
+            start = os.lseek(file, at, os.SEEK_DATA)
+            at = os.lseek(file, start, os.SEEK_HOLE)
+        except OSError as problem:
+            total = total if problem.errno == errno.ENXIO else size  # ENXIO: no data behind `at`
+            break
+        total += at - start
+        if at >= size:
+            break
+    os.lseek(file, 0, os.SEEK_SET)
+    return total
+
+
+def read_table(file: Any, columns: list[str] | None = None) -> pa.Table:
+    """Read a Parquet file, or some of its columns, unless its rows are far larger than the file."""
+    import pyarrow as pa
+
+    found = list(table_batches(file, columns))
+    return pa.Table.from_batches(found[1:], found[0].schema)
+
+
+def table_batches(
+    file: Any, columns: list[str] | None = None, rows: int = BATCH_ROWS
+) -> Iterator[pa.RecordBatch]:
+    """The same in batches of `rows`; the first one is empty and has the schema.
+
+    Strings are decoded only once their lengths are known, since a dictionary page repeats one
+    string at no cost. Metadata of columns is not read: pyarrow crashes on some damage to it.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    size = os.fstat(file.fileno()).st_size
+    most, given = max(FREE_BYTES, MAX_EXPANSION * size), 0
+
+    def check(num_bytes: int) -> None:
+        if num_bytes > most:
+            raise ValueError(
+                f"its rows need more than {most:,} bytes, far more than the {size:,} of the file"
+            )
+
+    options: dict[str, Any] = {"pre_buffer": False, "thrift_container_size_limit": 1_000_000}
+    try:
+        plain = pq.ParquetFile(file, **options)
+        names = plain.schema_arrow.names if columns is None else columns
+        schema = pa.schema([plain.schema_arrow.field(name) for name in names])
+        check(plain.metadata.num_rows * 4 * len(names))
+        yield pa.RecordBatch.from_pylist([], schema)
+        strings = [field.name for field in schema if pa.types.is_string(field.type)]
+        parquet = pq.ParquetFile(file, read_dictionary=strings, **options)
+        batches = parquet.iter_batches(min(rows, BATCH_ROWS), columns=names, use_threads=False)
+        while True:
+            with _limited_memory(most + FREE_BYTES):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            given += sum(_decoded_bytes(column) for column in batch.columns)
+            check(given)
+            for column in batch.columns:
+                column.validate(full=True)
+            yield batch.cast(schema)
+    except (pa.ArrowException, MemoryError, OSError, KeyError) as problem:
+        raise ValueError(f"not a Parquet table of a run: {str(problem)[:200]}") from problem
+
+
+def _decoded_bytes(column: pa.Array) -> int:
+    """Size of a column with every string written out."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not pa.types.is_dictionary(column.type):
+        return column.nbytes
+    lengths = pc.call_function("binary_length", [column.dictionary]).cast(pa.int64())
+    return (pc.call_function("sum", [lengths.take(column.indices)]).as_py() or 0) + 4 * len(column)
+
+
+@contextlib.contextmanager
+def _limited_memory(extra: int) -> Iterator[None]:
+    """Let the process grow by `extra` bytes at most: a page may claim gigabytes (Linux only)."""
+    if sys.platform != "linux":
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    known = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min([used + extra, *known]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

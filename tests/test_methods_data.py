@@ -32,6 +32,7 @@ from dualsft.errors import ConfigError, RunError
 from dualsft.lab.methods import greedy
 from dualsft.lab.methods.greedy import (
     Information,
+    Spice,
     factor,
     features,
     lazy_greedy,
@@ -42,7 +43,7 @@ from dualsft.lab.methods.greedy import (
 )
 from dualsft.lab.methods.less import Less, attach, target_maps
 from dualsft.lab.methods.per_example import DavIR, learnability, top
-from dualsft.lab.methods.table import DavIROptions, LessOptions
+from dualsft.lab.methods.table import DavIROptions, LessOptions, SpiceOptions
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job
@@ -403,10 +404,10 @@ def test_spices_variants_and_normalisation_choose_differently(make_run: Runner) 
     for number, more in enumerate(
         [
             (),
-            ("method.spice.normalize=true",),
+            ("method.spice.normalize=false",),
             ("method.spice.variant=released_topk",),
             ("method.spice.variant=released_window", "method.spice.window=16"),
-            ("method.spice.variant=dualsft_pairwise", "method.spice.normalize=true"),
+            ("method.spice.variant=dualsft_pairwise",),
         ]
     ):
         words = (*DATA_ONLY, "method.data=spice", *more)
@@ -416,9 +417,46 @@ def test_spices_variants_and_normalisation_choose_differently(make_run: Runner) 
     assert len(set(found)) == len(found)
 
 
+@pytest.mark.parametrize("variant", ["paper", "released_window", "dualsft_pairwise"])
+def test_spice_is_not_a_norm_in_disguise(
+    job_of: Any, variant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same directions at other lengths are chosen alike."""
+    job, _ = job_of("llama")
+    method = Spice(find("data", "spice"), SpiceOptions(variant=variant, window=16))
+    rows = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
+    longer = rows * 2.0 ** torch.arange(-20, 20)[:, None]  # powers of two: no rounding
+    pool: list[Any] = [None] * 40
+    found = []
+    for given in (rows, longer):
+        monkeypatch.setattr(Spice, "_features", lambda *_, given=given: given.clone())
+        choice = method.choose(job, pool, 8)
+        assert choice is not None
+        found.append(np.sort(choice.positions))
+    assert np.array_equal(*found)
+    assert not np.array_equal(found[1], np.arange(32, 40)), "the eight longest"
+
+
 def test_spice_without_a_linear_candidate_is_refused(make_run: Runner) -> None:
     with pytest.raises(ConfigError, match="score.candidates"):
         make_run(*DATA_ONLY, "method.data=spice", "score.candidates=*norm*", until="selection")
+
+
+def test_the_warmup_of_less_follows_the_learning_rate(make_run: Runner) -> None:
+    """Its own rate decides only where it is given; the selection is repeated with another."""
+    found = []
+    for number, more in enumerate(
+        [
+            ("finetune.lr=1e-3",),
+            ("finetune.lr=1e-1",),
+            ("finetune.lr=1e-1", "method.less.lr=1e-3"),
+        ]
+    ):
+        words = (*DATA_ONLY, "method.data=less", "method.less.rank=4", "method.less.dim=64", *more)
+        run = make_run(*words, until="selection", out=f"less{number}")
+        scores = pq.read_table(run / "5_selection/baseline_scores.parquet")["score"]
+        found.append(tuple(scores.to_pylist()))
+    assert found[0] == found[2] != found[1]
 
 
 # --- LESS -----------------------------------------------------------------------------------------

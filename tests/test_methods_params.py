@@ -26,6 +26,7 @@ from dualsft.engine.losses import last_hidden, plain_example_loss
 from dualsft.errors import ConfigError
 from dualsft.lab.methods.magnitudes import NanoAdam, reconstruction, smallest
 from dualsft.lab.methods.matrices import (
+    SMT,
     WeightMatrix,
     block_entries,
     block_sizes,
@@ -34,6 +35,7 @@ from dualsft.lab.methods.matrices import (
     shares,
     whole_units,
 )
+from dualsft.lab.methods.table import PARAMS, SMTOptions
 from dualsft.model.load import text_parameters
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
@@ -353,7 +355,7 @@ def warm_start_by_hand(job: Job, steps: int) -> tuple[nn.Module, dict[str, Tenso
     """torch.optim.AdamW on every parameter; the summed, unclipped gradients."""
     ctx, rows = job.ctx, job.examples
     model: Any = ctx.theta_old()
-    plan = finetune_plan(ctx, 1)
+    plan = replace(finetune_plan(ctx, 1), lr=2e-3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, weight_decay=0.0)
     sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     per_epoch = math.ceil(len(rows) / plan.batch_size)
@@ -376,34 +378,40 @@ def warm_start_by_hand(job: Job, steps: int) -> tuple[nn.Module, dict[str, Tenso
 
 @pytest.mark.parametrize("strategy", ["mean_abs", "abs_mean", "l1", "l2"])
 def test_smt_score_and_warm_start_by_brute_force(make_job: JobMaker, strategy: str) -> None:
-    """Summed gradients of four dense steps, ragged blocks, and the weights it goes on from."""
+    """Summed gradients of four dense steps, ragged blocks scored as full ones, each family within
+    its share of the budget, and the weights it goes on from."""
     size, steps, k = 12, 4, 2000
     more = ("model.dtype=float64", f"method.smt.strategy={strategy}", f"method.smt.steps={steps}")
-    method, job = make_job("smt", *more)
+    method, job = make_job("smt", *more, "finetune.epochs=3", "method.smt.dense_lr=2e-3")
     choice = chosen(method, job, k)
     model, sums = warm_start_by_hand(job, steps)
-    units: list[tuple[float, int, str, Tensor]] = []
+    units: dict[bool, list[tuple[float, int, str, Tensor]]] = {True: [], False: []}
     number = 0
-    for m in (m for m in matrices(job) if m.role != "o"):
+    members = [m for m in matrices(job) if m.role != "o"]
+    for m in members:
         total, where = sums[m.name], torch.arange(m.shape.numel()).view(m.shape)
         for i in range(0, m.shape[0], size):
             for j in range(0, m.shape[1], size):
                 block = total[i : i + size, j : j + size]
+                share = block.numel() / size**2  # of a full block
                 score = {
-                    "mean_abs": block.mean().abs(),
+                    "mean_abs": block.mean().abs() * share**0.5,
                     "abs_mean": block.abs().mean(),
-                    "l1": block.abs().sum(),
-                    "l2": block.norm(),
+                    "l1": block.abs().sum() / share,
+                    "l2": block.norm() / share**0.5,
                 }[strategy]
                 inside = where[i : i + size, j : j + size].reshape(-1)
-                units.append((-score.item(), number, m.name, inside))
+                units[m.role in "qkv"].append((-score.item(), number, m.name, inside))
                 number += 1
     expected: dict[str, list[Tensor]] = {name: [] for name in choice.indices}
-    left = k
-    for _, _, name, inside in sorted(units, key=lambda u: u[:2]):
-        if len(inside) <= left:
-            expected[name].append(inside)
-            left -= len(inside)
+    attention = sum(m.shape.numel() for m in members if m.role in "qkv")
+    left = spent = 0
+    for family in (True, False):
+        left = k * attention // sum(m.shape.numel() for m in members) if family else k - spent
+        for _, _, name, inside in sorted(units[family], key=lambda u: u[:2]):
+            if len(inside) <= left:
+                expected[name].append(inside)
+                left, spent = left - len(inside), spent + len(inside)
     for name, parts in expected.items():
         want = torch.cat([*parts, torch.empty(0, dtype=torch.int64)]).sort().values
         assert torch.equal(choice.indices[name], want), name
@@ -429,6 +437,36 @@ def test_smt_restart_from_base_is_a_mask_on_theta_old(
         assert set(moved.tolist()) <= set(indices.get(name, torch.empty(0)).tolist())
     assert (folder / "6_finetune/delta.safetensors").is_file()
     assert not (kept / "6_finetune/delta.safetensors").exists(), "everything moved: no sparse delta"
+
+
+def test_small_blocks_of_noise_are_not_preferred() -> None:
+    """Of pure noise, edge blocks of a sixteenth of the size win no more than their share."""
+    size, wins, draws = 8, 0, 400
+    shape = torch.Size([2 * size + size // 4, 2 * size + size // 4])
+    sizes = block_sizes(shape, size)
+    noise = torch.Generator().manual_seed(0)
+    entry = next(entry for entry in PARAMS if entry.name == "smt")
+    method = SMT(entry, SMTOptions(block=size))
+    for _ in range(draws):
+        sums = block_sums(torch.randn(shape, generator=noise), size, torch.float64)
+        wins += int(sizes.ravel()[int(method._score(sums, sizes).argmax())] < size**2)
+    share = (sizes < size**2).mean()  # 5 of 9 blocks
+    assert abs(wins / draws - share) < 4 * (share * (1 - share) / draws) ** 0.5
+
+
+def test_smt_counts_its_dense_steps(make_run: Runner) -> None:
+    """Dense and sparse steps together are what every other method has; at its own rate."""
+    words = choosing("smt", "method.smt.steps=100", "finetune.epochs=3")
+    run = make_run(*words, until="finetune")
+    dense = json.loads((run / "5_selection/summary.json").read_text())["warm_steps"]
+    sparse = json.loads((run / "6_finetune/summary.json").read_text())["steps"]
+    plain = make_run("method.params=all", "finetune.epochs=3", out="plain", until="finetune")
+    every = json.loads((plain / "6_finetune/summary.json").read_text())["steps"]
+    assert dense == every // 2 < 100 and dense + sparse == every
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "lr" in line]
+    rates = {s: max(x["lr"] for x in steps if x["stage"] == s) for s in ("smt", "finetune")}
+    assert rates["finetune"] == pytest.approx(2 * rates["smt"], rel=0.2), "entry.lr_ratio is 2"
 
 
 def test_smt_ratios(make_job: JobMaker) -> None:

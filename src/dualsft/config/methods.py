@@ -66,6 +66,8 @@ class Entry:
     """Ratio of its learning rate to plain fine-tuning's (DualSFT paper, Llama-3.2-3B)."""
     trains: bool = False
     """Whether selection itself trains the model and so depends on finetune.*."""
+    follows_lr: bool = False
+    """Whether selection trains something at finetune.lr, and depends on no other finetune.*."""
     uses_budget: bool = True
     """Whether select.data_budget or select.param_budget sets how much it selects."""
     parallel: bool = False

@@ -208,6 +208,10 @@ class ParamMethod(_Method, ABC):
         from weights other than θ_old writes them to a Hugging Face folder `start` in `job.part`.
         """
 
+    def steps_taken(self, job: Job) -> int:
+        """Training steps that `choose` took and `start` keeps; fine-tuning takes so many fewer."""
+        return 0
+
     def refresh_every(self, job: Job) -> int | None:
         """Optimizer steps between two masks; None for a static mask."""
         return None

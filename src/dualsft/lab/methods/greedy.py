@@ -11,8 +11,10 @@ and S the examples chosen so far:
 
 c_n = g_nᵀ V⁻¹ g_n and the inner product with the running sum are stored for every example and
 updated after each choice. A choice thus costs one product of the N x dim features with two vectors:
-O(b N dim) in total, without approximation. Besides the paper's rule, the rules of its released code
-and the objective in the DualSFT paper are available. All of them depend on the features only.
+O(b N dim) in total, without approximation. By default every g_n is scaled to unit length first:
+otherwise the gain follows the length of g_x, whatever was chosen before. Besides the paper's rule,
+the rules of its released code and the objective in the DualSFT paper are available. All of them
+depend on the features only.
 
 **FisherSFT**. With the trunk frozen, predicting the next token is a logistic regression on the
 features x_t that enter the output head. Its Fisher information is bounded from below by a multiple
@@ -77,7 +79,7 @@ class Spice(DataMethod):
     def choose(self, job: Job, pool: list[Example], b: int) -> DataChoice | None:
         options = self.options
         features = on_gpu_if_it_fits(self._features(job, pool), job.ctx.device)
-        if options.normalize:
+        if options.normalize and options.variant != "released_topk":
             features /= torch.linalg.vector_norm(features, dim=1, keepdim=True).clamp_min(1e-30)
         with job.ctx.reporter.track(f"spice: {options.variant}", b, "examples") as progress:
             chosen, facts = self._greedy(job, features, b, progress.advance)

@@ -106,10 +106,15 @@ class Less(DataMethod):
                 "split.warm: method.data=less trains its adapter on D_warm, which is empty; raise "
                 "split.warm"
             )
-        names = ("lr", "epochs", "batch_size", "warmup_ratio")
-        own: dict[str, Any] = {name: getattr(options, name) for name in names}
-        plan = finetune_plan(ctx, len(examples))
-        plan = replace(plan, **own, max_grad_norm=CLIP, micro_batch_size=None)
+        plan = replace(
+            finetune_plan(ctx, len(examples)),
+            lr=options.lr or ctx.base_lr(),
+            epochs=options.epochs,
+            batch_size=options.batch_size,
+            warmup_ratio=options.warmup_ratio,
+            max_grad_norm=CLIP,
+            micro_batch_size=None,
+        )
         num_steps = plan.num_steps(len(examples))
         if num_steps < FEW_STEPS:
             ctx.reporter.warn(

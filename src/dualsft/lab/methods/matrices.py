@@ -9,10 +9,10 @@ per-tensor counts (`shares`).
 **SMT** (He et al., ICLR 2025) selects the blocks with the largest summed gradient. It replaces the
 parameter selection of Algorithm 1 (line 9). All parameters are fine-tuned for some steps, the
 signed gradients are summed over the steps and over each block of a matrix, and the blocks with the
-best scores are trained from then on. The dense steps are kept, as in the original: fine-tuning
-continues from `start/` with a new optimizer and schedule, and the result differs from θ_old
-everywhere. `restart_from_base` fine-tunes from θ_old instead. The default score stores one number
-per block; the others sum whole gradients.
+best scores of each family (attention, MLP) are trained from then on. The dense steps are kept, as
+in the original: fine-tuning continues from `start/` with a new optimizer and schedule for the steps
+that are left, and the result differs from θ_old everywhere. `restart_from_base` fine-tunes from
+θ_old instead. The default score stores one number per block; the others sum whole gradients.
 """
 
 from __future__ import annotations
@@ -202,6 +202,16 @@ class SMT(ParamMethod):
     def eligible(self, job: Job) -> dict[str, torch.Size]:
         return {m.name: m.shape for m in self.members(job)}
 
+    def _num_dense(self, job: Job) -> int:
+        """Number of dense steps: at most half of the fine-tuning steps, unless it starts again."""
+        if self.options.restart_from_base:
+            return self.options.steps
+        planned = finetune_plan(job.ctx, len(job.examples)).num_steps(len(job.examples))
+        return max(1, min(self.options.steps, planned // 2))
+
+    def steps_taken(self, job: Job) -> int:
+        return 0 if self.options.restart_from_base else self._num_dense(job)
+
     def choose(self, job: Job, k: int) -> ParamChoice | None:
         members, size = self.members(job), self.options.block
         model = job.ctx.theta_old()
@@ -223,7 +233,7 @@ class SMT(ParamMethod):
             indices[m.name] = block_entries(picked.reshape(n.shape), m.shape, size)
         refuse_empty(indices, "smt", "block", k, "raise it, or lower method.smt.block")
         facts: dict[str, Any] = {"blocks": len(chosen), "blocks_in_all": len(costs)}
-        facts |= {"attention_blocks": int(family[chosen].sum()), "warm_steps": self.options.steps}
+        facts |= {"attention_blocks": int(family[chosen].sum()), "warm_steps": self._num_dense(job)}
         if self.ratios is not None:
             of = self.options.ratio_of
             facts["budget"] = "literal: " + ", ".join(
@@ -235,13 +245,19 @@ class SMT(ParamMethod):
         self, job: Job, order: np.ndarray, costs: np.ndarray, attention: np.ndarray, k: int
     ) -> np.ndarray:
         """The blocks that fit the budget, or the share of each family that its ratio asks for."""
-        if self.ratios is None:
-            return whole_units(order, costs, k)
+        families = {name: order[attention[order] == (name == "attention")] for name in FAMILIES}
+        if (
+            self.ratios is None
+        ):  # each family has its share of k; what attention leaves is the MLP's
+            of_attention = k * int(costs[attention].sum()) // int(costs.sum())
+            chosen = whole_units(families["attention"], costs, of_attention)
+            left = k - int(costs[chosen].sum())
+            return np.concatenate([chosen, whole_units(families["mlp"], costs, left)])
         # ratio_of=model: the released code counts all matrices of the model, embeddings included
         every = sum(s.numel() for s in job.ctx.parameter_shapes.values() if len(s) == 2)
         taken: list[np.ndarray] = []
         for name, ratio in self.ratios.items():
-            own = order[attention[order] == (name == "attention")]
+            own = families[name]
             of = len(own) if self.options.ratio_of == "family" else every / self.options.block**2
             taken.append(own[: int(ratio * of)])
         return np.concatenate(taken)
@@ -249,16 +265,20 @@ class SMT(ParamMethod):
     def _warm_start(
         self, job: Job, model: PreTrainedModel, members: list[WeightMatrix]
     ) -> dict[str, Tensor]:
-        """Train all parameters for `steps` steps; returns the gradients summed over the steps, per
+        """Train all parameters for some steps; returns the gradients summed over the steps, per
         block or per entry."""
-        ctx, steps = job.ctx, self.options.steps
+        ctx, steps = job.ctx, self._num_dense(job)
         after = finetune_plan(ctx, len(job.examples))
-        lr = ctx.base_lr() * self.entry.lr_ratio
+        lr = self.options.dense_lr or ctx.base_lr()
         plan = replace(after, lr=lr, epochs=1, min_steps=steps, max_steps=steps)
-        ctx.reporter.say(
-            f"smt: {steps:,} dense steps, then {after.num_steps(len(job.examples)):,} fine-tuning "
-            "steps"
-        )
+        left = max(1, after.num_steps(len(job.examples)) - self.steps_taken(job))
+        ctx.reporter.say(f"smt: {steps:,} dense steps at {lr:.3g}, then {left:,} fine-tuning steps")
+        if steps < self.options.steps:
+            ctx.reporter.warn(
+                f"smt: {steps:,} dense steps instead of method.smt.steps={self.options.steps:,}: "
+                "they count as fine-tuning steps, and take at most half of them (lower "
+                "finetune.batch_size, or raise finetune.epochs or select.data_budget)"
+            )
         size, by_block = self.options.block, self.options.strategy == "mean_abs"
         device = next(model.parameters()).device
         wide = reduction_dtype(device) if by_block else accumulation_dtype(ctx.dtype)
@@ -283,16 +303,21 @@ class SMT(ParamMethod):
         return sums
 
     def _score(self, total: Tensor, sizes: np.ndarray) -> Tensor:
-        """Score of each block, from its sum or from the summed gradient."""
+        """Score of each block, from its sum or from the summed gradient.
+
+        The original has full blocks only. A smaller one at the edge of a matrix is scored as a full
+        block of such entries would be: |mean| of few entries is larger by chance, by the root of
+        the ratio of the sizes, and sums over few are smaller.
+        """
         size, strategy = self.options.block, self.options.strategy
         counts = torch.from_numpy(sizes).to(total.device)
         if strategy == "mean_abs":
-            return total.abs() / counts
+            return total.abs() / (counts * float(size) ** 2).sqrt()
         wide = reduction_dtype(total.device)
         if strategy == "l2":
-            return block_sums(total.square(), size, wide).sqrt()
-        absolute = block_sums(total.abs(), size, wide)
-        return absolute if strategy == "l1" else absolute / counts
+            return (block_sums(total.square(), size, wide) * size**2 / counts).sqrt()
+        mean = block_sums(total.abs(), size, wide) / counts
+        return mean * size**2 if strategy == "l1" else mean
 
 
 def grid(shape: torch.Size, size: int) -> tuple[int, int]:

@@ -51,8 +51,9 @@ class SpiceOptions:
     """Weight of an example's information."""
     conflict: NonNegative = 0.1
     """Weight of the conflict with the examples already chosen (lambda; mu in dualsft_pairwise)."""
-    normalize: bool = False
-    """Normalize every gradient to length 1 first, so that large gradients are not preferred."""
+    normalize: bool = True
+    """Normalize every gradient to length 1 first. Otherwise the gain is hardly more than the
+    gradient's length. Ignored by released_topk, whose rule is the length."""
     window: Annotated[int, Bounds(least=2)] = 128
     """Examples per window (released_window)."""
 
@@ -78,8 +79,9 @@ class LessOptions:
     """Scale of the adapter: its output is multiplied by alpha / rank."""
     dropout: BelowOne = 0.1
     """Dropout on the adapter's input, in the adapter's warmup only."""
-    lr: Positive = 2e-5
-    """Peak learning rate of the adapter's warmup."""
+    lr: Positive | None = None
+    """Peak learning rate of the adapter's warmup; null is finetune.lr (the original uses 2e-5 for
+    both)."""
     epochs: Count = 4
     """Epochs over D_warm; the pool is scored once per epoch, with the adapter as it ends."""
     batch_size: Count = 32
@@ -130,7 +132,8 @@ DATA = (
         memory="the model and a batch; then N x dim fp32 numbers (450 MB for 110,000 examples)",
         source="Chang et al., ICLR 2026 (arXiv 2601.23155); from descriptions of paper and code",
         deviations="gradients of the model itself at θ̄ over the linear candidates, sketched "
-        "(original: LoRA gradients of a small proxy); response tokens only; selects once, before "
+        "and at unit length (original: LoRA gradients of a small proxy, at their own lengths, "
+        "which then decide alone); response tokens only; selects once, before "
         "training (original: interleaved); no early stop, the budget is exact",
         needs=("warmup",),
         options=SpiceOptions,
@@ -158,8 +161,10 @@ DATA = (
         source="Xia et al., ICML 2024; from its published procedure",
         deviations="cosine decay in the warmup (original: linear); random signs on both sides of "
         "each layer's gradient (original: projection=dense), in fp32; loss over response tokens; "
-        "all of D_val is one subtask; gradients are not stored",
+        "all of D_val is one subtask; gradients are not stored; the warmup's learning rate follows "
+        "finetune.lr",
         options=LessOptions,
+        follows_lr=True,
         extra="peft",
     ),
 )
@@ -187,7 +192,10 @@ class S2FTOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SMTOptions:
     steps: Count = 100
-    """Dense fine-tuning steps whose gradients are summed."""
+    """Dense fine-tuning steps whose gradients are summed; at most half of the steps that
+    fine-tuning would take, which takes as many fewer."""
+    dense_lr: Positive | None = None
+    """Peak learning rate of the dense steps; null is finetune.lr."""
     block: Count = 256
     """Rows and columns of a block; blocks at the edges of a matrix can be smaller."""
     strategy: Literal["mean_abs", "abs_mean", "l1", "l2"] = "mean_abs"
@@ -195,7 +203,7 @@ class SMTOptions:
     |.|, sum of |.|, or 2-norm. All but the first store a gradient of the eligible matrices."""
     attention_ratio: Share | None = None
     """Share of the q, k, v blocks to take; null takes none when mlp_ratio is set. When both are
-    null, the best blocks of both families are taken up to select.param_budget."""
+    null, each family has its share of select.param_budget."""
     mlp_ratio: Share | None = None
     """Share of the gate, up, down blocks to take; null as for attention_ratio."""
     ratio_of: Literal["family", "model"] = "family"
@@ -279,9 +287,10 @@ PARAMS = (
         memory="AdamW state of every parameter during the warm start; one number per block, or one "
         "gradient of the eligible matrices (strategy)",
         source="SMT (He et al., ICLR 2025)",
-        deviations="steps are optimizer steps; fine-tuning runs all its epochs after the warm "
-        "start, which has its own cosine schedule; blocks at edges can be smaller; under "
-        "select.param_budget, attention and MLP blocks compete in one ranking; betas (0.9, 0.999)",
+        deviations="steps are optimizer steps; the dense steps have their own cosine schedule and "
+        "the learning rate of plain fine-tuning; blocks at edges can be smaller, and are scored as "
+        "full ones; select.param_budget is divided between attention and MLP by their sizes; betas "
+        "(0.9, 0.999)",
         options=SMTOptions,
         paper={"steps": 100, "attention_ratio": 0.25, "mlp_ratio": 0.1},
         lr_ratio=2.0,

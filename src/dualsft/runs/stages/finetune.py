@@ -73,8 +73,11 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     examples = training_examples(ctx, final)
     start = selection / "start"
     model = ctx.load(start) if start.is_dir() else ctx.theta_old()
+    params: ParamMethod = ctx.methods.load("params")
+    job = Job(ctx, "params", part, examples)
     plan = finetune_plan(ctx, len(examples))
-    num_steps = plan.num_steps(len(examples))
+    num_steps = max(1, plan.num_steps(len(examples)) - params.steps_taken(job))
+    plan = replace(plan, max_steps=num_steps)
     ctx.reporter.say(describe_plan(ctx, plan, len(examples)))
     warn_of_little(ctx, plan, len(examples))
     hooks, facts, accounts = Hooks(), dict[str, Any](), dict[str, Any]()
@@ -83,8 +86,6 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     if weights is not None:
         with weighing.measured():
             hooks = weights.hooks(weighing, model)
-    params: ParamMethod = ctx.methods.load("params")
-    job = Job(ctx, "params", part, examples)
     named = [*params.attach(job, model).items()] if params.adapter else text_parameters(model)
     with make_optimizer(
         model,

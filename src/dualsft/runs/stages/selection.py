@@ -95,6 +95,8 @@ def _own_passes(ctx: RunContext, entries: Iterable[Entry]) -> Settings:
         chosen |= ctx.pick("finetune.*")
         for key in ("checkpointing", "retention", "retention_batch"):  # of fine-tuning itself
             del chosen[f"finetune.{key}"]
+    elif any(entry.follows_lr for entry in others):
+        chosen["finetune.lr"] = ctx.base_lr()
     return chosen
 
 

@@ -23,6 +23,7 @@ from dualsft.config import settings as config
 from dualsft.config.methods import AXES, names_of, registry, row_name
 from dualsft.errors import ConfigError
 from dualsft.lab.compare import matrix as comparison_matrix
+from dualsft.lab.compare import records as cell_records
 from dualsft.lab.compare import tables as comparison
 from dualsft.lab.compare.cells import run_matrix
 from dualsft.lab.compare.matrix import load_matrix
@@ -117,7 +118,8 @@ def test_a_choice_of_examples_is_made_once(tmp_path: Path, words: list[str]) -> 
 @pytest.mark.parametrize(
     ("method", "change", "lent"),
     [
-        ("less", "finetune.lr=3e-3", True),  # LESS trains an adapter of its own
+        ("less", "finetune.epochs=3", True),  # LESS trains an adapter of its own,
+        ("less", "finetune.lr=3e-3", False),  # at the run's rate
         ("davir", "finetune.lr=3e-3", False),
         ("less", "select.data_budget=9", False),
         ("less", "method.less.rank=4", False),
@@ -415,7 +417,7 @@ def test_answers_with_odd_line_ends_are_read(odd: str, tmp_path: Path) -> None:
     with open(folder / "samples.jsonl", "w", encoding="utf-8") as lines:
         for row in paired_rows("gsm8k", rows, rows):
             lines.write(json.dumps(row, ensure_ascii=False) + "\n")
-    found = comparison._per_example(place(tmp_path / "cell"))
+    found = cell_records._per_example(place(tmp_path / "cell"))
     assert found["gsm8k", "1"] == 1.0 and found["gsm8k", "2"] == 0.0
 
 

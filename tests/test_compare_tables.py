@@ -16,9 +16,9 @@ from dualsft.cli import app
 from dualsft.config import methods
 from dualsft.config import settings as config
 from dualsft.lab.compare import matrix as comparison_matrix
-from dualsft.lab.compare import tables as comparison
 from dualsft.lab.compare.matrix import Cell, Matrix, load_matrix
-from dualsft.lab.compare.tables import CellRecord, Result, formatted, make_table
+from dualsft.lab.compare.records import CellRecord, changed_share
+from dualsft.lab.compare.tables import Result, formatted, make_table
 from dualsft.runs import pipeline
 from dualsft.system.progress import Reporter
 
@@ -32,7 +32,8 @@ HERE = [f"{model}_{data}" for model in ("smollm2", "gemma3") for data in ("code"
 @pytest.mark.parametrize("name", comparison_matrix.recipe_names())
 def test_every_recipe_is_parsed_and_dry_run(name: str, corpus: Path) -> None:
     """The packaged comparisons, the paper's tables among them: every cell's settings are valid."""
-    given = CONSENT if name in TABLES else [f"data.path={corpus}"]
+    from_hub = name.startswith(("table_", "ablation_"))
+    given = CONSENT if from_hub else [f"data.path={corpus}"]
     result = CliRunner().invoke(app, ["compare", name, "--dry-run", *given])
     assert result.exit_code == 0, result.output
     matrix = load_matrix(name, given)
@@ -40,6 +41,20 @@ def test_every_recipe_is_parsed_and_dry_run(name: str, corpus: Path) -> None:
     assert result.output.count(" data: ") == len(matrix.cells())
     none = CliRunner().invoke(app, ["compare", name, "--dry-run", "--only", "no such", *given])
     assert none.exit_code != 0 and "no cell matches" in str(none.exception)
+
+
+def test_ablations_vary_what_they_are_named_after() -> None:
+    """Every row but the first differs from it, and only by its own settings."""
+    found = [name for name in comparison_matrix.recipe_names() if name.startswith("ablation_")]
+    assert len(found) == 5
+    for name in found:
+        matrix = load_matrix(name, CONSENT)
+        cells = [cell for cell in matrix.cells() if cell.seed == matrix.seeds[0]]
+        flats = [config.to_flat(matrix.config(cell)) for cell in cells]
+        for cell, flat in zip(cells[1:], flats[1:], strict=True):
+            words = {word.partition("=")[0] for word in (*cell.method.words, *cell.data.words)}
+            changed = {key for key in flat if flat[key] != flats[0][key]}
+            assert changed and changed <= words, (name, cell.title)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -186,9 +201,9 @@ def test_forgetting_tables_have_what_it_took_and_resources_what_changed(tmp_path
     [one, _], _ = table_of(tmp_path, {"title": "T", "kind": "resources"})
     assert one.rows[0].values["changed_share"].mean == pytest.approx(0.9)
     tuned = {"num_parameters": 100, "trained_entries": 5}
-    assert comparison.changed_share({**tuned, "changed_entries": 95}) == 0.95
-    assert comparison.changed_share({**tuned, "changed_entries": None}) is None
-    assert comparison.changed_share({"num_parameters": 100, "trained_entries": 100}) == 1.0
+    assert changed_share({**tuned, "changed_entries": 95}) == 0.95
+    assert changed_share({**tuned, "changed_entries": None}) is None
+    assert changed_share({"num_parameters": 100, "trained_entries": 100}) == 1.0
 
 
 def test_what_lacks_a_seed_or_everything_is_told_and_does_not_compete(tmp_path: Path) -> None:

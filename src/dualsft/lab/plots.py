@@ -12,6 +12,7 @@ by ending of the file name. They follow the tables and figures of the paper that
 - `forgetting_…`: loss on the first evaluation file (the new skill) against the mean KL to the base
   on the other files. This separates methods even if benchmark scores are near chance. `validation`
   comes from the training corpus and is not used here.
+- `grid_…`: the same plane for tuned settings, one curve per method over the grid.
 """
 
 from __future__ import annotations
@@ -175,7 +176,8 @@ def jaccards(rows: Sequence[Result], prefix: str = "") -> dict[str, Values]:
 
 def draw_comparison(out: RunPath) -> list[RunPath]:
     """Draw the figures of the comparison in `out`. Returns their files."""
-    tables = (out / "comparison.json").read_json()["tables"]
+    content = (out / "comparison.json").read_json()
+    tables = content["tables"]
     resources = {t["where"]: _points(t) for t in tables if t["kind"] == "resources"}
     made: list[RunPath] = []
     stems: set[str] = set()
@@ -191,9 +193,28 @@ def draw_comparison(out: RunPath) -> list[RunPath]:
             }
             path = out / f"frontier_{short}_{stem}"
             made += _scatter(path, both, text, label, better, log=key == "total_seconds")
-        made += _forgetting(out / f"forgetting_{stem}", table)
+        unused = ("validation", content.get("tuned_on"))
+        made += _forgetting(out / f"forgetting_{stem}", table, unused)
         made += _skills(out / f"skills_{stem}", table)
+    curves: dict[str, dict[str, Any]] = {}
+    for curve in content.get("frontiers", ()):
+        curves.setdefault(curve["where"], {})[curve["method"]] = curve["points"]
+    for where, methods in curves.items():
+        made += _grid(out / f"grid_{_stem(where, stems)}", methods)
     return made
+
+
+def _grid(path: RunPath, methods: Mapping[str, Sequence[Mapping[str, float]]]) -> list[RunPath]:
+    """Loss of the new skill against KL on old behaviour: a curve per method over the grid."""
+    figure, (axes,) = panels(width=6.4, height=4.4)
+    for number, (name, points) in enumerate(methods.items()):
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        across, up = [p["kl"] for p in points], [p["loss"] for p in points]
+        axes.plot(across, up, marker=marker, color=colour, markersize=5, label=name)
+    axes.set_xlabel("forgetting: mean KL to the base on old behaviour (lower is better)")
+    axes.set_ylabel("new skill: loss (lower is better)")
+    figure.legend(loc="outside right upper", fontsize=8)
+    return save(figure, path)
 
 
 def _stem(title: str, taken: set[str]) -> str:
@@ -229,10 +250,12 @@ def _skills(path: RunPath, table: Mapping[str, Any]) -> list[RunPath]:
     return _scatter(path, points, "stability (higher is better)", "plasticity", 1)
 
 
-def _forgetting(path: RunPath, table: Mapping[str, Any]) -> list[RunPath]:
+def _forgetting(
+    path: RunPath, table: Mapping[str, Any], unused: Sequence[str | None]
+) -> list[RunPath]:
     """Loss on the new skill against mean KL on the other files, if there are any."""
     keys = [c["key"] for c in table["columns"]]
-    files = [key[5:] for key in keys if key.startswith("loss.") and key != "loss.validation"]
+    files = [key[5:] for key in keys if key.startswith("loss.") and key[5:] not in unused]
     new, old = files[:1], files[1:]
     points = _plane(table, [f"kl.{name}" for name in old], f"loss.{new[0]}") if old else {}
     across = f"forgetting: mean KL to the base on {', '.join(old)} (lower is better)"

@@ -348,7 +348,8 @@ def shared_work(cell: Cell, config: Config) -> dict[tuple[str, ...], str]:
         "" if chosen.name("data") == "all" else str(config.select.data_budget),
         "" if chosen.name("params") == "all" else str(config.select.param_budget),
     )
-    return found | {("cell", cell.method.name, *budgets, *block): "evaluation"}
+    whole = ("cell", cell.method.name, cell.value.name, *budgets, *block)
+    return found | {whole: "evaluation"}
 
 
 def _awaits(

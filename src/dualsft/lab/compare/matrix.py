@@ -1,8 +1,8 @@
 """The matrix file of a comparison: methods × models × data × budgets × seeds, and the tables.
 
-A matrix file gives a base (a recipe, a config file, or nothing), the axes that vary, and the tables
-to make. All problems of the file and of the settings of every cell are reported together, before
-anything runs. Not part of Algorithm 1.
+A matrix file gives a base (a recipe, a config file, or nothing), the axes that vary, a grid of
+values that each method is tuned over (`tune`), and the tables to make. All problems of the file and
+of the settings of every cell are reported together, before anything runs. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import importlib.resources
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,11 +28,11 @@ from dualsft.errors import ConfigError
 SEEDS = (42, 123, 2026)
 KEYS = (
     *("name", "base", "settings", "methods", "models"),
-    *("data", "budgets", "seeds", "tables", "keep"),
+    *("data", "budgets", "seeds", "tune", "tables", "keep"),
 )
 TABLE_KEYS = ("title", "kind", "groups", "mark", "reference", "within")
 ALLOWED = {
-    "kind": ("results", "resources", "forgetting"),
+    "kind": ("results", "resources", "forgetting", "frontier"),
     "mark": ("1", "2", "3"),
     "within": ("group", "table"),
 }
@@ -65,6 +66,14 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Tune:
+    """A grid of settings that every cell is run with, and the evaluation file that decides."""
+
+    on: str
+    grid: tuple[Choice, ...]
+
+
+@dataclass(frozen=True)
 class Cell:
     """One run of the matrix."""
 
@@ -73,10 +82,13 @@ class Cell:
     budget: Choice
     method: Choice
     seed: int
+    value: Choice = Choice("")
+    """Its value of the grid of `tune`, if there is one."""
 
     @property
     def path(self) -> Path:
-        parts = (self.model.name, self.data.name, self.budget.name, self.method.name)
+        parts = [self.model.name, self.data.name, self.budget.name, self.method.name]
+        parts += [self.value.name] if self.value.name else []
         return Path("cells", *(_folder(p) for p in parts), f"seed-{self.seed}")
 
     @property
@@ -92,7 +104,7 @@ class Cell:
         trained = given.get("method.params")
         if trained in rates and "method.lr_ratio" not in given:
             words.append(f"method.lr_ratio={rates[trained]}")
-        return [*words, f"seed={self.seed}"]
+        return [*words, *self.value.words, f"seed={self.seed}"]
 
 
 @dataclass(frozen=True)
@@ -111,18 +123,20 @@ class Matrix:
     budgets: tuple[Choice, ...]
     seeds: tuple[int, ...]
     tables: tuple[Table, ...]
+    tune: Tune | None = None
     keep: str = "all"
     """`all`, or `results`: remove the weights and vectors of finished cells."""
 
     def cells(self, only: str | None = None) -> list[Cell]:
         """All cells, grouped by model, data and seed. `only` is a glob pattern for their titles."""
         found = [
-            Cell(model, data, budget, method, seed)
+            Cell(model, data, budget, method, seed, value)
             for model in self.models
             for data in self.data
             for seed in self.seeds
             for budget in self.budgets
             for method in self.methods
+            for value in (self.tune.grid if self.tune else (Choice(""),))
         ]
         return [c for c in found if only is None or fnmatch.fnmatch(c.title, f"*{only}*")]
 
@@ -162,11 +176,14 @@ def load_matrix(source: str | Path, overrides: Sequence[str] = ()) -> Matrix:
         budgets=parser.budgets(mapping.get("budgets")),
         seeds=parser.seeds(mapping.get("seeds")),
         tables=parser.tables(mapping.get("tables")),
+        tune=parser.tune(mapping.get("tune")),
         keep=str(mapping.get("keep") or "all"),
     )
     if matrix.keep not in ("all", "results"):
         problems.append(f"keep: {matrix.keep!r} is not allowed; give all or results")
     problems += _varied(matrix)
+    if matrix.tune is None and any(table.kind == "frontier" for table in matrix.tables):
+        problems.append("tables: a table of kind frontier needs `tune`")
     known = {choice.name for choice in matrix.methods}
     for table in matrix.tables:
         for group, rows in {**table.groups, "reference": table.reference}.items():
@@ -204,11 +221,15 @@ def _varied(matrix: Matrix) -> list[str]:
     owner = {"seed": "seeds"}
     for axis in ("models", "data", "budgets", "methods"):
         owner |= {w.partition("=")[0]: axis for one in getattr(matrix, axis) for w in one.words}
+    grid = [
+        w.partition("=")[0] for one in (matrix.tune.grid if matrix.tune else ()) for w in one.words
+    ]
+    owner |= dict.fromkeys(grid, "tune")
     fixed = ("model.path", "data.path", "select.data_budget", "select.param_budget", "seed")
     problems = []
     for word in matrix.overrides:
         key = word.partition("=")[0]
-        varied = key in fixed or key.startswith("method.") and key != "method.lr_ratio"
+        varied = key in (*fixed, *grid) or key.startswith("method.") and key != "method.lr_ratio"
         if key in owner and varied:
             problems.append(
                 f"{word}: `{owner[key]}` of the comparison sets {key}; give "
@@ -224,7 +245,12 @@ def _config_problems(matrix: Matrix) -> list[str]:
         if cell.seed != matrix.seeds[0]:
             continue
         try:
-            matrix.config(cell)
+            files = matrix.config(cell).evaluation.files
+            if matrix.tune is not None and matrix.tune.on not in files:
+                raise ConfigError(
+                    f"tune: on={matrix.tune.on!r} is not in evaluation.files "
+                    f"({', '.join(files) or 'empty'}); add a file of rows that nothing else uses"
+                )
         except ConfigError as problem:
             for text in problem.problems:
                 found.setdefault(text, []).append(cell.title)
@@ -376,6 +402,26 @@ class _Parser:
         if not found:
             self.refuse("seeds", value, "whole numbers")
         return found
+
+    def tune(self, value: Any) -> Tune | None:
+        """on: an evaluation file, and settings, each with a list of values."""
+        if value is None:
+            return None
+        allowed = "`on: FILE` and settings with lists of values, such as method.lr_ratio: [0.5, 1]"
+        if not isinstance(value, Mapping) or not isinstance(value.get("on"), str) or len(value) < 2:
+            self.refuse("tune", value, allowed)
+            return None
+        lists: list[list[str]] = []
+        for key, values in value.items():
+            if key == "on":
+                continue
+            if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+                self.refuse(f"tune.{key}", values, "a list of values")
+                continue
+            lists.append([f"{key}={one}" for one in values])
+            self.problems += [f"tune.{key}: {w} is given twice" for w in _repeated(lists[-1])]
+        grid = [Choice(",".join(words), words) for words in itertools.product(*lists)]
+        return Tune(str(value["on"]), tuple(grid))
 
     def tables(self, value: Any) -> tuple[Table, ...]:
         if value is None:

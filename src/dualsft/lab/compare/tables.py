@@ -1,11 +1,10 @@
 """Tables of a comparison, as Markdown, CSV, LaTeX, JSON and one self-contained HTML page.
 
-Reads the run folders of `lab/compare/cells.py` and computes: results (benchmarks if they were run,
-losses and KL), resources (shares, passes, seconds, peak memory, counted as in the paper), means
-over seeds, and paired differences to a reference method on the same examples. Cells whose split or
-evaluation settings differ from the first cell's are left out, so a table never mixes them. The best
-value of a column is bold, the second underlined, the third in italics if the table marks it. The
-base model is not ranked. Not part of Algorithm 1.
+Computes from the records of `lab/compare/records.py`: results (benchmarks if they were run, losses
+and KL), resources (shares, passes, seconds, peak memory, counted as in the paper) and, for tuned
+settings, the frontier (the chosen rate, loss and KL there, and the loss at equal KL), as means over
+seeds. The best value of a column is bold, the second underlined, the third in italics if the table
+marks it. The base model is not ranked. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -25,17 +24,25 @@ from markupsafe import Markup
 
 from dualsft.errors import ConfigError
 from dualsft.lab.compare.matrix import Cell, Matrix, Table
+from dualsft.lab.compare.records import (
+    CellRecord,
+    Difference,
+    Skills,
+    by_place,
+    collect,
+    differences,
+    equal_kl,
+    frontiers,
+    place_of,
+    tuned,
+)
 from dualsft.lab.plots import draw_comparison
-from dualsft.lab.report.facts import Rows, peak_gib
+from dualsft.lab.report.facts import Rows
 from dualsft.lab.report.html import render
 from dualsft.lab.report.markdown import table as markdown_table
 from dualsft.runs.folder import atomic_write_text
-from dualsft.runs.pipeline import finished
-from dualsft.runs.preflight import read_manifests, reading
 from dualsft.system.paths import Place, RunPath, run_path
 
-CHOOSING = ("warmup", "gradients", "scores", "selection")
-RESAMPLES = 2000
 BASE = "base model"
 REFERENCE = "reference"
 
@@ -49,17 +56,6 @@ class Column:
     better: int
     digits: int = 3
     percent: bool = False
-
-
-@dataclass(frozen=True)
-class CellRecord:
-    """One finished cell."""
-
-    cell: Cell
-    folder: RunPath
-    values: Mapping[str, float | None]
-    base: Mapping[str, float | None]
-    """The values of the base model, where they exist."""
 
 
 @dataclass(frozen=True)
@@ -100,105 +96,6 @@ class Result:
     """Model, data and budget of the table."""
 
 
-# --- reading cells -------------------------------------------------------------------------------
-
-
-def collect(matrix: Matrix, out: RunPath) -> tuple[list[CellRecord], dict[Cell, str]]:
-    """(records of the cells that finished with the matrix's settings, reasons for the others).
-
-    A cell that finished with other settings is out of date and counts as missing.
-    """
-    records: list[CellRecord] = []
-    missing: dict[Cell, str] = {}
-    firsts: dict[tuple[str, str, int], tuple[str, Any]] = {}
-    for cell in matrix.cells():
-        folder = out / cell.path
-        manifests, problems = read_manifests(folder) if folder.is_dir() else ({}, [])
-        if problems:
-            missing[cell] = f"{problems[0]}; run `dualsft compare` again, which makes it anew"
-        elif "evaluation" not in manifests:
-            missing[cell] = "not finished"
-        elif not finished(matrix.config(cell), folder):
-            missing[cell] = "made with other settings"
-        else:
-            # Values measured on different examples must not appear in one table: the split and the
-            # evaluation must be those of the first cell of this model, data and seed.
-            prints = {stage: manifests[stage]["fingerprint"] for stage in ("split", "evaluation")}
-            judged = (prints["split"]["hash"], prints["evaluation"]["settings"])
-            key = (cell.model.name, cell.data.name, cell.seed)
-            title, first = firsts.setdefault(key, (cell.title, judged))
-            if first != judged:
-                missing[cell] = f"made with another split or evaluation than {title}"
-                continue
-            with reading(folder):
-                results = (folder / "7_evaluation/results.json").read_json()
-                values = measures(results, "after") | resources(folder, manifests)
-                records.append(CellRecord(cell, folder, values, measures(results, "before")))
-    return records, missing
-
-
-def measures(results: Mapping[str, Any], side: str) -> dict[str, float | None]:
-    """Benchmark scores, aggregates, losses and KL for one side: before or after fine-tuning."""
-    found: dict[str, float | None] = {}
-    for name, task in (results.get("tasks") or {}).items():
-        found[f"task.{name}"] = task[side]["score"]
-    for key, value in ((results.get("summary") or {}).get(side) or {}).items():
-        found[f"summary.{key}"] = value
-    for name, facts in results["files"].items():
-        found[f"loss.{name}"] = facts[side]["loss"]
-        found[f"kl.{name}"] = facts[side].get("kl_to_base", 0.0)
-    return found
-
-
-def resources(folder: RunPath, manifests: Mapping[str, Any]) -> dict[str, float | None]:
-    """Resources of a cell, counted the same way for every method.
-
-    `passes` counts examples seen in forward and backward passes of the selection, relative to the
-    size of the corpus.
-    """
-    tuned = (folder / "6_finetune/summary.json").read_json()
-    split = (folder / "1_split/summary.json").read_json()
-    counts = split["counts"]
-    num_full = split.get("num_full") or sum(counts.values())  # absent in runs made before
-    needed = {*manifests["selection"]["fingerprint"]["reads"], "selection"}
-    reads = [stage for stage in CHOOSING if stage in needed]
-    weighing = list((manifests["finetune"]["facts"].get("accounts") or {}).values())
-    accounts = [*manifests["selection"]["facts"]["accounts"].values(), *weighing]
-    seen = sum(a["forward_examples"] + a["backward_examples"] for a in accounts)
-    if "warmup" in reads:
-        steps = manifests["warmup"]["facts"]["steps"]
-        seen += steps * manifests["warmup"]["fingerprint"]["settings"]["warmup.batch_size"]
-    if "gradients" in reads:
-        # The one-pass plan stores f in pool.parquet; without it, scoring reads the pool again.
-        pool = (folder / "3_gradients/pool.parquet").read_batches(1)
-        two_pass = "f" not in next(pool).schema.names
-        per_example = manifests["scores"]["fingerprint"]["settings"].get("per-example scores")
-        seen += counts["val"] + counts["anchor"] + counts["pool"] * (1 + (two_pass and per_example))
-    seconds = {stage: manifests[stage]["seconds"] for stage in manifests}
-    return {
-        "data_share": tuned["examples"] / num_full,
-        "param_share": tuned["trained_entries"] / tuned["num_parameters"],
-        "changed_share": changed_share(tuned),
-        "passes": seen / num_full,
-        "selection_seconds": sum(seconds[s] for s in reads) + sum(a["seconds"] for a in weighing),
-        "total_seconds": sum(seconds[s] for s in (*reads, "split", "finetune")),
-        "selection_gib": max(peak_gib(manifests[s]) for s in reads),
-        "finetune_gib": peak_gib(manifests["finetune"]),
-    }
-
-
-def changed_share(tuned: Mapping[str, Any]) -> float | None:
-    """Share of entries that differ from the base after training.
-
-    More than the mask if the mask moved or dense steps came before it. None for adapters, which are
-    merged into whole matrices.
-    """
-    total = tuned["num_parameters"]
-    if tuned.get("changed_entries") is not None:
-        return tuned["changed_entries"] / total
-    return 1.0 if tuned["trained_entries"] == total else None
-
-
 # --- tables --------------------------------------------------------------------------------------
 
 RESOURCES = [
@@ -211,6 +108,17 @@ RESOURCES = [
     Column("selection_gib", "peak of selection, GiB", -1, 2),
     Column("finetune_gib", "peak of fine-tuning, GiB", -1, 2),
 ]
+TUNING = Column("tuning_seconds", "tuning, s", -1, 1)
+
+
+def frontier_columns(skills: Skills, reference: str) -> list[Column]:
+    """The tuned rate, loss and KL there, and the loss at the reference's KL."""
+    return [
+        Column("lr", "learning rate", 0, 6),
+        Column(f"loss.{skills.new}", f"loss {skills.new}", -1, 4),
+        *(Column(f"kl.{name}", f"KL {name}", -1, 4) for name in skills.old),
+        Column("loss_at_kl", f"loss {skills.new} at the KL of {reference}", -1, 4),
+    ]
 
 
 def result_columns(records: Sequence[CellRecord]) -> list[Column]:
@@ -226,36 +134,31 @@ def result_columns(records: Sequence[CellRecord]) -> list[Column]:
     return [*columns["task"], *columns["summary"], *columns["file"]]
 
 
-Where = tuple[str, str, str]
-"""Names of model, data and budget. One table covers one combination."""
-
-
-def place_of(cell: Cell) -> Where:
-    return cell.model.name, cell.data.name, cell.budget.name
-
-
-def by_place(records: Sequence[CellRecord]) -> dict[Where, list[CellRecord]]:
-    """Records grouped by table."""
-    found: dict[Where, list[CellRecord]] = defaultdict(list)
-    for record in records:
-        found[place_of(record.cell)].append(record)
-    return found
-
-
 def make_table(
-    table: Table, matrix: Matrix, records: Sequence[CellRecord], missing: Mapping[Cell, str]
+    table: Table,
+    matrix: Matrix,
+    records: Sequence[CellRecord],
+    missing: Mapping[Cell, str],
+    frontier: Sequence[Column] = (),
 ) -> list[Result]:
-    """Compute the table for every combination of model, data and budget."""
+    """Compute the table for every combination of model, data and budget.
+
+    `frontier` are the columns of a table of that kind.
+    """
     found: list[Result] = []
     names = [choice.name for choice in matrix.methods]
     groups = table.groups or {"": [name for name in names if name not in table.reference]}
     found_in = by_place(records)
     for where in dict.fromkeys(place_of(cell) for cell in matrix.cells()):
         part = found_in.get(where, [])
-        columns = RESOURCES if table.kind == "resources" else result_columns(part)
-        if table.kind == "forgetting":
+        columns = result_columns(part)
+        if table.kind == "resources":
+            columns = [*RESOURCES, *([TUNING] if matrix.tune else [])]
+        elif table.kind == "frontier":
+            columns = list(frontier)
+        elif table.kind == "forgetting":
             keys = ("data_share", "param_share", "total_seconds")
-            columns = [*result_columns(part), *(c for c in RESOURCES if c.key in keys)]
+            columns = [*columns, *(c for c in RESOURCES if c.key in keys)]
         rows = []
         if part and table.kind != "resources":
             base = {record.cell.seed: record.base for record in part}
@@ -301,7 +204,7 @@ def _rank(rows: list[TableRow], columns: Sequence[Column], within: str) -> None:
         for column in columns:
             for row, place in _places(near, column):
                 row.place[column.key] = place
-    judged = [c for c in columns if c.better and c not in RESOURCES]
+    judged = [c for c in columns if c.better and c not in (*RESOURCES, TUNING)]
     main = next((c for c in judged if c.key == "summary.overall"), judged[0] if judged else None)
     if main is not None:
         for near in groups.values():
@@ -315,77 +218,6 @@ def _places(rows: Sequence[TableRow], column: Column) -> list[tuple[TableRow, in
     means = [column.better * row.values[column.key].mean for row in have]
     places = (1 + sum(other > own for other in means) for own in means)
     return list(zip(have, places, strict=True))
-
-
-# --- paired differences --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Method minus reference on the same examples: mean and 95 % interval."""
-
-    where: str
-    method: str
-    what: str
-    mean: float
-    low: float
-    high: float
-    examples: int
-
-
-def differences(records: Sequence[CellRecord], reference: str) -> list[Difference]:
-    """Paired differences of loss and KL on every evaluation set, and of benchmark scores.
-
-    Computed per model, data and budget. The difference of an example is first averaged over the
-    seeds that both methods have, because all seeds use the same examples. The bootstrap resamples
-    examples.
-    """
-    found: list[Difference] = []
-    for where, part in by_place(records).items():
-        ours = {r.cell.seed: r.folder for r in part if r.cell.method.name == reference}
-        stored = {seed: _per_example(folder) for seed, folder in ours.items()}
-        for method in dict.fromkeys(r.cell.method.name for r in part):
-            if method == reference:
-                continue
-            apart: dict[tuple[str, str], list[float]] = defaultdict(list)
-            for record in part:
-                if record.cell.method.name != method or record.cell.seed not in stored:
-                    continue
-                theirs, base = _per_example(record.folder), stored[record.cell.seed]
-                for key in theirs.keys() & base.keys():
-                    apart[key].append(theirs[key] - base[key])
-            for what in sorted({key[0] for key in apart}):
-                keys = sorted(key for key in apart if key[0] == what)
-                values = np.array([np.mean(apart[key]) for key in keys])
-                title = " · ".join(w for w in where if w != "default")
-                found.append(_bootstrap(title, method, what, values))
-    return found
-
-
-def _per_example(folder: RunPath) -> dict[tuple[str, str], float]:
-    """(quantity, example) -> value: loss and KL of the tuned model, scores of benchmark items."""
-    losses = (folder / "7_evaluation/losses.parquet").read_table().to_pydict()
-    found: dict[tuple[str, str], float] = {}
-    for name, i, loss, kl in zip(
-        losses["set"], losses["id"], losses["loss_after"], losses["kl"], strict=True
-    ):
-        found[f"loss {name}", str(i)] = float(loss)
-        found[f"KL {name}", str(i)] = float(kl)
-    samples = folder / "7_evaluation/samples.jsonl"
-    if samples.is_file():
-        for line in samples.read_text().split("\n"):  # splitlines would also split inside texts
-            if not line:
-                continue
-            one = json.loads(line)
-            found[str(one["task"]), str(one["id"])] = float(one["score_after"])
-    return found
-
-
-def _bootstrap(where: str, method: str, what: str, apart: np.ndarray) -> Difference:
-    rng, count = np.random.default_rng(0), len(apart)
-    means = [apart[rng.integers(0, count, count)].mean() for _ in range(RESAMPLES)]
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Difference(where, method, what, float(apart.mean()), float(low), float(high), count)
 
 
 # --- writing ------------------------------------------------------------------------------------
@@ -411,16 +243,25 @@ def write_tables(matrix: Matrix, folder: Place, reference: str) -> list[RunPath]
         raise ConfigError(
             f"--reference: {reference!r} is not a method of this comparison; use {', '.join(known)}"
         )
-    results = [r for t in matrix.tables for r in make_table(t, matrix, records, missing)]
-    apart = differences(records, reference)
+    best, notes = tuned(matrix, records)
+    apart, columns, curves = differences(best, reference), list[Column](), list[dict[str, Any]]()
+    if matrix.tune is not None and (skills := Skills.of(matrix, records)) is not None:
+        best, at_equal = equal_kl(records, best, skills, reference)
+        apart, columns = apart + at_equal, frontier_columns(skills, reference)
+        curves = frontiers(records, skills)
+    results = [r for t in matrix.tables for r in make_table(t, matrix, best, missing, columns)]
     content = {
         "name": matrix.name,
         "reference": reference,
         "tables": [dataclasses.asdict(result) for result in results],
         "differences": [dataclasses.asdict(d) for d in apart],
     }
+    if matrix.tune is not None:
+        chosen = [{"cell": r.cell.title, "value": r.cell.value.name} for r in best]
+        content |= {"tuned": chosen, "tuned_on": matrix.tune.on, "notes": notes}
+        content |= {"frontiers": curves}
     texts = {
-        "comparison.md": formatted("md", matrix.name, results, apart, reference),
+        "comparison.md": formatted("md", matrix.name, results, apart, reference, notes=notes),
         "comparison.csv": _csv(results),
         "comparison.tex": formatted("tex", matrix.name, results, apart, reference),
         "comparison.json": json.dumps(content, indent=1, ensure_ascii=False) + "\n",
@@ -429,7 +270,8 @@ def write_tables(matrix: Matrix, folder: Place, reference: str) -> list[RunPath]
         atomic_write_text(out / file, text)
     figures = draw_comparison(out)
     page = out / "comparison.html"
-    atomic_write_text(page, formatted("html", matrix.name, results, apart, reference, figures))
+    text = formatted("html", matrix.name, results, apart, reference, figures, notes)
+    atomic_write_text(page, text)
     return [*(out / file for file in texts), *figures, page]
 
 
@@ -440,6 +282,7 @@ def formatted(
     apart: Sequence[Difference],
     reference: str,
     figures: Sequence[RunPath] = (),
+    notes: Sequence[str] = (),
 ) -> str:
     """The tables in one form: md, tex or html."""
     head = ["where", "method", "quantity", f"minus {reference}", "95 % interval", "examples"]
@@ -457,6 +300,7 @@ def formatted(
         differences=(head, rows) if apart else None,
         reference=reference,
         base=BASE,
+        notes=notes,
         figures={
             path.stem.replace("_", " "): base64.b64encode(path.read_bytes()).decode("ascii")
             for path in figures

@@ -437,7 +437,7 @@ def test_a_wrong_row_is_named(name: str, line: str, words: str, tmp_path: Path) 
     path = write_jsonl(tmp_path / f"{stem}.jsonl", rows()[stem][:1])
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(DataError, match=words):
-        benchmark_tasks.benchmark_rows(path, BENCHMARKS[name])
+        benchmark_tasks.task_rows(path, BENCHMARKS[name])
 
 
 def test_a_model_without_room_for_answers_is_refused_before_any_stage(

@@ -23,13 +23,13 @@ from dualsft.runs import pipeline
 from dualsft.system.progress import Reporter
 
 CONSENT = ["evaluation.allow_code_execution=true"]
-TABLES = [name for name in comparison_matrix.recipe_names() if name.startswith("table_")]
+TABLES = [name for name in comparison_matrix.comparison_names() if name.startswith("table_")]
 HERE = [f"{model}_{data}" for model in ("smollm2", "gemma3") for data in ("code", "gsm8k")]
 
 # --- recipes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", comparison_matrix.recipe_names())
+@pytest.mark.parametrize("name", comparison_matrix.comparison_names())
 def test_every_recipe_is_parsed_and_dry_run(name: str, corpus: Path) -> None:
     """The packaged comparisons, the paper's tables among them: every cell's settings are valid."""
     from_hub = name.startswith(("table_", "ablation_"))

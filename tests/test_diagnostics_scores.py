@@ -31,7 +31,7 @@ from dualsft.lab.diagnostics.job import DiagnosticJob, diagnose
 from dualsft.lab.diagnostics.ranking import (
     counts,
     jaccard,
-    mask_jaccard,
+    mask_overlap,
     numbers,
     sampled,
     spearman,
@@ -610,7 +610,7 @@ def test_ranking() -> None:
     assert spearman(a, np.ones(6)) is None
     assert jaccard(np.array([1, 2, 3]), np.array([3, 4])) == pytest.approx(1 / 4)
     masks = [{"w": torch.tensor([0, 4]), "x": torch.tensor([1])}, {"w": torch.tensor([4, 5])}]
-    assert mask_jaccard(*masks) == pytest.approx(1 / 4)
+    assert mask_overlap(*masks) == pytest.approx(1 / 4)
     first = ParamVector({"w": torch.arange(6.0).view(2, 3), "x": torch.arange(6.0, 50)})
     for count in (3, 30, 80):
         (values, twice), places = sampled(

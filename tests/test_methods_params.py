@@ -44,7 +44,7 @@ from dualsft.runs.stages.finetune import finetune_plan
 from dualsft.runs.stages.selection import read_mask
 from dualsft.storage.resume import Pieces
 from dualsft.system.progress import Reporter
-from dualsft.train.loop import learning_rate
+from dualsft.train.loop import scheduled_rate
 from dualsft.train.optimizer import SparseAdamW
 
 OPTIONS = {
@@ -364,7 +364,7 @@ def warm_start_by_hand(job: Job, steps: int) -> tuple[nn.Module, dict[str, Tenso
         epoch, within = divmod(step, per_epoch)
         order = training_order(rows, plan.seed, epoch)
         batch = [rows[i] for i in order[within * plan.batch_size :][: plan.batch_size]]
-        optimizer.param_groups[0]["lr"] = learning_rate(step, steps, plan.lr, plan.warmup_ratio)
+        optimizer.param_groups[0]["lr"] = scheduled_rate(step, steps, plan.lr, plan.warmup_ratio)
         optimizer.zero_grad()
         loss = sum(plain_example_loss(model, collate([e], ctx.pad_id)) for e in batch) / len(batch)
         assert isinstance(loss, Tensor)

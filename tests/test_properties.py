@@ -32,7 +32,7 @@ from dualsft.data.examples import IGNORE, Example, collate, tokenize, training_o
 from dualsft.data.rows import DataReport, read_rows
 from dualsft.errors import ConfigError, DataError
 from dualsft.runs.stages.split import read_split, write_split
-from dualsft.train.loop import TrainingPlan, learning_rate, micro_batches
+from dualsft.train.loop import TrainingPlan, micro_batches, scheduled_rate
 
 PROPERTIES = Properties()
 
@@ -344,7 +344,7 @@ def training_order_depends_on_seed_and_epoch_alone(
     steps=st.integers(1, 300), peak=st.floats(1e-8, 1.0), ratio=st.floats(0, 1, exclude_max=True)
 )
 def the_learning_rate_rises_then_falls(steps: int, peak: float, ratio: float) -> None:
-    rates = [learning_rate(step, steps, peak, ratio) for step in range(steps)]
+    rates = [scheduled_rate(step, steps, peak, ratio) for step in range(steps)]
     top = rates.index(max(rates))
     assert rates[0] > 0 and all(0 <= rate <= peak * (1 + 1e-12) for rate in rates)
     assert all(a <= b for a, b in zip(rates[:top], rates[1 : top + 1], strict=True))

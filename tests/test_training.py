@@ -24,7 +24,7 @@ from dualsft.system.progress import Progress, Reporter
 from dualsft.train import loop as training
 from dualsft.train import step as adam_step
 from dualsft.train.compact import Moments
-from dualsft.train.loop import learning_rate, micro_batches, restore, train
+from dualsft.train.loop import micro_batches, restore, scheduled_rate, train
 from dualsft.train.optimizer import SparseAdamW
 
 QUIET = Reporter(lambda _: None)
@@ -47,7 +47,7 @@ def weights_after(dropout: float = 0.0, **changes: Any) -> dict[str, torch.Tenso
     ("steps", "ratio"), [(1, 0.03), (6, 0.03), (86, 0.03), (50, 0.0), (7, 0.5)]
 )
 def test_schedule_equals_the_oracle_and_never_starts_at_zero(steps: int, ratio: float) -> None:
-    ours = [learning_rate(s, steps, 2e-5, ratio) for s in range(steps)]
+    ours = [scheduled_rate(s, steps, 2e-5, ratio) for s in range(steps)]
     assert ours == pytest.approx(oracle.cosine_schedule(steps, 2e-5, ratio), rel=1e-12)
     assert ours[0] > 0 and max(ours) <= 2e-5
     warmup = math.ceil(ratio * steps)

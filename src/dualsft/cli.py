@@ -33,13 +33,7 @@ from dualsft.config.methods import registry
 from dualsft.config.settings import Config
 from dualsft.distributed import launch
 from dualsft.errors import ConfigError, DualsftError
-from dualsft.runs.preflight import (
-    STAGE_NAMES,
-    check_run_folder,
-    check_stage,
-    load_checked,
-    reading,
-)
+from dualsft.runs.preflight import STAGE_NAMES, check_run_folder, check_stage, load_checked, reading
 from dualsft.system import signals as interrupt
 from dualsft.system.paths import RunPath
 from dualsft.system.progress import Reporter
@@ -64,14 +58,23 @@ MAX_LINES = 50
 RECIPES = f"A recipe ({', '.join(settings.recipe_names())})"
 
 
+def _argument(text: str, metavar: str | None = None) -> Any:
+    return typer.Argument(metavar=metavar, help=text, show_default=False)
+
+
 def _words(what: str, text: str) -> Any:
     text += " or a YAML file, and settings as key=value; docs/config.md lists them all."
-    return typer.Argument(metavar=f"[{what}] [KEY=VALUE]...", help=text, show_default=False)
+    return _argument(text, f"[{what}] [KEY=VALUE]...")
 
 
 Words = Annotated[list[str] | None, _words("RECIPE|FILE.yaml", RECIPES)]
 Comparison = Annotated[list[str] | None, _words("MATRIX|FILE.yaml", "A matrix (docs/methods.md)")]
-RunFolder = Annotated[Path, typer.Argument(help="The run folder.", show_default=False)]
+RunFolder = Annotated[Path, _argument("The run folder.")]
+Base = Annotated[str, typer.Argument(help="Base model: folder, .gguf file or short name.")]
+Until = Annotated[str | None, typer.Option(help=f"Last stage: {', '.join(STAGE_NAMES)}.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the result to this file, as JSON.")
+]
 
 AllowCode = Annotated[
     bool,
@@ -155,9 +158,7 @@ def folder_config(folder: Path, words: list[str] | None, until: str) -> Config:
 def run(
     words: Words = None,
     out: Annotated[Path, typer.Option(help="Run folder to create or resume.")] = Path("run"),
-    until: Annotated[
-        str | None, typer.Option(help=f"Last stage to run: {', '.join(STAGE_NAMES)}.")
-    ] = None,
+    until: Until = None,
     allow_code: AllowCode = False,
     gpus: Gpus = None,
 ) -> None:
@@ -200,10 +201,7 @@ for _name, (_stage, _text) in STAGE_COMMANDS.items():
 
 @app.command()
 def report(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="One run folder, or several.", show_default=False),
-    ],
+    folders: Annotated[list[Path], _argument("One run folder, or several.", "RUN...")],
     out: Annotated[
         Path | None,
         typer.Option(
@@ -228,9 +226,7 @@ def check(
             min=16, help="Rows of the pool in the pilot (default: 320).", show_default=False
         ),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write problems and gain to this file.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Preview a run: candidates, counts, rendered examples, and a per-example gradient check."""
     config, reporter = load_checked(*parse_words(words)), make_reporter()
@@ -241,9 +237,8 @@ def check(
     if gain and not problems:
         found = later("dualsft.lab.gain").measure_gain(config, reporter, gain_rows)
         show(*found.lines())
-    if json_file is not None:
-        content = {"problems": problems, "gain": None if found is None else found.as_dict()}
-        json_file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    gained = None if found is None else found.as_dict()
+    write_json(json_file, {"problems": problems, "gain": gained})
     if problems:
         raise typer.Exit(1)
 
@@ -252,22 +247,23 @@ def check(
 def estimate(
     words: Words = None,
     out: Annotated[Path, typer.Option(help="Run folder that a run would write to.")] = Path("run"),
-    until: Annotated[
-        str | None, typer.Option(help=f"Last stage to count: {', '.join(STAGE_NAMES)}.")
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the numbers to this file.")
-    ] = None,
+    until: Until = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Estimate memory, time and disk space of every stage on this machine; runs no stage."""
     check_stage(until)
     config = load_checked(*parse_words(words))
     found = later("dualsft.lab.estimate.estimate").estimate(config, out, until, make_reporter())
-    if json_file is not None:
-        json_file.write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
+    write_json(json_file, found.as_dict())
     show_estimate(found)
     if not found.fits:
         raise typer.Exit(1)
+
+
+def write_json(file: Path | None, content: Any) -> None:
+    """Write the result of a command to the file of --json, if it was given."""
+    if file is not None:
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def show_estimate(found: Any) -> None:
@@ -304,10 +300,9 @@ def diagnose(
     folder: Annotated[Path | None, typer.Argument(help="The run folder.")] = None,
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[NAME]... [diagnose.NAME.OPTION=VALUE]...",
-            help="Diagnostics to run (default: those marked default in --list), and options.",
-            show_default=False,
+        _argument(
+            "Diagnostics to run (default: those marked default in --list), and options.",
+            "[NAME]... [diagnose.NAME.OPTION=VALUE]...",
         ),
     ] = None,
     show_list: Annotated[
@@ -344,11 +339,7 @@ def explain(
     folder: RunFolder,
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...",
-            help="Paths of a run folder from someone else, such as model.path=...",
-            show_default=False,
-        ),
+        _argument("Paths of a received run folder, such as model.path=...", "[KEY=VALUE]..."),
     ] = None,
     query: Annotated[
         str | None,
@@ -402,7 +393,7 @@ def compare(
     if source is None:
         raise ConfigError(
             "compare: give a matrix file or a recipe, such as quick; use one of "
-            + ", ".join(matrices.recipe_names())
+            + ", ".join(matrices.comparison_names())
         )
     check_stage(until)
     matrix = matrices.load_matrix(source, overrides)
@@ -448,7 +439,7 @@ def show_options(one: Any, paper: Mapping[str, Any] = MappingProxyType({})) -> N
 
 @export_app.command()
 def merge(
-    base: Annotated[str, typer.Argument(help="Base model: folder, .gguf file or short name.")],
+    base: Base,
     delta: Annotated[Path, typer.Argument(help="delta.safetensors of a run.")],
     out: Annotated[Path, typer.Argument(help="Folder to write the merged model to.")],
     dtype: Annotated[str, typer.Option(help="dtype of the merged weights.")] = "auto",
@@ -463,7 +454,7 @@ def merge(
 
 @export_app.command()
 def extract(
-    base: Annotated[str, typer.Argument(help="Base model: folder, .gguf file or short name.")],
+    base: Base,
     tuned: Annotated[Path, typer.Argument(help="Fine-tuned model folder.")],
     out: Annotated[Path, typer.Argument(help="Delta file to write.")],
     dtype: Annotated[str, typer.Option(help="dtype to compare in.")] = "auto",
@@ -487,8 +478,7 @@ def quickstart(
     config = load_checked("quickstart", overrides)
     quickstart = later("dualsft.lab.quickstart")
     quickstart.check_own_task(config)
-    for line in quickstart.run_quickstart(config, out, make_reporter()):
-        show(line)
+    show(*quickstart.run_quickstart(config, out, make_reporter()))
 
 
 def _version(wanted: bool) -> None:
@@ -507,7 +497,7 @@ def _root(
 ) -> None:
     """Fine-tune on the best 10 % of the data and the best 5 % of the weights."""
     if ctx.invoked_subcommand not in ("run", *STAGE_COMMANDS):
-        launch.check_alone(ctx.invoked_subcommand or "")
+        launch.check_one_process(ctx.invoked_subcommand or "")
 
 
 def _guarded(action: Callable[[], Any], debug: bool) -> int:
@@ -537,11 +527,10 @@ def _explained(problem: Exception) -> tuple[list[str], int]:
     """(message lines, exit code) of an exception."""
     if isinstance(problem, DualsftError):
         lines = str(problem).splitlines()
-        more = [f"{len(lines) - MAX_LINES:,} more problems"] * (len(lines) > MAX_LINES)
-        shown = lines if len(lines) <= MAX_LINES else [*lines[:MAX_LINES], *more]
-        return [line if len(line) <= 2000 else f"{line[:2000]}…" for line in shown], (
-            problem.exit_code
-        )
+        if len(lines) > MAX_LINES:
+            lines[MAX_LINES:] = [f"{len(lines) - MAX_LINES:,} more problems"]
+        shown = [line if len(line) <= 2000 else f"{line[:2000]}…" for line in lines]
+        return shown, problem.exit_code
     if isinstance(problem, OSError):
         code = 2 if isinstance(problem, PermissionError | NotADirectoryError) else 1
         return [f"{problem}; check the path, its permissions and the disk"], code

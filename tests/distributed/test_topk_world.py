@@ -28,7 +28,7 @@ from torch import Tensor
 from dualsft.algorithm import topk, topk_reading
 from dualsft.algorithm.topk import TopK, topk_signed
 from dualsft.algorithm.topk_reading import ScoreSource
-from dualsft.distributed.world import World, alone, joined
+from dualsft.distributed.world import World, joined, single_process
 
 SIZES = (1, 2, 3)
 NUM_RANDOM = 50
@@ -205,7 +205,7 @@ def misleading_samples(one: World) -> Any:
             cuts = by_rows(tensors, one)
             with sizes_of(64, 8):
                 for rank in range(one.size):
-                    with alone():
+                    with single_process():
                         at = (
                             topk_reading.look(share(tensors, cuts, rank, 1000)).at + cuts["w"][rank]
                         )

@@ -348,8 +348,11 @@ def row(name: str) -> dict[Axis, str]:
     """
     chosen: dict[Axis, str] = {}
     parts = name.split("+")
+    sides = {*registry()["data"], *registry()["params"], "dualsft-data", "dualsft-param"} - {
+        "dualsft"
+    }
     for part in parts:
-        if part in ROWS and (part != "dualsft" or not _takes_a_side(parts)):
+        if part in ROWS and (part != "dualsft" or sides.isdisjoint(parts)):
             own: dict[Axis, str] = {
                 a: method for a, method in ROWS[part].items() if method != "all"
             }
@@ -367,12 +370,6 @@ def row(name: str) -> dict[Axis, str]:
             raise ConfigError(f"method {name!r}: {part!r} is not a method; {cure}")
         chosen[free[0]] = part
     return {"data": "all", "params": "all", **chosen}
-
-
-def _takes_a_side(parts: list[str]) -> bool:
-    """Whether a method other than dualsft selects the examples or the parameters."""
-    sides = {*registry()["data"], *registry()["params"], "dualsft-data", "dualsft-param"}
-    return any(part in sides for part in parts if part != "dualsft")
 
 
 def row_name(axes: Mapping[Axis, str]) -> str:

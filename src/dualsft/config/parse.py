@@ -17,6 +17,7 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass
 from numbers import Integral, Real
 from pathlib import PurePath
@@ -377,16 +378,12 @@ def show(value: Any) -> str:
     elif isinstance(value, bool):
         text = str(value).lower()
     else:
-        text = str(value) if isinstance(value, Text) and _reads_as_number(value) else repr(value)
+        text = repr(value)
+        with suppress(ValueError):
+            if isinstance(value, Text):
+                float(value)  # a number is shown without quotes
+                text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _reads_as_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -144,13 +144,12 @@ def describe() -> list[FieldDoc]:
     for key, spec in _specs().items():
         section, _, name = key.rpartition(".")
         owner = _sections()[section].__name__ if section else "Config"
-        default = "required" if spec.default is MISSING else _plain_yaml(spec.default)
+        default = "required"
+        if spec.default is not MISSING:
+            written = yaml.safe_dump(spec.default, default_flow_style=True)
+            default = written.removesuffix("\n...\n").strip()
         described.append(FieldDoc(key, spec.allowed, default, docs.get((owner, name), "")))
     return described
-
-
-def _plain_yaml(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 
 # --- from mappings and flags to a Config ---------------------------------------------------------
@@ -354,7 +353,7 @@ def load(source: str | Place | None = None, overrides: Sequence[str] = ()) -> Co
     for key in CONSENTS:
         if (stored := flat.pop(key, None)) not in NO and key not in given:
             problems.append(stored_consent(key, f"{show(stored)} in {source}"))
-    if isinstance(source, RunPath) and not is_own_config(source.read_text()):
+    if isinstance(source, RunPath) and not _own_config(source.read_text()).is_file():
         problems += _foreign_paths(flat, given, source)
     _override(flat, overrides, problems)
     return Config(**_build(_resolve(flat, problems)))
@@ -373,6 +372,7 @@ def _foreign_paths(flat: Mapping[str, Any], given: set[str], source: RunPath) ->
 
 
 def _own_config(text: str) -> Path:
+    """A file in the cache that exists if this user wrote a config.yaml with this text."""
     return cache_root() / "own_configs" / hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -382,10 +382,6 @@ def note_own_config(text: str) -> None:
         path = _own_config(text)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-
-
-def is_own_config(text: str) -> bool:
-    return _own_config(text).is_file()
 
 
 def load_yaml(path: str | Place) -> Config:

@@ -76,11 +76,11 @@ class Layout:
     response: str = ""
     messages: str = ""
     text: str = ""
+    tags: Tags = field(default_factory=Tags)
     query: str = ""
     history: str = ""
     system: str = ""
     tools: str = ""
-    tags: Tags = field(default_factory=Tags)
 
     @property
     def needed(self) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ def rank() -> int:
     return int(os.environ["RANK"]) if size() > 1 else 0
 
 
-def check_alone(command: str) -> None:
+def check_one_process(command: str) -> None:
     """Raise if the command does not support several processes."""
     if size() > 1:
         raise ConfigError(f"dualsft {command} runs in one process; start it without torchrun")

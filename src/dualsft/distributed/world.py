@@ -11,7 +11,7 @@ are reduced. Sharded: each process holds its rows of every parameter and of G, Ä
 (`model/sharded.py`, FSDP2).
 
 `world()` returns the current world. `joined()` creates it from torchrun's environment. Code that a
-single process runs on its own is wrapped in `alone()`, which sets a world of size 1.
+single process runs on its own is wrapped in `single_process()`, which sets a world of size 1.
 """
 
 from __future__ import annotations
@@ -336,12 +336,6 @@ class World:
         if self.size > 1:
             raise RuntimeError(message)
 
-    def check_retry(self, message: str) -> None:
-        """Raise if a batch that ran out of memory cannot be retried: with a sharded model, the
-        other processes are already in its collectives."""
-        if self.sharded:
-            raise RunError(f"{self.name} ran out of memory: {message}")
-
 
 def all_gather(every: Tensor, own: Tensor) -> None:
     """All-gather equally sized tensors into one, by rank."""
@@ -376,7 +370,7 @@ def _being(one: World) -> Iterator[World]:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def single_process() -> Iterator[None]:
     """Set a world of size 1, for code that a process runs without the others."""
     with _being(World(local_rank=world().local_rank)):
         yield

@@ -45,12 +45,7 @@ from dualsft.model.load import (
     leave_out,
     output_head,
 )
-from dualsft.model.sharded import (
-    device_of,
-    gathered_parameters,
-    set_requires_grad,
-    through,
-)
+from dualsft.model.sharded import device_of, gathered_parameters, set_requires_grad, through
 from dualsft.storage.vectors import reduction_dtype
 
 

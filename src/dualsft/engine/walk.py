@@ -35,12 +35,7 @@ from dualsft.data.examples import Batch, Example, make_batches, named
 from dualsft.distributed.world import world
 from dualsft.engine.fused import checkpointed
 from dualsft.engine.ghost import GhostEngine, Taps
-from dualsft.engine.losses import (
-    HeadObserver,
-    Objective,
-    distillation_objective,
-    example_objective,
-)
+from dualsft.engine.losses import HeadObserver, Objective, distillation_objective, example_objective
 from dualsft.engine.passes import Collected, PassSettings, plans_for
 from dualsft.engine.sketch import Sketch, SketchRows
 from dualsft.errors import RunError

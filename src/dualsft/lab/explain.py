@@ -25,13 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 from dualsft.algorithm.calibration import Solver
-from dualsft.algorithm.influence import (
-    Extremes,
-    check_scores,
-    influences,
-    sketch_queries,
-    supports,
-)
+from dualsft.algorithm.influence import Extremes, check_scores, influences, sketch_queries, supports
 from dualsft.config import settings
 from dualsft.data.examples import Example
 from dualsft.data.sources import source_hash
@@ -158,7 +152,7 @@ def explain(
     name is replaced. `consent` has settings that a run folder from someone else cannot give, such
     as `model.path=...`.
     """
-    launch.check_alone("explain")
+    launch.check_one_process("explain")
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise ConfigError(f"--top: {top!r} is not allowed; give a count (integer >= 1)")
     name = _checked_name(name, query)

@@ -360,28 +360,40 @@ class OutOfMemory(Exception):
 
 
 @contextmanager
-def memory_errors_shared(label: str, shape: Shape | None = None) -> Iterator[None]:
-    """Turn an out-of-memory error inside the context into `OutOfMemory` on all processes.
-
-    Every process must enter it, with the shape of its batch, so that all choose the same next plan.
-    """
-    failed: str | None = None
+def memory_errors_noted(shape: Shape | None) -> Iterator[None]:
+    """Turn an out-of-memory error inside the context into `OutOfMemory` with this shape."""
     try:
         yield
     except Exception as problem:
         if not is_out_of_memory(problem):
             raise
-        failed = str(problem)
+        raise OutOfMemory(str(problem), shape) from None
+
+
+@contextmanager
+def memory_errors_shared(
+    label: str, shape: Shape | None = None, cure: str = "lower score.batch_tokens"
+) -> Iterator[None]:
+    """Turn an out-of-memory error inside the context into `OutOfMemory` on all processes.
+
+    Every process must enter it, with the shape of its batch (or with `memory_errors_noted` around
+    each of several batches), so that all choose the same next plan.
+    """
+    failed: tuple[str, Shape | None] | None = None
+    try:
+        with memory_errors_noted(shape):
+            yield
+    except OutOfMemory as problem:
+        failed, shape = (str(problem), problem.shape), problem.shape
     if failed is not None and shape is not None and world().sharded:
         # the other processes wait in the collectives of the batch and cannot agree on a retry
         raise RunError(
             f"{label}: {world().name} ran out of memory with {shape[0]} examples of "
-            f"{shape[1]:,} tokens ({failed}); lower score.batch_tokens, or start more processes"
+            f"{shape[1]:,} tokens ({failed[0]}); {cure}, or start more processes"
         ) from None
     if not any(world().any(failed is not None)):
         return
-    reports = world().gather(None if failed is None else (failed, shape))
-    failures = [report for report in reports if report is not None]
+    failures = [report for report in world().gather(failed) if report is not None]
     # of several shapes the one with the fewest tokens once its batch is halved
     shapes = [shape for _, shape in failures if shape is not None]
     least = min(shapes, key=lambda shape: shape[0] // 2 * shape[1], default=None)

@@ -14,9 +14,8 @@ from dualsft.config.fields import Whole
 from dualsft.config.methods import ADDED, Entry
 
 _PASS = "a warmup over D_warm, gradients over D_val and D_anchor, one pass over the pool"
-_data = partial(Entry, axis="data", parallel=True)
-_params = partial(Entry, axis="params", parallel=True)
-_SCORED = ("warmup", "scores")
+_own = partial(Entry, parallel=True)
+_scored = partial(_own, needs=("warmup", "scores"))
 
 
 @dataclass(frozen=True)
@@ -27,79 +26,67 @@ class RandomOptions:
     """Number of the draw: another one from the same split, with the same warmup and mask."""
 
 
+_dual = partial(_scored, name="dualsft", source="Algorithm 1 of the DualSFT paper")
+_reversed = partial(
+    _scored,
+    name="dualsft_reversed",
+    memory="as dualsft",
+    source="the paper's reverse selection",
+)
+_random = partial(_own, name="random", cost="none", source="control", options=RandomOptions)
+_all = partial(_own, name="all", cost="none", source="standard fine-tuning", uses_budget=False)
+
 ENTRIES: tuple[Entry, ...] = (
-    _data(
-        name="dualsft",
+    _dual(
+        axis="data",
         target="dualsft.runs.method:DualData",
         summary="the b largest signed scores of the scoring pool (D_train without D_warm): "
         "⟨u, g_n⟩, or calibrated (score.form)",
         cost=f"{_PASS} with one more product a layer",
         memory="the model, G and u over the candidates, a batch's activations",
-        source="Algorithm 1 of the DualSFT paper",
         deviations="one pass with a certificate instead of two, the same selection",
-        needs=_SCORED,
     ),
-    _data(
-        name="dualsft_reversed",
+    _reversed(
+        axis="data",
         target="dualsft.runs.method:ReversedData",
         summary="control: the b smallest scores",
         cost=f"{_PASS} with one more product a layer",
-        memory="as dualsft",
-        source="the paper's reverse selection",
-        needs=_SCORED,
     ),
-    _data(
-        name="random",
+    _random(
+        axis="data",
         target="dualsft.runs.method:RandomData",
         summary="b examples of D_train, uniformly, without replacement",
-        cost="none",
         memory="none",
-        source="control",
-        options=RandomOptions,
     ),
-    _data(
-        name="all",
+    _all(
+        axis="data",
         target="dualsft.runs.method:AllData",
         summary="all of D_train (pool and warm)",
-        cost="none",
         memory="none",
-        source="standard fine-tuning",
-        uses_budget=False,
     ),
-    _params(
-        name="dualsft",
+    _dual(
+        axis="params",
         target="dualsft.runs.method:DualParams",
         summary="the k largest signed scores u ⊙ G over all candidates",
         cost=_PASS,
         memory="the model, G over the candidates, a batch's activations",
-        source="Algorithm 1 of the DualSFT paper",
-        needs=_SCORED,
     ),
-    _params(
-        name="dualsft_reversed",
+    _reversed(
+        axis="params",
         target="dualsft.runs.method:ReversedParams",
         summary="control: the k smallest scores",
         cost=_PASS,
-        memory="as dualsft",
-        source="the paper's reverse selection",
-        needs=_SCORED,
     ),
-    _params(
-        name="random",
+    _random(
+        axis="params",
         target="dualsft.runs.method:RandomParams",
         summary="k candidate entries, uniformly, without replacement",
-        cost="none",
         memory="8 bytes per selected entry",
-        source="control",
-        options=RandomOptions,
     ),
-    _params(
-        name="all",
+    _all(
+        axis="params",
         target="dualsft.runs.method:AllParams",
         summary="every parameter",
-        cost="none",
         memory="full AdamW: master and moments of every parameter",
-        source="standard fine-tuning",
-        uses_budget=False,
     ),
 )

@@ -24,7 +24,7 @@ from dualsft.config import settings
 from dualsft.config.methods import parts
 from dualsft.config.settings import Config
 from dualsft.distributed.launch import launched
-from dualsft.distributed.world import alone, joined, settled, waiting_message, world
+from dualsft.distributed.world import joined, settled, single_process, waiting_message, world
 from dualsft.errors import ConfigError
 from dualsft.model.load import choose_device
 from dualsft.runs.context import RunContext, Settings, repeatable
@@ -39,12 +39,7 @@ from dualsft.runs.preflight import (
     read_manifests,
 )
 from dualsft.runs.stages import finetune, gradients, scores, selection, split, warmup
-from dualsft.storage.manifest import (
-    Fingerprint,
-    read_stage_manifest,
-    sha256_text,
-    versions,
-)
+from dualsft.storage.manifest import Fingerprint, read_stage_manifest, sha256_text, versions
 from dualsft.storage.resume import Pieces
 from dualsft.system.paths import Place, RunPath
 from dualsft.system.progress import Reporter, clock
@@ -393,7 +388,7 @@ def _ensure(ctx: RunContext, stage: Stage, hashes: Mapping[str, str]) -> str:
             if present.description and stage.name != "split":
                 what = ctx.methods.title
                 ctx.reporter.say(f"[{stage.name}] runs on rank 0 only: {what} is not distributed")
-            with alone():
+            with single_process():
                 _compute_stage(ctx, stage, fingerprint)
         present.barrier()  # wait until rank 0 has moved the stage into place
     return fingerprint.hash

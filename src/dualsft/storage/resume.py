@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dualsft.distributed.world import alone, world
+from dualsft.distributed.world import single_process, world
 from dualsft.errors import RunError
 from dualsft.storage.manifest import FORMAT_VERSION, damage, read_manifest, seal, versions
 from dualsft.storage.tensor_files import TensorFile
@@ -173,7 +173,7 @@ class Pieces:
             part.mkdir()
 
         def write() -> None:
-            with alone():
+            with single_process():
                 own = tensors if present.main else _own(tensors, layout)
                 save_tensors(part / _file(present.rank), own, {})
 

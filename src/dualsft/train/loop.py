@@ -13,8 +13,8 @@ masters, moments and the step count is therefore enough.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from dualsft.distributed.world import world
 from dualsft.engine.fused import checkpointed, fused_blocks
 from dualsft.engine.losses import example_objective
 from dualsft.errors import RunError
+from dualsft.memory.plans import OutOfMemory, memory_errors_noted, memory_errors_shared
 from dualsft.model.sharded import device_of
 from dualsft.storage.resume import Piece, Pieces, State
 from dualsft.storage.tensor_files import Form
@@ -104,7 +105,7 @@ class Hooks:
     been trained too."""
 
 
-def learning_rate(step: int, num_steps: int, peak: float, warmup_ratio: float) -> float:
+def scheduled_rate(step: int, num_steps: int, peak: float, warmup_ratio: float) -> float:
     """Linear warmup to the peak, then cosine decay to zero; the first step is never at zero."""
     warmup = math.ceil(warmup_ratio * num_steps)
     if step < warmup:
@@ -152,7 +153,7 @@ def train(
                     order = training_order(examples, plan.seed, epoch)
                 start = within * plan.batch_size
                 rows = [examples[i] for i in order[start : start + plan.batch_size]]
-                lr = learning_rate(step, num_steps, plan.lr, plan.warmup_ratio)
+                lr = scheduled_rate(step, num_steps, plan.lr, plan.warmup_ratio)
                 for group in optimizer.param_groups:
                     group["lr"] = lr
                 found = loop.fitting_step(rows, step)
@@ -230,26 +231,6 @@ def restore(
     return piece.facts["steps"], replace(plan, **cut)
 
 
-class _Full(Exception):
-    """Out of memory with a micro-batch of this shape (examples, tokens)."""
-
-    def __init__(self, shape: Sequence[int], reason: str) -> None:
-        # only the message of the cause: its traceback would keep its tensors alive
-        super().__init__(reason)
-        self.shape = tuple(shape)
-
-
-@contextmanager
-def _noting_shape(shape: Sequence[int]) -> Iterator[None]:
-    """Raise `_Full` with the shape of the micro-batch if the block runs out of memory."""
-    try:
-        yield
-    except Exception as problem:
-        if not is_out_of_memory(problem):
-            raise
-        raise _Full(shape, str(problem)) from None
-
-
 @dataclass
 class _Loop:
     """The steps of a training; `plan` changes when memory runs out."""
@@ -268,14 +249,15 @@ class _Loop:
             try:
                 with checkpointed(self.model, bool(self.plan.checkpointing)):
                     return self.step(rows, step)
-            except _Full as full:  # raised before the update, so the step can be retried
+            except OutOfMemory as full:  # raised before the update, so the step can be retried
                 self._use_less_memory(full, step)
             self.optimizer.zero_grad()
             for parameter in self.model.parameters():
                 parameter.grad = None
             give_back(device_of(self.model))
 
-    def _use_less_memory(self, full: _Full, step: int) -> None:
+    def _use_less_memory(self, full: OutOfMemory, step: int) -> None:
+        assert full.shape is not None
         if self.plan.checkpointing is None:
             self.reporter.warn(
                 f"step {step + 1}: out of memory with {full.shape[0]} examples of "
@@ -306,7 +288,9 @@ class _Loop:
         pieces = [shares[world().rank] for shares in cuts]
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(_noise_seed(plan.seed, step) + world().rank)
-            losses = self._differentiate(cuts, terms)
+            cure = "set finetune.micro_batch_size lower, finetune.checkpointing=true"
+            with memory_errors_shared(f"step {step + 1}", cure=cure):
+                losses = self._differentiate(cuts, terms)
         optimizer.exchange()
         norm = optimizer.clip_grad_norm(plan.max_grad_norm if plan.max_grad_norm > 0 else math.inf)
         sums = [loss.sum().view(1) for found in losses for loss in found]
@@ -356,41 +340,24 @@ class _Loop:
         objective whose mean over them counts); return the losses of its micro-batches.
 
         `cuts` has the micro-batches of each process, per term.
-
-        If one process runs out of memory, all raise `_Full`, with one shape, so that all choose the
-        same plan.
         """
         losses: list[list[Tensor]] = [[] for _ in terms]
-        failure: tuple[tuple[int, ...], str] | None = None
-        try:
-            if self.hooks.before_step is not None:
-                own = cuts[0][world().rank]
-                shapes = [(len(piece), max(e.num_tokens for e in piece)) for piece in own]
-                with _noting_shape(max(shapes, key=math.prod, default=(0, 0))):
-                    self.hooks.before_step(self.model, own)
-            for shares, (rows, objective), found in zip(cuts, terms, losses, strict=True):
-                for piece, counts in world().passes(shares):
-                    values = self._backward(piece, counts / len(rows), objective)
-                    found += [values] if counts else []
-        except _Full as full:
-            if not world().can_retry:
-                raise RunError(
-                    f"{world().name} ran out of memory with {full.shape[0]} examples of "
-                    f"{full.shape[1]:,} tokens ({full}); set finetune.micro_batch_size lower, "
-                    "finetune.checkpointing=true, or start more processes"
-                ) from None
-            failure = full.shape, str(full)
-        if any(world().any(failure is not None)):
-            failures = [one for one in world().gather(failure) if one is not None]
-            # the shape with the fewest tokens once its batch is halved
-            raise _Full(*min(failures, key=lambda one: one[0][0] // 2 * one[0][1]))
+        if self.hooks.before_step is not None:
+            own = cuts[0][world().rank]
+            shapes = [(len(piece), max(e.num_tokens for e in piece)) for piece in own]
+            with memory_errors_noted(max(shapes, key=math.prod, default=(0, 0))):
+                self.hooks.before_step(self.model, own)
+        for shares, (rows, objective), found in zip(cuts, terms, losses, strict=True):
+            for piece, counts in world().passes(shares):
+                values = self._backward(piece, counts / len(rows), objective)
+                found += [values] if counts else []
         return losses
 
     def _backward(self, rows: Sequence[Example], scale: float, objective: Objective) -> Tensor:
         """Accumulate the gradients of one micro-batch, each example weighted by `scale`; return the
         loss of each example."""
         batch = collate(rows, self.plan.pad_id, self.plan.padding_side, device_of(self.model))
-        with _noting_shape(batch.input_ids.shape):
+        with memory_errors_noted((len(rows), batch.input_ids.shape[1])):
             total, losses = objective(self.model, batch, rows, scale)
             total.backward()
             return losses.detach()

@@ -199,7 +199,7 @@ def load_matrix(source: str | Path, overrides: Sequence[str] = ()) -> Matrix:
     return matrix
 
 
-def recipe_names() -> list[str]:
+def comparison_names() -> list[str]:
     """Names of the packaged comparisons."""
     folder = importlib.resources.files("dualsft") / "recipes" / "compare"
     return sorted(e.name.removesuffix(".yaml") for e in folder.iterdir())
@@ -207,11 +207,15 @@ def recipe_names() -> list[str]:
 
 def _recipe(source: str | Path) -> Path:
     """Path of a matrix file or of the packaged comparison with this name."""
-    if str(source) in recipe_names():
+    if str(source) in comparison_names():
         return Path(str(importlib.resources.files("dualsft"))) / f"recipes/compare/{source}.yaml"
     if not Path(source).is_file():
-        close = difflib.get_close_matches(str(source), recipe_names(), n=1)
-        cure = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(recipe_names())}"
+        close = difflib.get_close_matches(str(source), comparison_names(), n=1)
+        cure = (
+            f"did you mean {close[0]!r}?"
+            if close
+            else f"there are: {', '.join(comparison_names())}"
+        )
         raise ConfigError(f"{source}: no such file or comparison; {cure}")
     return Path(source)
 

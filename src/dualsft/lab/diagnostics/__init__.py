@@ -8,13 +8,12 @@ imported when they run. Not part of Algorithm 1.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from dualsft.config.fields import Count, Positive, Whole
 from dualsft.config.methods import NoOptions, option_docs, option_specs
-from dualsft.config.parse import Bounds, FieldSpec, Names, Text, convert
+from dualsft.config.parse import Bounds, FieldSpec, Names, Text, convert, did_you_mean
 from dualsft.errors import ConfigError
 
 AtLeast3 = Annotated[int, Bounds(least=3)]
@@ -327,12 +326,12 @@ class Wanted:
 
         Reports all problems with the names, or with the words, at once.
         """
-        known, problems = registry(), []
-        for name in names:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                cure = f"did you mean {close[0]!r}?" if close else f"available: {', '.join(known)}"
-                problems.append(f"{name}: no such diagnostic; {cure}")
+        known, available = registry(), f"available: {', '.join(registry())}"
+        problems = [
+            f"{name}: no such diagnostic; {did_you_mean(name, known, available)}"
+            for name in names
+            if name not in known
+        ]
         if problems:
             raise ConfigError(problems)
         defaults = [name for name, one in known.items() if one.default]
@@ -342,8 +341,7 @@ class Wanted:
         for word in words:
             key, _, value = word.partition("=")
             if key not in specs:
-                close = difflib.get_close_matches(key, specs, n=1)
-                cure = f"did you mean {close[0]!r}?" if close else "see `dualsft diagnose --list`"
+                cure = did_you_mean(key, specs, "see `dualsft diagnose --list`")
                 problems.append(f"{key}: no diagnostic has this option; {cure}")
                 continue
             _, name, option = key.split(".", 2)

@@ -31,7 +31,6 @@ from dualsft.engine.walk import cwsd_objective, walk
 from dualsft.lab import plots
 from dualsft.lab.diagnostics import ranking
 from dualsft.lab.diagnostics.job import DiagnosticJob, init_surrogate, warm_surrogate
-from dualsft.lab.diagnostics.ranking import jaccard, mask_jaccard, numbers, spearman
 from dualsft.lab.plots import COLOURS, SIDES, Figures, Result
 from dualsft.memory.placement import blank
 from dualsft.runs.context import pass_settings
@@ -98,9 +97,9 @@ class _Setting:
         mask = self.at.mask(self.k, projection, grad_sum)
         return {
             "cosine_u": projection.cosine(self.at.projection),
-            "jaccard_params": mask_jaccard(mask.indices, self.mask.indices),
-            "jaccard_examples": jaccard(self.best(scores), self.chosen),
-            "spearman_examples": spearman(scores, self.scores),
+            "jaccard_params": ranking.mask_overlap(mask.indices, self.mask.indices),
+            "jaccard_examples": ranking.jaccard(self.best(scores), self.chosen),
+            "spearman_examples": ranking.spearman(scores, self.scores),
         }
 
     def cwsd_sum(
@@ -213,8 +212,8 @@ def anchor_size(job: DiagnosticJob) -> dict[str, Any]:
                 "anchors": size,
                 "norm": prior.norm(),
                 "cosine": prior.cosine(reference),
-                "jaccard_params": mask_jaccard(mask.indices, best_mask.indices),
-                "jaccard_examples": jaccard(chosen, best_rows),
+                "jaccard_params": ranking.mask_overlap(mask.indices, best_mask.indices),
+                "jaccard_examples": ranking.jaccard(chosen, best_rows),
             }
         )
     return {**own.facts(), "reference": sizes[-1], "rows": rows}
@@ -287,12 +286,12 @@ def sensitivity(job: DiagnosticJob) -> dict[str, Any]:
 
     def option(name: str, low: float, high: float, rule: str) -> list[float]:
         text, field = getattr(job.options, name), f"diagnose.sensitivity.{name}"
-        return sorted(set(numbers(text, field, lambda n: low < n <= high, rule)))
+        return sorted(set(ranking.numbers(text, field, lambda n: low < n <= high, rule)))
 
     data_shares = option("data_budgets", 0, 1, "shares in (0, 1]")
     param_shares = option("param_budgets", 0, 1, "shares in (0, 1]")
     taus = option("taus", 0, np.inf, "temperatures above 0")
-    lambdas = numbers(job.options.lambdas, "diagnose.sensitivity.lambdas")
+    lambdas = ranking.numbers(job.options.lambdas, "diagnose.sensitivity.lambdas")
     own, config = _Setting(job), job.ctx.config
     rows = []
     for lam in lambdas:

@@ -20,6 +20,7 @@ Hessian-vector products are exact (double backward, eager attention, fp32 or fp6
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from dualsft.engine.losses import plain_example_loss
 from dualsft.lab import plots
 from dualsft.lab.diagnostics.hessian import eager_model, plain_cwsd
 from dualsft.lab.diagnostics.job import DiagnosticJob, Surrogate, loss_walk, warm_surrogate
-from dualsft.lab.diagnostics.ranking import chunks, jaccard, mask_jaccard
+from dualsft.lab.diagnostics.ranking import chunks, jaccard, mask_overlap
 from dualsft.lab.plots import SIDES, Figures, Result
 from dualsft.storage.vectors import ParamVector, Vector
 
@@ -76,7 +77,7 @@ def _params(at: Surrogate, error: Vector, k: int, bound: float | None) -> dict[s
         largest = max(largest, float(moved.abs().max()))
         movable += int(((score - middle).abs() <= moved.abs()).sum())
     dtype = next(iter(scores.forms.values())).dtype
-    overlap = mask_jaccard(ours.indices, full.indices)
+    overlap = mask_overlap(ours.indices, full.indices)
     return _verdict(gap, largest, bound, overlap, movable) | {
         "rounding": float(torch.finfo(dtype).eps) * abs(ours.threshold)
     }
@@ -144,11 +145,17 @@ class _Curvature:
             p.requires_grad_(True)
         self.lam = at.scored.terms.lam_effective if ctx.warmed_up else 0.0
         self.preservation = self.config.preservation if self.lam else "none"
-        self.teacher: PreTrainedModel | None = None
-        if self.preservation in ("cwsd", "fisher"):
-            self.teacher = eager_model(ctx, "init").eval().requires_grad_(False)
         self.val = self._sample("val")
         self.anchors = self._sample("anchor") if self.preservation == "cwsd" else []
+        self.teacher: PreTrainedModel | None = None
+        self.objectives: list[tuple[list[Example], Loss, float]]
+        """(rows, loss, weight) of each part of L_val that needs double backward."""
+        self.objectives = [(self.val, partial(plain_example_loss, self.model), 1.0)]
+        if self.preservation in ("cwsd", "fisher"):
+            self.teacher = teacher = eager_model(ctx, "init").eval().requires_grad_(False)
+            if self.anchors:
+                prior = partial(plain_cwsd, teacher, self.model, tau=self.config.tau)
+                self.objectives.append((self.anchors, prior, self.lam))
 
     def _sample(self, role: str) -> list[Example]:
         rows, count = self.job.roles[role], self.job.options.rows
@@ -161,7 +168,7 @@ class _Curvature:
         total = ParamVector.zeros(self.candidates)
         work = len(self.val) + len(self.anchors)
         with self.job.reporter.track(label, work, "examples") as progress:
-            for rows, loss, weight in self._objectives():
+            for rows, loss, weight in self.objectives:
                 for example in rows:
                     value = loss(self.job.ctx.collate([example]))
                     add_hessian_product(self.candidates, value, held, total, weight / len(rows))
@@ -175,20 +182,6 @@ class _Curvature:
             diagonal = terms.curvature.combine(lambda c, v: c * v * scale, held)
             result = result.plus(diagonal, -1.0)
         return result.held()
-
-    def _objectives(self) -> list[tuple[list[Example], Loss, float]]:
-        """(rows, loss, weight) of each part of L_val that needs double backward."""
-        teacher, tau = self.teacher, self.config.tau
-        found: list[tuple[list[Example], Loss, float]] = [
-            (self.val, lambda b: plain_example_loss(self.model, b), 1.0)
-        ]
-        if self.anchors and teacher is not None:
-
-            def prior(batch: Batch) -> Tensor:
-                return plain_cwsd(teacher, self.model, batch, tau)
-
-            found.append((self.anchors, prior, self.lam))
-        return found
 
     def _quadratic(self, vector: Vector) -> Vector:
         """Product of the Hessian of ½‖θ − θ_old‖² or of ½ Σ F (θ − θ_old)² with a vector."""

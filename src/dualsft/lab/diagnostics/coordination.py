@@ -23,19 +23,8 @@ import numpy as np
 
 from dualsft.algorithm.topk import TopK
 from dualsft.lab import plots
+from dualsft.lab.diagnostics import ranking
 from dualsft.lab.diagnostics.job import DiagnosticJob, Surrogate, init_surrogate, warm_surrogate
-from dualsft.lab.diagnostics.ranking import (
-    RANKED,
-    chunks,
-    cosine,
-    counts,
-    jaccard,
-    mask_jaccard,
-    sampled,
-    spearman,
-    sum_at,
-    vector_spearman,
-)
 from dualsft.lab.plots import COLOURS, SIDES, Figures, Result
 from dualsft.runs.preflight import read_manifests
 from dualsft.storage.vectors import Products
@@ -55,13 +44,13 @@ def local_regret(job: DiagnosticJob) -> dict[str, Any]:
         aware = at.dots(at.projection.restricted(mask.indices), "aware scores")
         best_aware = at.best(aware, b)
         got, most = float(aware[chosen].sum()), float(aware[best_aware].sum())
-        overlap = jaccard(best_aware, chosen)
+        overlap = ranking.jaccard(best_aware, chosen)
         rows.append(_regret("examples", at, overlap, got * at.eta_sc, most * at.eta_sc))
         chosen_sum = at.subset_sum(chosen, "G of the selected examples")
         scores = at.scores(grad_sum=chosen_sum)
         aware_mask = at.mask(k, grad_sum=chosen_sum)
-        got, most = sum_at(scores, mask.indices), sum_at(scores, aware_mask.indices)
-        overlap = mask_jaccard(aware_mask.indices, mask.indices)
+        got, most = ranking.sum_at(scores, mask.indices), ranking.sum_at(scores, aware_mask.indices)
+        overlap = ranking.mask_overlap(aware_mask.indices, mask.indices)
         rows.append(_regret("params", at, overlap, got, most))
     return {"k": k, "b": b, "pool": len(job.scoring.pool), "rows": rows}
 
@@ -108,30 +97,32 @@ def coordination_gap(job: DiagnosticJob) -> dict[str, Any]:
         "isolated_rms": size / len(gap) ** 0.5 * eta,
         "relative_gap": float(np.linalg.norm(gap)) / size if size > 0 else None,
         "largest_gap": float(np.abs(gap).max()) * eta,
-        "cosine": cosine(isolated, aware),
-        "spearman": spearman(isolated, aware),
+        "cosine": ranking.cosine(isolated, aware),
+        "spearman": ranking.spearman(isolated, aware),
         "ranked": len(gap),
         "sign_changes": float((np.sign(isolated) != np.sign(aware)).mean()),
-        "jaccard": jaccard(at.best(isolated, b), at.best(aware, b)),
+        "jaccard": ranking.jaccard(at.best(isolated, b), at.best(aware, b)),
     }
     chosen_sum = at.subset_sum(chosen, "G of the selected examples")
     vectors = {"iso": at.scores(first), "aware": at.scores(first, chosen_sum)}
     vectors["gap"] = vectors["iso"].plus(vectors["aware"], -1.0)
     products = Products(vectors, [("iso", "iso"), ("gap", "gap")])
     gap_norm, size, root = products.norm("gap"), products.norm("iso"), first.num_entries**0.5
-    rank, ranked = vector_spearman(vectors["iso"], vectors["aware"], job.rng("ranks"))
-    (left, right), _ = sampled([vectors["iso"], vectors["aware"]], RANKED, job.rng("signs"))
+    rank, ranked = ranking.vector_spearman(vectors["iso"], vectors["aware"], job.rng("ranks"))
+    (left, right), _ = ranking.sampled(
+        [vectors["iso"], vectors["aware"]], ranking.RANKED, job.rng("signs")
+    )
     masks = at.mask(k, first), at.mask(k, first, chosen_sum)
     params = {
         "gap_rms": gap_norm / root,
         "isolated_rms": size / root,
         "relative_gap": gap_norm / size if size > 0 else None,
-        "largest_gap": max(float(part.abs().max()) for _, part in chunks(vectors["gap"])),
+        "largest_gap": max(float(part.abs().max()) for _, part in ranking.chunks(vectors["gap"])),
         "cosine": vectors["iso"].cosine(vectors["aware"]),
         "spearman": rank,
         "ranked": ranked,
         "sign_changes": float((np.sign(left) != np.sign(right)).mean()),
-        "jaccard": mask_jaccard(*(m.indices for m in masks)),
+        "jaccard": ranking.mask_overlap(*(m.indices for m in masks)),
     }
     return {"k": k, "b": b, "examples": examples, "params": params}
 
@@ -170,13 +161,13 @@ class _Round:
 
 def reselection(job: DiagnosticJob) -> dict[str, Any]:
     """One-shot selection versus T rounds in both orders, with cost and scatter plots."""
-    rounds = counts(job.options.rounds, "diagnose.reselection.rounds")
+    rounds = ranking.counts(job.options.rounds, "diagnose.reselection.rounds")
     k, b = job.budgets
     at = warm_surrogate(job)
     unaware, mask = at.pool_scores(), at.mask(k)
     positions = at.best(unaware, b)
     total = at.subset_sum(positions, "G of the one-shot examples")
-    start = _Round(mask, positions, sum_at(at.scores(grad_sum=total), mask.indices))
+    start = _Round(mask, positions, ranking.sum_at(at.scores(grad_sum=total), mask.indices))
     manifests, _ = read_manifests(job.ctx.rundir.path)
     seconds = {name: float(m["seconds"]) for name, m in manifests.items()}
     stages = ("warmup", "gradients", "scores", "selection")
@@ -211,12 +202,12 @@ def _move_mask(
     mask = at.mask(before.mask.num_selected, grad_sum=total)
     seconds = before.seconds + time.perf_counter() - start
     aware = at.scores(grad_sum=total)
-    overlap, scatter = mask_jaccard(before.mask.indices, mask.indices), {}
+    overlap, scatter = ranking.mask_overlap(before.mask.indices, mask.indices), {}
     if plotted:
-        (old, new), _ = sampled([at.scores(), aware], PAIRS, at.job.rng("scatter params"))
-        rank, ranked = vector_spearman(at.scores(), aware, at.job.rng("ranks"))
+        (old, new), _ = ranking.sampled([at.scores(), aware], PAIRS, at.job.rng("scatter params"))
+        rank, ranked = ranking.vector_spearman(at.scores(), aware, at.job.rng("ranks"))
         scatter["params"] = _scatter(old, new, rank, ranked, overlap)
-    utility = sum_at(aware, mask.indices)
+    utility = ranking.sum_at(aware, mask.indices)
     return _Round(mask, before.positions, utility, "params", overlap, seconds), scatter
 
 
@@ -226,10 +217,14 @@ def _move_data(
     """(the state with the examples selected again, given the mask; scatter data if `plotted`)."""
     dots, seconds = at.timed_dots(at.projection.restricted(before.mask.indices), label)
     chosen = at.best(dots, len(before.positions))
-    overlap, scatter = jaccard(before.positions, chosen), {}
+    overlap, scatter = ranking.jaccard(before.positions, chosen), {}
     if plotted:
         rows = at.job.rng("scatter examples").permutation(len(dots))[:PAIRS]
-        old, new, rank = unaware[rows] * at.eta_sc, dots[rows] * at.eta_sc, spearman(unaware, dots)
+        old, new, rank = (
+            unaware[rows] * at.eta_sc,
+            dots[rows] * at.eta_sc,
+            ranking.spearman(unaware, dots),
+        )
         scatter["examples"] = _scatter(old, new, rank, len(dots), overlap)
     utility, seconds = float(dots[chosen].sum()) * at.eta_sc, before.seconds + seconds
     return _Round(before.mask, chosen, utility, "examples", overlap, seconds), scatter
@@ -246,8 +241,8 @@ def _row(
         "rounds": rounds,
         "moved": now.moved,
         "jaccard_last_round": now.overlap,
-        "jaccard_params": mask_jaccard(first.mask.indices, now.mask.indices),
-        "jaccard_examples": jaccard(first.positions, now.positions),
+        "jaccard_params": ranking.mask_overlap(first.mask.indices, now.mask.indices),
+        "jaccard_examples": ranking.jaccard(first.positions, now.positions),
         "utility": now.utility,
         "utility_gain": gain / abs(first.utility) if first.utility else None,
         "seconds": now.seconds,

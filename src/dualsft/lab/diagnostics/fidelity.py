@@ -31,6 +31,7 @@ from dualsft.data.examples import make_batches
 from dualsft.engine.losses import distillation_objective
 from dualsft.errors import ConfigError
 from dualsft.lab import plots
+from dualsft.lab.diagnostics import ranking
 from dualsft.lab.diagnostics.job import (
     DiagnosticJob,
     Surrogate,
@@ -41,17 +42,6 @@ from dualsft.lab.diagnostics.job import (
     quiet,
     steps_plan,
     warm_surrogate,
-)
-from dualsft.lab.diagnostics.ranking import (
-    Bootstrap,
-    counts,
-    interval,
-    mean_of,
-    numbers,
-    pair_agreement,
-    sample,
-    spearman,
-    stratified_mask,
 )
 from dualsft.lab.plots import COLOURS, MARKERS, Figures, Result
 from dualsft.memory.placement import at_hand
@@ -114,10 +104,10 @@ class Protocol:
                 f"subsets of {size:,} examples instead of {options.subset_size:,}: the pool has "
                 f"{pool:,}, and subsets of more than half of it are nearly the same"
             )
-        horizons = counts(chosen["horizons"], f"{field}.horizons")
+        horizons = ranking.counts(chosen["horizons"], f"{field}.horizons")
         if horizons[0] == 0:
             raise ConfigError(f"{field}.horizons: give steps of at least 1, as in 10,50")
-        shares = numbers(options.shares, f"{field}.shares") if options.shares else []
+        shares = ranking.numbers(options.shares, f"{field}.shares") if options.shares else []
         chosen |= {"subset_size": size, "horizons": horizons, "shares": shares}
         return cls(**{one.name: chosen[one.name] for one in fields(cls)})
 
@@ -151,8 +141,8 @@ class _Checkpoint:
         self.model, self.quiet, self.pool = at.engine.model, quiet(job.ctx), job.roles["pool"]
         self.trials = Trials(self.quiet, self.model)
         rows = protocol.val_rows
-        self.val = sample(job.rng("fidelity validation"), job.roles["val"], rows)
-        self.anchors = sample(job.rng("fidelity anchors"), job.roles["anchor"], rows)
+        self.val = ranking.sample(job.rng("fidelity validation"), job.roles["val"], rows)
+        self.anchors = ranking.sample(job.rng("fidelity anchors"), job.roles["anchor"], rows)
         curvature, score = job.ctx.curvature(self.engine.candidates), job.ctx.config.score
         self.grad_sum, self.curvature = at.grad_sum, curvature and at_hand(curvature)
         prior = at.scored.prior_grad if self.name == "warmup" else None
@@ -210,7 +200,7 @@ class _Checkpoint:
             shapes = self.job.ctx.candidate_shapes
             sizes = {name: shape.numel() for name, shape in shapes.items()}
             k, varied = param_budget(self.job.ctx, shapes), self.protocol.strata == "varied"
-            indices = mask = stratified_mask(rng, sizes, k, varied)
+            indices = mask = ranking.stratified_mask(rng, sizes, k, varied)
             gradient = self.grad_sum.restricted(mask)
         record["predicted"] = predicted(self.forms, gradient)
         del gradient
@@ -263,7 +253,9 @@ class _Checkpoint:
         self, side: str, records: list[Any], new: np.ndarray, prior: np.ndarray
     ) -> list[dict[str, Any]]:
         """Agreement of every form of u with the gains, at each horizon and on average."""
-        draws = Bootstrap.of(len(records), self.protocol.bootstrap, self.job.rng("bootstrap"))
+        draws = ranking.Bootstrap.of(
+            len(records), self.protocol.bootstrap, self.job.rng("bootstrap")
+        )
         rows: list[dict[str, Any]] = []
         for form in self.forms:
             guess = np.array([r["predicted"][form.key] for r in records])
@@ -287,13 +279,15 @@ class _Checkpoint:
 
     def _lds(self, records: list[Any]) -> list[dict[str, Any]]:
         """Mean over validation rows of their rank correlations, with a bootstrap over subsets."""
-        draws = Bootstrap.of(len(records), self.protocol.bootstrap, self.job.rng("bootstrap lds"))
+        draws = ranking.Bootstrap.of(
+            len(records), self.protocol.bootstrap, self.job.rng("bootstrap lds")
+        )
         rows = []
         for step in records[0]["queries"]:
             guess = np.array([r["queries"][step] for r in records])
             for at, horizon in enumerate(self.protocol.horizons):
                 gains = np.array([r["query_gains"][at] for r in records])
-                each = [spearman(guess[:, z], gains[:, z]) for z in range(guess.shape[1])]
+                each = [ranking.spearman(guess[:, z], gains[:, z]) for z in range(guess.shape[1])]
                 known = [z for z, rho in enumerate(each) if rho is not None]
                 total, defined = np.zeros(len(draws.weights)), np.zeros(len(draws.weights))
                 for z in known:
@@ -301,9 +295,14 @@ class _Checkpoint:
                     total += np.nan_to_num(rho)
                     defined += np.isfinite(rho)
                 resampled = np.where(defined > 0, total / np.maximum(defined, 1), np.nan)
-                low, high = interval(resampled)
+                low, high = ranking.interval(resampled)
                 rows.append(
-                    {"checkpoint": self.name, "step": step, "K": horizon, "lds": mean_of(each)}
+                    {
+                        "checkpoint": self.name,
+                        "step": step,
+                        "K": horizon,
+                        "lds": ranking.mean_of(each),
+                    }
                     | {"low": low, "high": high, "queries": len(known)}
                 )
         return rows
@@ -314,19 +313,23 @@ def _agreement(
     guess: np.ndarray,
     gains: np.ndarray,
     horizons: list[int],
-    draws: Bootstrap,
+    draws: ranking.Bootstrap,
 ) -> list[dict[str, Any]]:
     """Rows with ρ and pairwise agreement at each horizon, and one with the means over horizons."""
     rhos = [draws.spearman(guess, real) for real in gains.T]
     pairs = [draws.pairs(guess, real) for real in gains.T]
     rows: list[dict[str, Any]] = [
         facts
-        | {"K": horizon, "rho": spearman(guess, real), "pair": pair_agreement(guess, real)}
-        | {"rho_interval": interval(rho), "pair_interval": interval(pair)}
+        | {
+            "K": horizon,
+            "rho": ranking.spearman(guess, real),
+            "pair": ranking.pair_agreement(guess, real),
+        }
+        | {"rho_interval": ranking.interval(rho), "pair_interval": ranking.interval(pair)}
         for horizon, real, rho, pair in zip(horizons, gains.T, rhos, pairs, strict=True)
     ]
-    means = {key: mean_of([row[key] for row in rows]) for key in ("rho", "pair")}
-    intervals = interval(np.mean(rhos, 0)), interval(np.mean(pairs, 0))
+    means = {key: ranking.mean_of([row[key] for row in rows]) for key in ("rho", "pair")}
+    intervals = ranking.interval(np.mean(rhos, 0)), ranking.interval(np.mean(pairs, 0))
     mean = {"K": "mean", **means, "rho_interval": intervals[0], "pair_interval": intervals[1]}
     return [*rows, facts | mean]
 

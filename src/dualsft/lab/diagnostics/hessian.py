@@ -34,17 +34,9 @@ from dualsft.engine.ghost import GhostEngine, alone
 from dualsft.engine.losses import Positions, model_inputs, plain_example_loss
 from dualsft.errors import ConfigError
 from dualsft.lab import plots
+from dualsft.lab.diagnostics import ranking
 from dualsft.lab.diagnostics.chosen_statistics import family
 from dualsft.lab.diagnostics.job import DiagnosticJob, gradient_sum, quiet, warm_surrogate
-from dualsft.lab.diagnostics.ranking import (
-    cosine,
-    counts,
-    mean_of,
-    pair_agreement,
-    sample,
-    spearman,
-    top_overlap,
-)
 from dualsft.lab.plots import COLOURS, Figures, Result
 from dualsft.model.load import Candidates, load_model, locate
 from dualsft.runs.context import RunContext
@@ -115,7 +107,7 @@ def choose_slices(job: DiagnosticJob) -> list[Slice]:
     placed = {name: locate(name) for name in scores}
     depth = 1 + max((layer for layer, _ in placed.values() if layer is not None), default=0)
     if options.layers:
-        layers = counts(options.layers, "diagnose.hessian.layers")
+        layers = ranking.counts(options.layers, "diagnose.hessian.layers")
     else:
         layers = sorted({round(n * (depth - 1) / (PAPER_DEPTH - 1)) for n in PAPER_LAYERS})
     wanted = [word.strip() for word in (options.modules or _last_matrices(job)).split(",")]
@@ -171,7 +163,9 @@ class _Checkpoint:
         self.preservation = job.ctx.config.score.preservation if self.lam else "none"
 
     def _sample(self, role: str, count: int, purpose: str | None = None) -> list[Example]:
-        return sample(self.job.rng(f"hessian {purpose or role}"), self.job.roles[role], count)
+        return ranking.sample(
+            self.job.rng(f"hessian {purpose or role}"), self.job.roles[role], count
+        )
 
     def rows(self) -> list[dict[str, Any]]:
         each = self.gradients(self.model, self.pool, "gradients of examples")
@@ -277,10 +271,9 @@ class _Checkpoint:
     def products(self, loss: Tensor, own: Mapping[str, Tensor], grad_sum: Vector) -> Sums:
         """∇loss, its Hessian times G_B (`own`) and times G, at every slice."""
         device, candidates = self.engine.device, self.engine.candidates
-        parameters = candidates
-        firsts = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
-        first = dict(zip(parameters, firsts, strict=True))
-        blocks = [parameters[s.parameter] for s in self.slices]
+        firsts = torch.autograd.grad(loss, list(candidates.values()), create_graph=True)
+        first = dict(zip(candidates, firsts, strict=True))
+        blocks = [candidates[s.parameter] for s in self.slices]
         # ∇⟨∇loss, G⟩ = H G with the G of all candidates, for all slices at once
         along = torch.stack([(g * grad_sum[n].to(device)).sum() for n, g in first.items()]).sum()
         second = torch.autograd.grad(along, blocks, retain_graph=True)
@@ -310,8 +303,8 @@ def compared(
         "data": _ranks(each @ u_full, each @ u_diag),
         "param": _ranks(u_full * total, u_diag * total),
         "second": {
-            "rho": spearman(full, diag),
-            "cosine": cosine(full, diag),
+            "rho": ranking.spearman(full, diag),
+            "cosine": ranking.cosine(full, diag),
             "norm_ratio": of_diag / of_full if of_full > 0 else None,
             "share_full": 0.5 * eta_sc * of_full / size if size > 0 else None,
             "share_diag": 0.5 * eta_sc * of_diag / size if size > 0 else None,
@@ -321,9 +314,9 @@ def compared(
 
 def _ranks(full: np.ndarray, diag: np.ndarray) -> dict[str, float | None]:
     return {
-        "rho": spearman(full, diag),
-        "pair": pair_agreement(full, diag),
-        "top": top_overlap(full, diag, TOP),
+        "rho": ranking.spearman(full, diag),
+        "pair": ranking.pair_agreement(full, diag),
+        "top": ranking.top_overlap(full, diag, TOP),
     }
 
 
@@ -338,7 +331,9 @@ def _means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for group, mine in groups.items():
         entry: dict[str, Any] = {**dict(zip(keys, group, strict=True)), "slices": len(mine)}
         for part in ("data", "param", "second"):
-            entry[part] = {key: mean_of([r[part][key] for r in mine]) for key in mine[0][part]}
+            entry[part] = {
+                key: ranking.mean_of([r[part][key] for r in mine]) for key in mine[0][part]
+            }
         means.append(entry)
     return means
 

@@ -52,7 +52,7 @@ def jaccard(a: np.ndarray, b: np.ndarray) -> float:
     return shared / (len(np.unique(a)) + len(np.unique(b)) - shared)
 
 
-def mask_jaccard(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+def mask_overlap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """Jaccard index of two masks (sorted flat indices by parameter)."""
     shared = sum(
         int(torch.isin(index, b[name], assume_unique=True).sum())

@@ -35,6 +35,7 @@ from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine, alone
 from dualsft.errors import RunError
 from dualsft.lab import plots
+from dualsft.lab.diagnostics import ranking
 from dualsft.lab.diagnostics.job import (
     DiagnosticJob,
     Trials,
@@ -42,15 +43,6 @@ from dualsft.lab.diagnostics.job import (
     plain_training,
     quiet,
     steps_plan,
-)
-from dualsft.lab.diagnostics.ranking import (
-    interval,
-    mean_of,
-    pair_agreement,
-    sample,
-    sampled,
-    spearman,
-    stratified_mask,
 )
 from dualsft.lab.evaluation.stage import compare, evaluation_sets
 from dualsft.lab.plots import COLOURS, MARKERS, Figures, Result
@@ -138,12 +130,12 @@ class _Place:
     def __init__(self, job: DiagnosticJob, engine: GhostEngine) -> None:
         self.ctx, self.engine = quiet(job.ctx), engine
         count, lam = job.options.val_rows, job.scoring.scored.terms.lam_effective
-        val = sample(job.rng("drift validation"), job.roles["val"], count)
+        val = ranking.sample(job.rng("drift validation"), job.roles["val"], count)
         self.val_rows = len(val)
         total = gradient_sum(self.ctx, engine, val, "score drift", "directions")
         direction: Vector = total.scaled(1.0 / len(val))
         if lam:
-            anchors = sample(job.rng("drift anchors"), job.roles["anchor"], count)
+            anchors = ranking.sample(job.rng("drift anchors"), job.roles["anchor"], count)
             prior, _ = prior_of(self.ctx, engine, anchors, pass_settings(self.ctx))
             direction = direction.plus(prior, lam)
         self.direction = direction.held()
@@ -164,8 +156,8 @@ def choose_probes(job: DiagnosticJob) -> list[Example]:
     pool, count, selected = job.roles["pool"], job.options.probes, job.selected_ids or set()
     inside = [e for e in pool if e.id in selected]
     outside = [e for e in pool if e.id not in selected]
-    first = sample(job.rng("drift inside"), inside, count // 2)
-    rest = sample(job.rng("drift outside"), outside, count - len(first))
+    first = ranking.sample(job.rng("drift inside"), inside, count // 2)
+    rest = ranking.sample(job.rng("drift outside"), outside, count - len(first))
     return sorted([*first, *rest], key=lambda e: e.index)
 
 
@@ -188,7 +180,7 @@ def _compare(job: DiagnosticJob, probes: list[Example], old: _Place, new: _Place
                 for name, block in total.items():
                     block.add_(one[name].to(block.device))
     both = (old.direction, total_old), (new.direction, total_new)
-    entries, _ = sampled(
+    entries, _ = ranking.sampled(
         [v.combine(torch.mul, total) for v, total in both],
         COORDINATES,
         job.rng("drift coordinates"),
@@ -241,8 +233,8 @@ def _row(
             "max_drift": float(drift.max()),
             "median_drift": float(np.median(drift)),
             "bound": eta * (c["B_v"] * c["L_g"] + c["B_g"] * c["L_v"]) * point["distance"],
-            "rho": spearman(before, after),
-            "pair": pair_agreement(before[few], after[few]),
+            "rho": ranking.spearman(before, after),
+            "pair": ranking.pair_agreement(before[few], after[few]),
         }
     return row
 
@@ -253,7 +245,7 @@ def _spread(eta: float, points: Sequence[dict[str, Any]]) -> dict[str, Any]:
     gaps = np.abs(at[:, None] - at[None, :])[np.triu_indices(len(at), 1)]
     return {
         "median_gap": float(np.median(gaps)) if len(gaps) else None,
-        "mean_score": mean_of(at.tolist()),
+        "mean_score": ranking.mean_of(at.tolist()),
         "scores": at.tolist(),
     }
 
@@ -377,7 +369,7 @@ class Sides:
             return self._lowest_entries
         assert self.k is not None
         sizes = {name: shape.numel() for name, shape in self.job.ctx.candidate_shapes.items()}
-        return stratified_mask(self.job.rng(f"reverse entries {draw}"), sizes, self.k)
+        return ranking.stratified_mask(self.job.rng(f"reverse entries {draw}"), sizes, self.k)
 
 
 def _arm(data: str, params: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -387,9 +379,9 @@ def _arm(data: str, params: str, records: Sequence[Mapping[str, Any]]) -> dict[s
         losses = [record[name]["loss"] for record in records]
         files[name] = {
             "before": records[0][name]["before"],
-            "loss": mean_of(losses),
+            "loss": ranking.mean_of(losses),
             "losses": losses,
-            "kl": mean_of([record[name]["kl"] for record in records]),
+            "kl": ranking.mean_of([record[name]["kl"] for record in records]),
         }
     return {"data": data, "params": params, "files": files}
 
@@ -417,7 +409,7 @@ def _contrasts(
         for control in controls:
             difference = losses[arm] - losses[control]
             picks = rng.integers(len(difference), size=(RESAMPLES, len(difference)))
-            low, high = interval(difference[picks].mean(1))
+            low, high = ranking.interval(difference[picks].mean(1))
             rows.append(
                 {
                     "arm": "/".join(arm),

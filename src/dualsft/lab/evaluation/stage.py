@@ -24,24 +24,20 @@ from transformers import PreTrainedModel
 from dualsft.data.examples import Example, digest, named
 from dualsft.data.sources import source_hash
 from dualsft.data.templates import Template
-from dualsft.distributed.world import alone, world
+from dualsft.distributed.world import single_process, world
 from dualsft.engine.losses import comparison
 from dualsft.engine.walk import remaining_batches
 from dualsft.errors import RunError
 from dualsft.lab.evaluation.benchmarks import harness_model, run_benchmarks, vllm_model
-from dualsft.lab.evaluation.tasks import (
-    BENCHMARKS,
-    check_positions,
-    task_files,
-    wanted_tasks,
-)
+from dualsft.lab.evaluation.tasks import BENCHMARKS, check_positions, task_files, wanted_tasks
+from dualsft.memory.plans import OutOfMemory, memory_errors_shared
 from dualsft.model.sharded import is_sharded, release
 from dualsft.runs.context import RunContext, Settings, model_in
 from dualsft.runs.pipeline import Stage
 from dualsft.runs.stages.split import load_examples
 from dualsft.storage.manifest import sha256_file
 from dualsft.system.paths import RunPath
-from dualsft.system.usage import Smaller, give_back, is_out_of_memory
+from dualsft.system.usage import Smaller, give_back
 
 
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
@@ -78,7 +74,7 @@ def _benchmarks(
     if not world().main:
         return {}
     tuned = ctx.folder("finetune") / "model"
-    with alone(), ExitStack() as left:
+    with single_process(), ExitStack() as left:
         if pair is None:
             give_back(ctx.device)  # vLLM needs the memory that the loaded models used
             makers = {
@@ -134,9 +130,13 @@ def compare(
     ):
         while waiting:
             turn = waiting[0]
-            smaller = _compare_batch(ctx, before, after, examples, turn, each, label)
-            if smaller is not None:
-                budget = smaller
+            try:
+                _compare_batch(ctx, before, after, examples, turn, each, label)
+            except OutOfMemory as problem:  # all processes retry the turn with smaller batches
+                assert problem.shape is not None
+                smaller = Smaller.than(problem.shape, problem, "evaluation.batch_tokens")
+                ctx.reporter.warn(f"{label}: {smaller}", code="out_of_memory")
+                budget = smaller.batch_tokens
                 waiting = world().turns(remaining_batches(examples, budget, done))
                 continue
             waiting.pop(0)
@@ -158,43 +158,25 @@ def _compare_batch(
     turn: Sequence[list[int]],
     each: torch.Tensor,
     label: str,
-) -> int | None:
-    """Run this process's batch of a turn and store the result in `each`.
-
-    Returns None, or a smaller token budget if any process ran out of memory.
-    """
+) -> None:
+    """Run this process's batch of a turn and store the result in `each`."""
     rows, weight = world().assigned(turn)
-    smaller: tuple[int, str] | None = None
-    measured: torch.Tensor | None = None
-    if rows is not None:
-        chosen = [examples[i] for i in rows]
-        batch = ctx.collate(chosen)
-        try:
-            both = comparison(before, after, batch)
-        except Exception as problem:
-            if not is_out_of_memory(problem):
-                raise
-            half = Smaller.than(batch.input_ids.shape, problem, "evaluation.batch_tokens")
-            world().check_retry(
-                f"{label}: {problem}; lower evaluation.batch_tokens, or start more processes"
-            )
-            smaller = (half.batch_tokens, str(half))
-        else:
+    chosen = [examples[i] for i in rows or ()]
+    shape = (len(chosen), max(e.num_tokens for e in chosen)) if chosen else None
+    measured = torch.zeros(0, 3)
+    with memory_errors_shared(label, shape, "lower evaluation.batch_tokens"):
+        if chosen:
+            both = comparison(before, after, ctx.collate(chosen))
             columns = (both.loss_before, both.loss_after, both.divergence)
             measured = torch.stack([column.double().cpu() for column in columns], dim=1)
-            finite = measured.isfinite().all(dim=1).tolist()
-            if bad := [e for e, ok in zip(chosen, finite, strict=True) if not ok]:
-                raise RunError(
-                    f"{label}: the loss of {named(bad)} is not finite; nothing was written (look "
-                    "at these rows, lower finetune.lr, or use model.dtype=float32)"
-                )
-    if any(world().any(smaller is not None)):  # all processes retry the turn with smaller batches
-        budget, words = min(found for found in world().gather(smaller) if found is not None)
-        ctx.reporter.warn(f"{label}: {words}", code="out_of_memory")
-        return budget
-    if weight and measured is not None:
+    finite = measured.isfinite().all(dim=1).tolist()
+    if bad := [e for e, ok in zip(chosen, finite, strict=True) if not ok]:
+        raise RunError(
+            f"{label}: the loss of {named(bad)} is not finite; nothing was written (look at these "
+            "rows, lower finetune.lr, or use model.dtype=float32)"
+        )
+    if weight and chosen:
         each[rows] = measured
-    return None
 
 
 def _facts(examples: list[Example], each: torch.Tensor) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def task_problems(values: Mapping[str, Any]) -> list[str]:
                 )
                 continue
             try:
-                benchmark_rows(files[stem], benchmark)
+                task_rows(files[stem], benchmark)
             except DataError as problem:
                 problems.append(f"evaluation.data_dir: {problem}")
     return problems
@@ -185,7 +185,7 @@ def check_positions(name: str, new_tokens: int, max_positions: int | None) -> No
         )
 
 
-def benchmark_rows(path: Path, benchmark: Benchmark) -> list[Row]:
+def task_rows(path: Path, benchmark: Benchmark) -> list[Row]:
     """Rows of a local file, with the hub's field names. Errors name the line of the row."""
     rows: list[Row] = []
     opener = gzip.open if path.suffix == ".gz" else open
@@ -363,9 +363,7 @@ def local_splits(
 ) -> dict[str, dict[str, list[Row]]]:
     """Task -> split -> rows, from the files in `data_dir`. MMLU rows are grouped by subject."""
     benchmark, files = BENCHMARKS[name], task_files([name], data_dir)
-    rows = {
-        split: benchmark_rows(files[stem], benchmark) for split, stem in benchmark.files.items()
-    }
+    rows = {split: task_rows(files[stem], benchmark) for split, stem in benchmark.files.items()}
     if name != "mmlu":
         return {leaf: rows for leaf in configs}
     divided: dict[str, dict[str, list[Row]]] = {leaf: {} for leaf in configs}

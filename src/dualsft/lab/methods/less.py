@@ -47,7 +47,7 @@ from dualsft.runs.method import DataChoice, DataMethod, Job
 from dualsft.runs.stages.finetune import finetune_plan
 from dualsft.storage.vectors import accumulation_dtype
 from dualsft.system.usage import give_back, is_out_of_memory
-from dualsft.train.loop import FEW_STEPS, Hooks, learning_rate, train
+from dualsft.train.loop import FEW_STEPS, Hooks, scheduled_rate, train
 from dualsft.train.optimizer import SparseAdamW
 
 NAME = "less"  # name of the adapter inside the model
@@ -123,7 +123,7 @@ class Less(DataMethod):
                 "lower method.less.batch_size)"
             )
         per_epoch = num_steps // plan.epochs
-        rates = [learning_rate(s, num_steps, plan.lr, plan.warmup_ratio) for s in range(num_steps)]
+        rates = [scheduled_rate(s, num_steps, plan.lr, plan.warmup_ratio) for s in range(num_steps)]
         parameters = {name: module.get_parameter("weight") for name, module in maps.items()}
         found: list[Checkpoint] = []
         with SparseAdamW(

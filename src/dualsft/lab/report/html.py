@@ -129,7 +129,7 @@ def write_html(run: RunPath, facts: Facts, out: RunPath) -> RunPath:
         mask=heat_map(cells) if cells else None,
         scores=None if examples is None else _histogram(facts, examples),
         diagnostics=_diagnostics(run, facts),
-        explained=explained(run) if out == run else [],
+        explained=explanations(run) if out == run else [],
         versions=versions,
         finished={stage: m["finished"] for stage, m in facts["manifests"].items()},
     )
@@ -405,7 +405,7 @@ def histogram(
 # --- what was explained -------------------------------------------------------------------------
 
 
-def explained(run: RunPath) -> list[str]:
+def explanations(run: RunPath) -> list[str]:
     """Names of the results of `dualsft explain` that have a page."""
     folder = run / EXPLAIN
     names = [name for name in folder.names() if EXPLAIN_NAME.fullmatch(name)]

@@ -24,7 +24,7 @@ from huggingface_hub import ModelCardData
 
 from dualsft.config.methods import registry
 from dualsft.errors import ConfigError
-from dualsft.lab.diagnostics.ranking import mask_jaccard
+from dualsft.lab.diagnostics.ranking import mask_overlap
 from dualsft.lab.report.examples import parameter_shapes
 from dualsft.lab.report.facts import (
     Facts,
@@ -280,7 +280,7 @@ def _mask_agreement(
                 yours = read_mask(path)
                 names = mine.keys() | yours.keys()
                 if all(shapes.get(n) == theirs.get(n) is not None for n in names):
-                    shared[at][other] = shared[other][at] = mask_jaccard(mine, yours)
+                    shared[at][other] = shared[other][at] = mask_overlap(mine, yours)
     return shared
 
 

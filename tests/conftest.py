@@ -70,6 +70,24 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     return get
 
 
+@pytest.fixture(scope="session")
+def shared_run(
+    corpus: Path, model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Runner:
+    """A run that many tests read and none may change, made once for its settings."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def run(*overrides: str, arch: str = "llama", until: str | None = None) -> Path:
+        key = (*overrides, arch, until or "")
+        if key not in made:
+            config = settings.load(None, [*small_run(model_folder(arch), corpus), *overrides])
+            out = tmp_path_factory.mktemp("shared") / "run"
+            made[key] = pipeline.run(config, out, until, Reporter(lambda _: None))
+        return made[key]
+
+    return run
+
+
 @pytest.fixture
 def make_run(corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path) -> Runner:
     """Run the pipeline in this process on a tiny model; `said` collects what it says."""

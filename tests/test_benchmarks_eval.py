@@ -263,7 +263,7 @@ def test_a_killed_evaluation_goes_on_from_its_answers(
     assert (whole / "7_evaluation/samples.jsonl").read_bytes() == samples
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_comparison_shares_the_base_models_answers(
     workers: int, long_model: Path, corpus: Path, data_dir: Path, tmp_path: Path
 ) -> None:

@@ -295,7 +295,7 @@ WORDS = st.text(min_size=1, max_size=20)
 BUDGETS = st.one_of(st.integers(1, 10**12), st.floats(0, 1, exclude_min=True, allow_subnormal=True))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     path=WORDS,
     fields=st.none() | st.tuples(WORDS, WORDS),

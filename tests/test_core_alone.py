@@ -15,7 +15,8 @@ from conftest import small_run
 import dualsft
 
 ROOT = Path(__file__).parents[1]
-CORE_TESTS = ("api", "certificate", "rundir", "split", "training", "vectors")
+CORE_TESTS = ("api", "training")
+MORE = ("certificate", "rundir", "split", "vectors")
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +35,9 @@ def run(core: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_core_tests_pass(core: Path) -> None:
-    files = [f"tests/test_{name}.py" for name in CORE_TESTS]
+@pytest.mark.parametrize("names", [CORE_TESTS, pytest.param(MORE, marks=pytest.mark.slow)])
+def test_the_core_tests_pass(core: Path, names: tuple[str, ...]) -> None:
+    files = [f"tests/test_{name}.py" for name in names]
     options = ("-p", "no:cacheprovider", "-o", f"pythonpath=. {core} tests", "-m", "not slow")
     done = run(core, "-m", "pytest", *options, *files)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -64,10 +64,10 @@ def entry(request: pytest.FixtureRequest) -> Entry:
 
 @pytest.mark.parametrize("arch", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_a_method_keeps_the_contract(
-    entry: Entry, arch: str, make_run: Runner, model_folder: Callable[[str], Path]
+    entry: Entry, arch: str, shared_run: Runner, model_folder: Callable[[str], Path]
 ) -> None:
     """Budget, roles, frozen weights, the record of what it took."""
-    run = make_run(*words_for(entry), arch=arch, until="finetune")
+    run = shared_run(*words_for(entry), arch=arch, until="finetune")
     chosen, tuned = stage(run, "5_selection"), stage(run, "6_finetune")
     assert tuned["methods"][entry.axis] == entry.name
     assert chosen["methods"] == {axis: tuned["methods"][axis] for axis in ("data", "params")}
@@ -127,10 +127,12 @@ def check_weights(
         assert set(changed.nonzero().flatten().tolist()) <= kept, name
 
 
-def test_a_method_is_deterministic_by_its_seed(entry: Entry, make_run: Runner) -> None:
+def test_a_method_is_deterministic_by_its_seed(
+    entry: Entry, make_run: Runner, shared_run: Runner
+) -> None:
     """Twice the same bits; for what chance decides, another seed is another choice."""
     words = words_for(entry)
-    one, two = (make_run(*words, out=out, until="finetune") for out in ("one", "two"))
+    one, two = (run(*words, until="finetune") for run in (shared_run, make_run))
     for folder in ("5_selection", "6_finetune"):
         assert files_of(one, folder) == files_of(two, folder), folder
     other = make_run(*words, "seed=7", out="three", until="finetune")
@@ -138,11 +140,11 @@ def test_a_method_is_deterministic_by_its_seed(entry: Entry, make_run: Runner) -
 
 
 def test_a_method_goes_on_after_a_stop(
-    entry: Entry, make_run: Runner, monkeypatch: pytest.MonkeyPatch
+    entry: Entry, make_run: Runner, shared_run: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted in the middle of fine-tuning, run again: the bits of a run that was not."""
-    words = [*words_for(entry), "resume.every=0", "finetune.epochs=2"]
-    whole = make_run(*words, out="whole", until="finetune")
+    words = [*words_for(entry), "resume.every=0"]
+    whole = shared_run(*words_for(entry), until="finetune")
     ticks = 0
     tick = Pieces.tick
 

@@ -120,6 +120,7 @@ def poison_objective(
 )
 def test_a_stage_stops_and_leaves_nothing(
     make_run: Runner,
+    shared_run: Runner,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     module: Any,
@@ -138,7 +139,7 @@ def test_a_stage_stops_and_leaves_nothing(
     folders = sorted(p.name for p in (tmp_path / "run").glob("[0-9]_*") if "." not in p.name)
     names = list(FOLDERS.values())
     assert folders == names[: names.index(FOLDERS[stage])], "only the stages before it"
-    clean, again = make_run(out="clean"), make_run("resume.every=0")
+    clean, again = (run("resume.every=0", until="finetune") for run in (shared_run, make_run))
     for file in ("5_selection/selected.jsonl", "6_finetune/delta.safetensors"):
         assert (again / file).read_bytes() == (clean / file).read_bytes()
 

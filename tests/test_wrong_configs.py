@@ -349,6 +349,8 @@ def test_a_wrong_file(name: str, shell: Shell) -> None:
         (("report", "nowhere"), ("nowhere: no finished stage", "dualsft run --out nowhere")),
         (("quickstart", "c.yaml"), ("'c.yaml': the quickstart has its own recipe",)),
         (("quickstart", "seed=x"), ("seed: 'x' is not allowed",)),
+        (("quickstart", "select.variant=param"), ("select.variant: cannot be changed in the",)),
+        (("quickstart", "evaluation.prompt=null"), ("evaluation.prompt: cannot be changed",)),
         (("export", "merge", "no_base", "no_delta", "out"), ("no_",)),
         (("export", "extract", "no_base", "no_tuned", "out"), ("no_",)),
     ],

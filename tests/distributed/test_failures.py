@@ -275,7 +275,7 @@ def test_a_killed_process_under_an_agent_is_named(
     start: Start, launcher: str, mode: str, code: int
 ) -> None:
     """At once, also when no collective waits for it."""
-    job = start(mode, 3, launcher)
+    job = start(mode, 2, launcher)
     pids = job.pids()
     os.kill(pids[1], signal.SIGKILL)
     assert job.codes(25) == [code], job.said()
@@ -288,8 +288,8 @@ def test_a_killed_process_under_an_agent_is_named(
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, GPUS])
 def test_an_error_under_an_agent_is_printed_once(start: Start, launcher: str) -> None:
-    """Of one process by itself, with its rank; the others are ended at once."""
-    job = start("fail apart", 3, launcher)
+    """Of one process by itself, with its rank; the other is ended at once."""
+    job = start("fail apart", 2, launcher)
     job.pids()  # all have started
     assert job.codes(40) == [1], job.said()
     lines = [line for line in job.said().splitlines() if line.endswith("error: a defect")]
@@ -299,7 +299,7 @@ def test_an_error_under_an_agent_is_printed_once(start: Start, launcher: str) ->
 
 
 def test_an_error_of_all_under_an_agent_is_printed_once(start: Start) -> None:
-    job = start("all fail", 3, GPUS)
+    job = start("all fail", 2, GPUS)
     assert job.codes(120) == [1] and job.said() == "error: no row is left\n"
 
 

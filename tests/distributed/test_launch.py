@@ -146,8 +146,9 @@ def test_an_error_of_one_is_said_with_its_rank(
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import os\nif os.environ['RANK'] == '1':\n"
-        "    os.environ['DUALSFT_COLLECTIVE_TIMEOUT'] = 'soon'\n"
+        "import os, time\nif os.environ['RANK'] == '0':\n"
+        "    time.sleep(60)  # what ends at once when the agent asks for it\n"
+        "os.environ['DUALSFT_COLLECTIVE_TIMEOUT'] = 'soon'\n"
         "from dualsft.cli import main\nmain()\n"
     )
     words = ["run", "--out", str(tmp_path / "run"), *small_run(model_folder("llama"), corpus)]

@@ -45,7 +45,7 @@ def test_every_recipe_is_parsed_and_dry_run(name: str, corpus: Path) -> None:
 
 def test_ablations_vary_what_they_are_named_after() -> None:
     """Every row but the first differs from it, and only by its own settings."""
-    found = [name for name in comparison_matrix.recipe_names() if name.startswith("ablation_")]
+    found = [name for name in comparison_matrix.comparison_names() if name.startswith("ablation_")]
     assert len(found) == 5
     for name in found:
         matrix = load_matrix(name, CONSENT)

@@ -355,6 +355,29 @@ def in_json(file: str, value: Any) -> Callable[[Path], None]:
     return change
 
 
+def in_tensors(file: str, act: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    """Change every tensor of a file."""
+
+    def change(stage: Path) -> None:
+        with safe_open(stage / file, "pt") as stored:
+            header = stored.metadata()
+        changed = {name: act(one).contiguous() for name, one in load_file(stage / file).items()}
+        save_file(changed, stage / file, metadata=header)
+        reseal(stage)
+
+    return change
+
+
+def without(file: str) -> Callable[[Path], None]:
+    """Remove a file, and from the manifest too."""
+
+    def change(stage: Path) -> None:
+        (stage / file).unlink()
+        reseal(stage)
+
+    return change
+
+
 MALFORMED: list[tuple[str, str, Callable[[Path], None], str]] = [
     (
         "5_selection",
@@ -368,7 +391,12 @@ MALFORMED: list[tuple[str, str, Callable[[Path], None], str]] = [
     ("5_selection", "report", in_manifest(lambda body: body.update(seconds="x")), "run"),
     ("5_selection", "finetune", in_json("summary.json", {"final": 3}), "summary.json"),
     ("5_selection", "finetune", in_json("summary.json", [1]), "summary.json"),
-    ("5_selection", "report", in_json("summary.json", {"b": "x", "final": 3}), "run"),
+    (
+        "5_selection",
+        "report",
+        in_json("summary.json", {"b": "x", "final": 3}),
+        "5_selection/summary.json",
+    ),
     ("5_selection", "finetune", in_json("ids.json", [[1]]), "ids.json"),
     ("5_selection", "finetune", in_json("ids.json", ["of no row"]), "ids.json"),
     ("5_selection", "finetune", in_json("ids.json", []), "ids.json"),
@@ -380,11 +408,21 @@ MALFORMED: list[tuple[str, str, Callable[[Path], None], str]] = [
     ("5_selection", "finetune", in_mask(lambda index: index.flip(0)), "mask.safetensors"),
     ("5_selection", "finetune", in_mask(lambda index: index - 10**6), "mask.safetensors"),
     ("5_selection", "finetune", in_mask(lambda index: index + 2**40), "mask.safetensors"),
-    ("1_split", "finetune", in_table("split.parquet", "index", None), "1_split"),
-    ("1_split", "finetune", in_table("split.parquet", "role", "evil"), "1_split"),
-    ("1_split", "finetune", in_table("tokens.parquet", "input_ids", ["text"]), "1_split"),
-    ("1_split", "finetune", in_table("tokens.parquet", "input_ids", [2**30]), "1_split"),
-    ("1_split", "score", in_table("tokens.parquet", "labels", [-7]), "1_split"),
+    ("1_split", "finetune", in_table("split.parquet", "index", None), "1_split/split.parquet"),
+    ("1_split", "finetune", in_table("split.parquet", "role", "evil"), "1_split/split.parquet"),
+    (
+        "1_split",
+        "finetune",
+        in_table("tokens.parquet", "input_ids", ["text"]),
+        "1_split/tokens.parquet",
+    ),
+    (
+        "1_split",
+        "finetune",
+        in_table("tokens.parquet", "input_ids", [2**30]),
+        "1_split/tokens.parquet",
+    ),
+    ("1_split", "score", in_table("tokens.parquet", "labels", [-7]), "1_split/tokens.parquet"),
     ("4_scores", "select", in_table("examples.parquet", "bound", None), "examples.parquet"),
     ("4_scores", "select", in_table("examples.parquet", "score", "x"), "examples.parquet"),
     ("4_scores", "select", in_json("summary.json", {}), "4_scores/summary.json"),
@@ -392,8 +430,8 @@ MALFORMED: list[tuple[str, str, Callable[[Path], None], str]] = [
     ("4_scores", "select", in_table("examples.parquet", "bound", -1.0), "examples.parquet"),
     ("4_scores", "select", in_table("examples.parquet", "id", "same"), "examples.parquet"),
     ("4_scores", "boundary", in_table("examples.parquet", "score", "x"), "examples.parquet"),
-    ("7_evaluation", "report", in_json("results.json", [1]), "run"),
-    ("1_split", "report", in_json("summary.json", {"counts": "x"}), "run"),
+    ("7_evaluation", "report", in_json("results.json", [1]), "7_evaluation/results.json"),
+    ("1_split", "report", in_json("summary.json", {"counts": "x"}), "1_split/summary.json"),
     *(
         ("5_selection", "report", in_manifest(act), "5_selection/manifest.json")
         for act in (
@@ -409,6 +447,30 @@ MALFORMED: list[tuple[str, str, Callable[[Path], None], str]] = [
             ),
         )
     ),
+    *(
+        (stage, command, in_tensors(file, act), f"{stage}/{file}")
+        for stage, file, command in (
+            ("2_warmup", "curvature.safetensors", "select"),
+            ("3_gradients", "grad_sum.safetensors", "rescore"),
+            ("3_gradients", "grad_sum.safetensors", "select"),
+            ("3_gradients", "val_grad.safetensors", "rescore"),
+            ("3_gradients", "prior_grad.safetensors", "select"),
+        )
+        for act in (
+            lambda one: one * float("nan"),
+            lambda one: one.reshape(-1),
+            lambda one: one[:1],
+            lambda one: one.double(),
+        )
+    ),
+    *(
+        ("2_warmup", "score", in_tensors("theta_bar/model.safetensors", act), "model.safetensors")
+        for act in (lambda one: one * float("nan"), lambda one: one[:1])
+    ),
+    ("1_split", "finetune", without("tokens.parquet"), "1_split/tokens.parquet"),
+    ("4_scores", "select", without("examples.parquet"), "4_scores/examples.parquet"),
+    ("5_selection", "report", without("summary.json"), "5_selection/summary.json"),
+    ("3_gradients", "rescore", in_table("pool.parquet", "loss", "x"), "pool.parquet"),
 ]
 
 
@@ -421,9 +483,19 @@ def test_content_that_no_run_writes(
     words = words_for(command, scene.run)
     if command == "boundary":
         words = ["diagnose", str(scene.run), "boundary"]
+    elif command == "rescore":  # the scores alone, from the stored vectors
+        words = ["score", str(scene.run), "score.keep=all"]
     said = scene.attempt(*words, names=[named])
-    assert said.code == 1, said.text
+    assert said.code in (1, 2), said.text
     assert len(said.text) < 20_000, "the whole content is told"
+
+
+@pytest.mark.parametrize("entry", ["report.html", "diagnostics/heatmap.svg", "model_card.md"])
+def test_a_folder_in_the_place_of_a_file(entry: str, scene: Scene) -> None:
+    (scene.run / entry).unlink()
+    (scene.run / entry).mkdir()
+    said = scene.attempt("report", str(scene.run), names=[Path(entry).name])
+    assert said.code == 1, said.text
 
 
 # --- sizes: little on disk, much in memory or time -----------------------------------------------

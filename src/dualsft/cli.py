@@ -32,10 +32,17 @@ from dualsft.config import settings
 from dualsft.config.methods import registry
 from dualsft.config.settings import Config
 from dualsft.distributed import launch
-from dualsft.errors import ConfigError, DualsftError
-from dualsft.runs.preflight import STAGE_NAMES, check_run_folder, check_stage, load_checked, reading
+from dualsft.errors import CheckError, ConfigError, DualsftError
+from dualsft.runs.preflight import (
+    STAGE_NAMES,
+    check_run_folder,
+    check_stage,
+    load_checked,
+    reading,
+    shown_files,
+)
 from dualsft.system import signals as interrupt
-from dualsft.system.paths import RunPath
+from dualsft.system.paths import RunPath, files_read
 from dualsft.system.progress import Reporter
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -530,7 +537,15 @@ def _explained(problem: Exception) -> tuple[list[str], int]:
         if len(lines) > MAX_LINES:
             lines[MAX_LINES:] = [f"{len(lines) - MAX_LINES:,} more problems"]
         shown = [line if len(line) <= 2000 else f"{line[:2000]}…" for line in lines]
-        return shown, problem.exit_code
+        return shown + _suspects(problem), problem.exit_code
+    if isinstance(problem, IsADirectoryError):
+        where = problem.filename
+        return [f"{where}: is a folder where a file belongs; remove it and run again"], 1
+    if isinstance(problem, FileNotFoundError) and str(problem.filename) in map(str, files_read()):
+        return [
+            f"{problem.filename}: is missing; remove the stage folder that it belongs to and run "
+            "the same `dualsft run` again"
+        ], 1
     if isinstance(problem, OSError):
         code = 2 if isinstance(problem, PermissionError | NotADirectoryError) else 1
         return [f"{problem}; check the path, its permissions and the disk"], code
@@ -543,8 +558,21 @@ def _explained(problem: Exception) -> tuple[list[str], int]:
         ], 1
     return [
         f"unexpected {type(problem).__name__}: {text}; this is a bug in dualsft: please report "
-        "it with the output of `dualsft --debug …`"
+        "it with the output of `dualsft --debug …`",
+        *_suspects(problem),
     ], 1
+
+
+def _suspects(problem: Exception) -> list[str]:
+    """The files of earlier stages that a failed check or an unexpected error may come from."""
+    if isinstance(problem, DualsftError) and not isinstance(problem, CheckError):
+        return []
+    if not (read := files_read()):
+        return []
+    return [
+        f"it read {shown_files(read)}; if one of them is damaged or not of this run, "
+        "remove its stage folder and run the same `dualsft run` again"
+    ]
 
 
 def main() -> None:

@@ -43,3 +43,8 @@ class DataError(_UserError):
 
 class RunError(DualsftError, RuntimeError):
     """A run failed: a self-check, a non-finite number, a run folder that does not verify."""
+
+
+class CheckError(RunError):
+    """A self-check failed or a number is not finite. The model, the data, or a file of an earlier
+    stage can be the cause; the command line adds the files that were read."""

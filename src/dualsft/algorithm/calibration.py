@@ -37,7 +37,7 @@ from dualsft.engine.ghost import GhostEngine, alone
 from dualsft.engine.passes import widened
 from dualsft.engine.sketch import ROW_BLOCK_BYTES, Sketch, SketchRows
 from dualsft.engine.walk import PassSettings, loss_objective, walk
-from dualsft.errors import ConfigError, RunError
+from dualsft.errors import CheckError, ConfigError, RunError
 from dualsft.storage.vectors import ParamVector, Vector
 from dualsft.system.progress import Reporter
 
@@ -137,7 +137,7 @@ class Solver:
         residual = torch.linalg.vector_norm(right - self.matrix @ solution - rho * solution, dim=0)
         worst = float((residual / torch.linalg.vector_norm(right, dim=0).clamp_min(1e-300)).max())
         if not worst <= RESIDUAL_LIMIT:
-            raise RunError(
+            raise CheckError(
                 f"self-check failed: the solve of the calibrated scores has a relative residual of "
                 f"{worst:.2g} (allowed {RESIDUAL_LIMIT:g}) at ρ = {rho:g}; nothing was written"
             )
@@ -291,7 +291,7 @@ def check_total(
     size = max(float(torch.linalg.vector_norm(expected)), lengths, 1e-300)
     apart = float(torch.linalg.vector_norm(rows.total() - expected)) / size
     if not apart <= tolerance:
-        raise RunError(
+        raise CheckError(
             f"self-check failed: the sketches of the {what} add up to something else than the "
             f"sketch of {sum_of} (relative difference {apart:.2g} > {tolerance:g}); nothing was "
             "written. The model computes something outside its layers: please report it"
@@ -357,13 +357,13 @@ def check_sketches(
             rounding = float(torch.linalg.vector_norm(pool.row(i) - found)) / length
             probed.append({"id": examples[i].id, "error": error, "rounding": rounding})
             if not error <= limit:
-                raise RunError(
+                raise CheckError(
                     f"self-check failed: the sketch of example {examples[i].id} differs from that "
                     f"of its gradient by plain autograd (relative difference {error:.2g} > "
                     f"{limit:g}); nothing was written"
                 )
             if not rounding <= ROUNDING_LIMIT:
-                raise RunError(
+                raise CheckError(
                     f"self-check failed: rounding changes the sketch of example {examples[i].id} "
                     f"by {rounding:.2g} of its length (limit {ROUNDING_LIMIT:g}); nothing was "
                     "written (use score.precision=full or model.dtype=float32)"

@@ -32,7 +32,7 @@ from dualsft.engine.ghost import GhostEngine, alone
 from dualsft.engine.losses import both_logits
 from dualsft.engine.passes import precise, widened
 from dualsft.engine.walk import PassSettings, loss_objective, walk
-from dualsft.errors import ConfigError, RunError
+from dualsft.errors import CheckError, ConfigError
 from dualsft.memory.placement import at_hand
 from dualsft.model.sharded import device_of
 from dualsft.storage.vectors import ParamVector, Products, Vector
@@ -145,7 +145,7 @@ def check_sum(dots: np.ndarray, products: Products, eta_sc: float, tolerance: fl
     magnitude = float(np.abs(dots).sum())
     error = abs(total - expected) / magnitude if magnitude else 0.0
     if abs(total - expected) > tolerance * magnitude:
-        raise RunError(
+        raise CheckError(
             f"self-check failed: the example scores sum to {total * eta_sc:.6g}, ⟨u, G⟩ is "
             f"{expected * eta_sc:.6g} (difference over Σ|score|: {error:.2g} > {tolerance:g}); "
             "nothing was written. The model computes something outside its layers: please report "
@@ -213,13 +213,13 @@ def check_alone(
             )
             progress.advance(1, tokens=example.num_tokens)
             if not error <= tolerance:  # true for NaN, unlike `error > tolerance`
-                raise RunError(
+                raise CheckError(
                     f"self-check failed: example {example.id} scores {repeated * eta_sc:.6g} in "
                     f"its batch and {exact * eta_sc:.6g} alone by plain autograd (error "
                     f"{error:.2g} of ‖u‖‖g‖ > {tolerance:g}); nothing was written"
                 )
             if not off <= ROUNDING_LIMIT:
-                raise RunError(
+                raise CheckError(
                     f"self-check failed: example {example.id} scores {ours * eta_sc:.6g} in "
                     f"{dtype} and {exact * eta_sc:.6g} in fp32 (difference {off:.2g} of ‖u‖‖g‖ "
                     f"> {ROUNDING_LIMIT:g}): rounding dominates the scores; nothing was written "

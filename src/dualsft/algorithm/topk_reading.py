@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dualsft.distributed.world import world
-from dualsft.errors import RunError
+from dualsft.errors import CheckError, RunError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -140,7 +140,7 @@ def _refuse_nonfinite(name: str, offset: int, scores: Tensor) -> None:
     if all(map(math.isfinite, torch.stack(torch.aminmax(scores)).tolist())):
         return
     position = int((~torch.isfinite(scores)).nonzero()[0].item())
-    raise RunError(
+    raise CheckError(
         f"score of {name!r} at flat index {offset + position} is {scores[position].item()}; "
         "scores must be finite: check for a diverged warmup or an overflow in the gradients"
     )

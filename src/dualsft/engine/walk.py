@@ -38,7 +38,7 @@ from dualsft.engine.ghost import GhostEngine, Taps
 from dualsft.engine.losses import HeadObserver, Objective, distillation_objective, example_objective
 from dualsft.engine.passes import Collected, PassSettings, plans_for
 from dualsft.engine.sketch import Sketch, SketchRows
-from dualsft.errors import RunError
+from dualsft.errors import CheckError
 from dualsft.memory.placement import DevicePlacement, Placement, placed, reset
 from dualsft.memory.plans import Fallback, OutOfMemory, Plan, cut, in_layers, memory_errors_shared
 from dualsft.model.load import Candidates
@@ -253,7 +253,7 @@ class _Walk:
             finite &= np.isfinite(self.state.sketches.norms[rows])
         if not finite.all():
             bad = [self.examples[i] for i, ok in zip(rows, finite, strict=True) if not ok]
-            raise RunError(
+            raise CheckError(
                 f"{label}: the loss or gradient of {named(bad)} is not finite; nothing was "
                 "written (look at these rows, or use model.dtype=float32)"
             )
@@ -264,7 +264,7 @@ class _Walk:
             return
         bad = named(self._nonfinite_examples(name))
         bad = bad or f"the sum of all {len(self.examples):,} examples (it overflows)"
-        raise RunError(
+        raise CheckError(
             f"{self.label}: the gradient of {name} is not finite for {bad}; nothing was written "
             "(look at these rows, or use model.dtype=float32)"
         )

@@ -251,7 +251,8 @@ def _compute(ctx: RunContext, facts: Mapping[str, Any], query: Query | None, top
     pool, folder = _read_pool(ctx, facts), ctx.rundir.path
     with ctx.reporter.track("solving for the support", 1, "system") as progress:
         solver = Solver(pool.sketches, ctx.device)
-        apart = check_scores(solver, pool.val, pool.rho, pool.scores, ctx.folder("scores"))
+        stored = f"{ctx.folder('scores') / 'examples.parquet'} and 3_gradients/sketches.safetensors"
+        apart = check_scores(solver, pool.val, pool.rho, pool.scores, stored)
         support = supports(solver, pool.rho)
         progress.advance(1)
     answers = _Answers() if asked is None else _ask(ctx, pool, solver, *asked, top)

@@ -30,7 +30,7 @@ from dualsft.distributed.launch import launched
 from dualsft.distributed.world import world
 from dualsft.engine.passes import precise
 from dualsft.engine.walk import PassSettings
-from dualsft.errors import RunError
+from dualsft.errors import ConfigError, RunError
 from dualsft.memory.plans import DEFAULT_BATCH_TOKENS, TRAINING_BATCH_TOKENS, Plan, Wishes
 from dualsft.model.load import (
     Candidates,
@@ -45,7 +45,7 @@ from dualsft.model.load import (
 from dualsft.model.resolve import resolve_model, weights_hash
 from dualsft.model.sharded import load_sharded
 from dualsft.runs.folder import RunDir
-from dualsft.runs.preflight import FOLDERS, reading
+from dualsft.runs.preflight import FOLDERS, reading, shown_files
 from dualsft.runs.stages.split import read_split
 from dualsft.storage.manifest import damage, read_stage_manifest, sha256_file
 from dualsft.storage.resume import Pieces
@@ -221,7 +221,16 @@ class RunContext:
     def load(self, folder: Place) -> PreTrainedModel:
         attention, path = self.config.model.attention, self.local(folder)
         load = world().pick(load_model, load_sharded)
-        return load(path, self.dtype, self.device, attention, self.trusted)
+        try:
+            return load(path, self.dtype, self.device, attention, self.trusted)
+        except ConfigError as problem:
+            if isinstance(folder, Path):
+                raise
+            files = shown_files([*folder.tree()[0].values()])
+            raise ConfigError(
+                f"{problem}. It is a model of the run folder: one of {files} is damaged; remove "
+                "the stage folder that it belongs to and run the same `dualsft run` again"
+            ) from problem
 
     def theta_old(self) -> PreTrainedModel:
         return self.load(self.model_folder)
@@ -243,7 +252,16 @@ class RunContext:
     def vector(self, stage: str, name: str, candidates: Candidates) -> LazyVector:
         """Open a stored vector over the candidates; pieces are read onto the device on access."""
         path = self.folder(stage) / f"{name}.safetensors"
-        return LazyVector.open(path, candidates.names, self.device)
+        vector = LazyVector.open(path, candidates.names, self.device)
+        wanted = accumulation_dtype(self.dtype)
+        for one, form in vector.forms.items():
+            if (form.shape, form.dtype) != (self.parameter_shapes[one], wanted):
+                raise RunError(
+                    f"{path}: {one} is {form.dtype} of {tuple(form.shape)}, not {wanted} of "
+                    f"{tuple(self.parameter_shapes[one])}; remove its folder and run the same "
+                    "command again"
+                )
+        return vector
 
     def curvature(self, candidates: Candidates) -> LazyVector | None:
         """ĉ, or None without a warmup."""

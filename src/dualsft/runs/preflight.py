@@ -24,7 +24,7 @@ from dualsft.data.sources import find_files, split_paths
 from dualsft.errors import ConfigError, DualsftError, RunError
 from dualsft.model.resolve import check_model
 from dualsft.storage.manifest import damage, read_stage_manifest
-from dualsft.system.paths import Place, RunPath
+from dualsft.system.paths import Place, RunPath, files_read
 
 FOLDERS = {
     "split": "1_split",
@@ -131,16 +131,24 @@ def reading(place: object) -> Iterator[None]:
 
     Hashes do not help against it: whoever made the folder can seal anything.
     """
+    before = set(files_read())
     try:
         yield
     except DualsftError:
         raise
     except _MALFORMED as problem:
         why = " ".join(f"{type(problem).__name__}: {problem}".split())[:300]
+        read = [path for path in files_read() if path not in before]
+        among = "" if not read or str(place) in map(str, read) else f" in {shown_files(read)}"
         raise RunError(
-            f"{place}: its content is not what a run writes ({why}); remove the stage folder that "
-            "it belongs to and run the same `dualsft run` again"
+            f"{place}: its content is not what a run writes{among} ({why}); remove the stage "
+            "folder that it belongs to and run the same `dualsft run` again"
         ) from problem
+
+
+def shown_files(paths: Sequence[RunPath]) -> str:
+    """Files of a run folder as a list of names, for messages."""
+    return ", ".join("/".join(path.parts) for path in paths)
 
 
 _MALFORMED = (

@@ -22,7 +22,7 @@ from torch import Tensor
 from dualsft.distributed.world import CHUNK
 from dualsft.errors import RunError
 from dualsft.system.bounds import check_json
-from dualsft.system.paths import Place
+from dualsft.system.paths import Place, RunPath, note_read
 
 MAX_HEADER_BYTES = 100_000_000  # limit of the format
 MAPPED_BYTES = 1 << 30  # tensors of more bytes are mapped when a file is loaded
@@ -123,6 +123,8 @@ class TensorFile:
         self._offsets: dict[str, int] = {}
         self._staging: Tensor | None = None
         spans: list[tuple[int, int]] = []
+        if isinstance(path, RunPath):
+            note_read(path)
         try:
             with path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")

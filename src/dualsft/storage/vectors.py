@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from dualsft.distributed.world import world
-from dualsft.errors import RunError
+from dualsft.errors import CheckError, RunError
 from dualsft.storage.tensor_files import CHUNK as CHUNK
 from dualsft.storage.tensor_files import Form, TensorFile, file_order, write_tensors
 from dualsft.system.paths import Place
@@ -181,7 +181,7 @@ class Vector(Mapping[str, Tensor]):
 
         def look(name: str, entries: Tensor) -> None:
             if not bool(torch.isfinite(entries).all()):
-                raise RunError(f"{path.name}: {name} holds a non-finite number; nothing written")
+                raise CheckError(f"{path.name}: {name} holds a non-finite number; nothing written")
 
         header = {key: json.dumps(value) for key, value in metadata.items()}
         self.write(path, header, look)

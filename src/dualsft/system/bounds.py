@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MAX_PARSED_BYTES = 512 << 20
+MAX_PARSED_BYTES = 256 << 20
 """Most memory that the values of a JSON file may need."""
 FREE_BYTES = 128 << 20
 """Size below which sparse files and strongly compressed tables are accepted."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 MAX_READ_BYTES = 256 << 20
 """Size limit of files that are read at once: JSON, text and figures."""
+MAX_NOTED = 100
 MAX_ENTRIES = 20_000
 MAX_DEPTH = 32
 
@@ -54,6 +55,23 @@ _KINDS = {
     stat.S_IFBLK: "a device, not a regular file",
     stat.S_IFCHR: "a device, not a regular file",
 }
+
+
+_noted: dict[RunPath, None] = {}  # files of run folders that were read, the newest last
+
+
+def note_read(path: RunPath) -> None:
+    """Remember a file whose content is used, so that an error can name it (`files_read`)."""
+    if len(path.parts) > 1 and path.name != "manifest.json":
+        _noted.pop(path, None)
+        _noted[path] = None
+        if len(_noted) > MAX_NOTED:
+            del _noted[next(iter(_noted))]
+
+
+def files_read() -> list[RunPath]:
+    """The files of stage folders whose content this process used, in the order of reading."""
+    return list(_noted)
 
 
 class RunPath:
@@ -190,8 +208,13 @@ class RunPath:
         """Validate everything below and return a plain path, for libraries that open files."""
         if not self.exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
-        if self.is_dir() and (refused := self.tree()[1]):
-            raise RunError("\n".join(f"{self}: {problem}; {_CURE}" for problem in refused))
+        files = {"": self}
+        if self.is_dir():
+            files, refused = self.tree()
+            if refused:
+                raise RunError("\n".join(f"{self}: {problem}; {_CURE}" for problem in refused))
+        for path in files.values():
+            note_read(path)
         return self.location
 
     # --- reading ---------------------------------------------------------------------------------
@@ -241,6 +264,7 @@ class RunPath:
         raise RunError(f"{self}: is {_described(found.st_mode)}; {_CURE}")
 
     def read_bytes(self, limit: int = MAX_READ_BYTES) -> bytes:
+        note_read(self)
         with self.open() as file:
             size = os.fstat(file.fileno()).st_size
             content = file.read(limit + 1) if size <= limit else b""
@@ -263,6 +287,7 @@ class RunPath:
             raise ValueError(f"{'/'.join(self.parts[-2:])}: {problem}") from problem
 
     def read_table(self, columns: list[str] | None = None) -> pa.Table:
+        note_read(self)
         with self.open() as file:
             try:
                 return read_table(file, columns)
@@ -271,6 +296,7 @@ class RunPath:
 
     def read_batches(self, rows: int, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
         """Read a Parquet file in batches; the first one is empty and has the schema."""
+        note_read(self)
         with self.open() as file:
             try:
                 yield from table_batches(file, columns, rows)

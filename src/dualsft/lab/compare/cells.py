@@ -45,9 +45,9 @@ from dualsft.lab.compare.matrix import Cell, Matrix, effective_rate
 from dualsft.model.load import choose_device
 from dualsft.runs import pipeline
 from dualsft.runs.folder import atomic_write_text
-from dualsft.runs.preflight import check_consent, check_paths
+from dualsft.runs.preflight import check_consent, check_paths, shown_files
 from dualsft.system import signals as interrupt
-from dualsft.system.paths import Place, RunPath, run_path
+from dualsft.system.paths import Place, RunPath, files_read, run_path
 from dualsft.system.progress import Reporter, clock
 
 ANSWERS = "base_answers"
@@ -197,7 +197,11 @@ def _run_cell(
         return str(problem)
     except Exception as problem:
         where = traceback.extract_tb(problem.__traceback__)[-1]
-        return f"unexpected {type(problem).__name__}: {problem} ({where.name}:{where.lineno})"
+        read = [path for path in files_read() if path.parts[: len(folder.parts)] == folder.parts]
+        cause = f"; it read {shown_files(read)}: if one is damaged, remove it" if read else ""
+        return (
+            f"unexpected {type(problem).__name__}: {problem} ({where.name}:{where.lineno}){cause}"
+        )
     return None
 
 

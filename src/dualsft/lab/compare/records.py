@@ -104,7 +104,7 @@ def collect(matrix: Matrix, out: RunPath) -> tuple[list[CellRecord], dict[Cell, 
 
 def measures(results: Mapping[str, Any], side: str) -> dict[str, float | None]:
     """Benchmark scores, aggregates, losses and KL for one side: before or after fine-tuning."""
-    found: dict[str, float | None] = {}
+    found: dict[str, Any] = {}
     for name, task in (results.get("tasks") or {}).items():
         found[f"task.{name}"] = task[side]["score"]
     for key, value in ((results.get("summary") or {}).get(side) or {}).items():
@@ -112,7 +112,7 @@ def measures(results: Mapping[str, Any], side: str) -> dict[str, float | None]:
     for name, facts in results["files"].items():
         found[f"loss.{name}"] = facts[side]["loss"]
         found[f"kl.{name}"] = facts[side].get("kl_to_base", 0.0)
-    return found
+    return {key: None if value is None else float(value) for key, value in found.items()}
 
 
 def resources(folder: RunPath, manifests: Mapping[str, Any]) -> dict[str, float | None]:
@@ -319,12 +319,14 @@ def _interpolated(
 
 def _losses(folder: RunPath, name: str) -> dict[str, dict[str, float]]:
     """Losses of the examples of one evaluation file, before and after fine-tuning."""
-    table = (folder / "7_evaluation/losses.parquet").read_table().to_pydict()
-    own = [i for i, one in enumerate(table["set"]) if one == name]
-    return {
-        side: {str(table["id"][i]): float(table[f"loss_{side}"][i]) for i in own}
-        for side in ("before", "after")
-    }
+    path = folder / "7_evaluation/losses.parquet"
+    with reading(path):
+        table = path.read_table().to_pydict()
+        own = [i for i, one in enumerate(table["set"]) if one == name]
+        return {
+            side: {str(table["id"][i]): float(table[f"loss_{side}"][i]) for i in own}
+            for side in ("before", "after")
+        }
 
 
 # --- paired differences --------------------------------------------------------------------------
@@ -374,13 +376,15 @@ def differences(records: Sequence[CellRecord], reference: str) -> list[Differenc
 
 def _per_example(folder: RunPath) -> dict[tuple[str, str], float]:
     """(quantity, example) -> value: loss and KL of the tuned model, scores of benchmark items."""
-    losses = (folder / "7_evaluation/losses.parquet").read_table().to_pydict()
     found: dict[tuple[str, str], float] = {}
-    for name, i, loss, kl in zip(
-        losses["set"], losses["id"], losses["loss_after"], losses["kl"], strict=True
-    ):
-        found[f"loss {name}", str(i)] = float(loss)
-        found[f"KL {name}", str(i)] = float(kl)
+    path = folder / "7_evaluation/losses.parquet"
+    with reading(path):
+        losses = path.read_table().to_pydict()
+        for name, i, loss, kl in zip(
+            losses["set"], losses["id"], losses["loss_after"], losses["kl"], strict=True
+        ):
+            found[f"loss {name}", str(i)] = float(loss)
+            found[f"KL {name}", str(i)] = float(kl)
     samples = folder / "7_evaluation/samples.jsonl"
     if samples.is_file():
         for line in samples.read_text().split("\n"):  # splitlines would also split inside texts

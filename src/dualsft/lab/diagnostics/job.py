@@ -193,7 +193,12 @@ class DiagnosticJob:
     def selected_ids(self) -> set[str] | None:
         """Ids of D_sel as used by fine-tuning; None if the run selects no examples."""
         path = self.final / "ids.json"
-        return set(path.read_json()) if path.is_file() else None
+        if not path.is_file():
+            return None
+        with reading(path):
+            if not (found := set(path.read_json())):
+                raise ValueError("it selects no example")
+            return found
 
     @property
     def mask(self) -> dict[str, Tensor] | None:

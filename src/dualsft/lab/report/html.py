@@ -46,9 +46,9 @@ from dualsft.lab.report.facts import (
 from dualsft.model.load import load_tokenizer
 from dualsft.model.safety import check_decoding, check_folder
 from dualsft.runs.context import model_in
-from dualsft.runs.preflight import FOLDERS
+from dualsft.runs.preflight import FOLDERS, shown_files
 from dualsft.storage.manifest import atomic_write_text, damage
-from dualsft.system.paths import RunPath
+from dualsft.system.paths import RunPath, files_read
 
 EXAMPLE_FILES = {"split": ("split.parquet", "tokens.parquet"), "scores": ("examples.parquet",)}
 SELECTION_FILES = ("rescored.parquet", "baseline_scores.parquet")
@@ -141,12 +141,15 @@ def write_html(run: RunPath, facts: Facts, out: RunPath) -> RunPath:
 @contextmanager
 def consistent(run: RunPath) -> Iterator[None]:
     """Report files that do not fit each other as damage."""
+    before = set(files_read())
     try:
         yield
     except (OSError, pa.ArrowException, SafetensorError, ValueError, KeyError) as problem:
+        read = shown_files([path for path in files_read() if path not in before])
         raise RunError(
-            f"{run}: its files are inconsistent ({type(problem).__name__}: {str(problem)[:300]}); "
-            f"run `dualsft run {run}/config.yaml --out {run}` again: it replaces what is damaged"
+            f"{run}: its files are inconsistent ({type(problem).__name__}: {str(problem)[:300]}), "
+            f"one of {read or 'the stages'}; run `dualsft run {run}/config.yaml --out {run}` "
+            "again: it replaces what is damaged"
         ) from problem
 
 

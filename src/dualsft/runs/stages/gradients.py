@@ -218,6 +218,10 @@ def read_pool(path: RunPath) -> dict[str, np.ndarray]:
     """The columns of pool.parquet as arrays; `inner_sums` is [N, L]."""
     with reading(path):
         table = path.read_table()
+        for field in table.schema:
+            plain = pa.types.is_floating(field.type) or pa.types.is_integer(field.type)
+            if table[field.name].null_count or not (plain or field.name in ("id", "inner_sums")):
+                raise ValueError(f"{field.name} is not a column of numbers")
         columns = {
             name: np.asarray(table[name].to_pylist() if name == "id" else table[name].to_numpy())
             for name in table.column_names

@@ -105,7 +105,8 @@ def test_many_sigkills_in_a_stage(bench: Runs, stage: str) -> None:
 )
 def test_many_kills_of_one_run(bench: Runs, kills: int) -> None:
     rng = random.Random(kills)
-    out, settings = f"again-and-again-{kills}", ("finetune.epochs=60", "warmup.min_steps=40")
+    epochs = f"finetune.epochs={60 if kills < 10 else 240}"  # long enough to be killed so often
+    out, settings = f"again-and-again-{kills}", (epochs, "warmup.min_steps=40")
     bench.reference(*settings)
     words = bench.words(out, *settings, EVERY_STEP)
     survived = 0

@@ -192,7 +192,7 @@ class Running:
             )
         deadline = time.monotonic() + 90
         while (
-            not re.search(r"fine-tuning: [1-9]", self.said)
+            not re.search(r"fine-tuning: [1-9][0-9,]*/", self.said)
             or not (out / "6_finetune.work").exists()
         ):
             assert self.launcher.poll() is None and time.monotonic() < deadline, self.said

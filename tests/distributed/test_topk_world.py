@@ -388,8 +388,8 @@ def test_samples_that_mislead_cost_readings_and_never_the_answer(found: Found, s
 
 
 FAULTS = {
-    "nan": ("RunError", "score of 'b' at flat index 59 is nan"),
-    "infinity": ("RunError", "score of 'a' at flat index 39 is -inf"),
+    "nan": ("CheckError", "score of 'b' at flat index 59 is nan"),
+    "infinity": ("CheckError", "score of 'a' at flat index 39 is -inf"),
     "later": ("RunError", "yielded different scores on a later reading"),
     "disk": ("OSError", "the disk is gone"),
     "half": ("ValueError", "scores of 'a' are torch.bfloat16"),

@@ -20,6 +20,7 @@ import pytest
 from dualsft.errors import ConfigError, RunError
 from dualsft.runs import folder as rundir_module
 from dualsft.runs.folder import RunDir
+from dualsft.runs.preflight import reading
 from dualsft.storage import manifest
 from dualsft.storage.manifest import (
     Fingerprint,
@@ -30,7 +31,7 @@ from dualsft.storage.manifest import (
 )
 from dualsft.system import paths as run_paths
 from dualsft.system import usage
-from dualsft.system.paths import RunPath
+from dualsft.system.paths import RunPath, folder_in_place
 from dualsft.system.usage import PeakMemory
 
 OLD = Fingerprint({"score.lam": 0.8, "score.step": "sgd"}, {"warmup": "aaa"})
@@ -654,3 +655,18 @@ def test_a_stage_folder_is_no_run_folder(run: RunDir) -> None:
 def test_a_name_that_is_not_utf8() -> None:
     with pytest.raises(ConfigError, match="--out.*not valid UTF-8"):
         RunDir("bad\udcff").create()
+
+
+def test_a_refusal_names_the_files_that_were_read(tmp_path: Path) -> None:
+    """Also one that was read before, and only those of the block that failed."""
+    run = RunPath(tmp_path)
+    for stage in ("1_split", "4_scores"):
+        (run / stage).mkdir()
+        (run / stage / "summary.json").write_json({})
+        (run / stage / "summary.json").read_json()
+    named = r"what a run writes in 1_split/summary.json \(KeyError"
+    with pytest.raises(RunError, match=named), reading(run):
+        (run / "1_split/summary.json").read_json()["counts"]
+    with pytest.raises(IsADirectoryError) as found:
+        (run / "1_split").read_bytes()
+    assert folder_in_place(found.value).startswith(f"{run / '1_split'}: is a folder")

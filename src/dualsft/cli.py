@@ -42,7 +42,7 @@ from dualsft.runs.preflight import (
     shown_files,
 )
 from dualsft.system import signals as interrupt
-from dualsft.system.paths import RunPath, files_read
+from dualsft.system.paths import RunPath, files_read, folder_in_place
 from dualsft.system.progress import Reporter
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -539,8 +539,7 @@ def _explained(problem: Exception) -> tuple[list[str], int]:
         shown = [line if len(line) <= 2000 else f"{line[:2000]}…" for line in lines]
         return shown + _suspects(problem), problem.exit_code
     if isinstance(problem, IsADirectoryError):
-        where = problem.filename
-        return [f"{where}: is a folder where a file belongs; remove it and run again"], 1
+        return [folder_in_place(problem)], 1
     if isinstance(problem, FileNotFoundError) and str(problem.filename) in map(str, files_read()):
         return [
             f"{problem.filename}: is missing; remove the stage folder that it belongs to and run "

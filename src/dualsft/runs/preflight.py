@@ -24,7 +24,7 @@ from dualsft.data.sources import find_files, split_paths
 from dualsft.errors import ConfigError, DualsftError, RunError
 from dualsft.model.resolve import check_model
 from dualsft.storage.manifest import damage, read_stage_manifest
-from dualsft.system.paths import Place, RunPath, files_read
+from dualsft.system.paths import Place, RunPath, files_read, num_reads
 
 FOLDERS = {
     "split": "1_split",
@@ -131,14 +131,14 @@ def reading(place: object) -> Iterator[None]:
 
     Hashes do not help against it: whoever made the folder can seal anything.
     """
-    before = set(files_read())
+    before = num_reads()
     try:
         yield
     except DualsftError:
         raise
     except _MALFORMED as problem:
         why = " ".join(f"{type(problem).__name__}: {problem}".split())[:300]
-        read = [path for path in files_read() if path not in before]
+        read = files_read(before)
         among = "" if not read or str(place) in map(str, read) else f" in {shown_files(read)}"
         raise RunError(
             f"{place}: its content is not what a run writes{among} ({why}); remove the stage "

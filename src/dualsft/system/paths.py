@@ -57,21 +57,33 @@ _KINDS = {
 }
 
 
-_noted: dict[RunPath, None] = {}  # files of run folders that were read, the newest last
+_noted: dict[RunPath, int] = {}  # files of run folders by number of their last reading, in order
 
 
 def note_read(path: RunPath) -> None:
     """Remember a file whose content is used, so that an error can name it (`files_read`)."""
     if len(path.parts) > 1 and path.name != "manifest.json":
+        number = num_reads() + 1
         _noted.pop(path, None)
-        _noted[path] = None
+        _noted[path] = number
         if len(_noted) > MAX_NOTED:
             del _noted[next(iter(_noted))]
 
 
-def files_read() -> list[RunPath]:
-    """The files of stage folders whose content this process used, in the order of reading."""
-    return list(_noted)
+def num_reads() -> int:
+    """Number of the latest reading, for `files_read`."""
+    return next(reversed(_noted.values()), 0)
+
+
+def files_read(since: int = 0) -> list[RunPath]:
+    """The files of stage folders whose content this process used after reading number `since`."""
+    return [path for path, number in _noted.items() if number > since]
+
+
+def folder_in_place(problem: IsADirectoryError) -> str:
+    """The message for a folder in the place of a file that is read or written."""
+    name = problem.filename2 or problem.filename
+    return f"{name}: is a folder where a file belongs; remove it and run the same command again"
 
 
 class RunPath:

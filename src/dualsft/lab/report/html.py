@@ -48,7 +48,7 @@ from dualsft.model.safety import check_decoding, check_folder
 from dualsft.runs.context import model_in
 from dualsft.runs.preflight import FOLDERS, shown_files
 from dualsft.storage.manifest import atomic_write_text, damage
-from dualsft.system.paths import RunPath, files_read
+from dualsft.system.paths import RunPath, files_read, num_reads
 
 EXAMPLE_FILES = {"split": ("split.parquet", "tokens.parquet"), "scores": ("examples.parquet",)}
 SELECTION_FILES = ("rescored.parquet", "baseline_scores.parquet")
@@ -141,11 +141,11 @@ def write_html(run: RunPath, facts: Facts, out: RunPath) -> RunPath:
 @contextmanager
 def consistent(run: RunPath) -> Iterator[None]:
     """Report files that do not fit each other as damage."""
-    before = set(files_read())
+    before = num_reads()
     try:
         yield
     except (OSError, pa.ArrowException, SafetensorError, ValueError, KeyError) as problem:
-        read = shown_files([path for path in files_read() if path not in before])
+        read = shown_files(files_read(before))
         raise RunError(
             f"{run}: its files are inconsistent ({type(problem).__name__}: {str(problem)[:300]}), "
             f"one of {read or 'the stages'}; run `dualsft run {run}/config.yaml --out {run}` "

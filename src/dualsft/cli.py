@@ -217,8 +217,7 @@ def report(
     ] = None,
 ) -> None:
     """Write report.html, report.md and a model card; several runs are shown side by side."""
-    with reading(", ".join(map(str, folders))):
-        show(*later("dualsft.lab.report.markdown").write_reports(folders, out))
+    show(*later("dualsft.lab.report.markdown").write_reports(folders, out))
 
 
 @app.command(context_settings=WORDS)

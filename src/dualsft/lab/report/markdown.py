@@ -38,7 +38,7 @@ from dualsft.lab.report.facts import (
     percent,
 )
 from dualsft.lab.report.html import render, write_html
-from dualsft.runs.preflight import FOLDERS, load_summaries
+from dualsft.runs.preflight import FOLDERS, load_summaries, reading
 from dualsft.runs.stages.selection import read_mask
 from dualsft.storage.manifest import atomic_write_text
 from dualsft.system.paths import RunPath
@@ -52,14 +52,14 @@ def write_report(run: RunPath, out: RunPath | None = None) -> RunPath:
 
     Returns the path of report.md.
     """
-    facts = load_summaries(run)
     out = out or run
-    write_html(run, facts, out)
-    write_card(facts, out)
     path = out / "report.md"
-    methods = methods_of(facts)
-    text = render("report.md", table=table, run=run, name=run.name, facts=facts, methods=methods)
-    atomic_write_text(path, text)
+    with reading(run):
+        facts = load_summaries(run)
+        write_html(run, facts, out)
+        write_card(facts, out)
+        values = {"name": run.name, "facts": facts, "methods": methods_of(facts)}
+        atomic_write_text(path, render("report.md", table=table, run=run, **values))
     return path
 
 
@@ -144,7 +144,8 @@ def write_reports(folders: Sequence[Path], out: Path | None) -> list[RunPath]:
         made = [path, path.with_name("report.html"), path.with_name("model_card.md")]
         return [file for file in made if file.is_file()]
     pages = [write_report(run).with_name("report.html") for run in runs]
-    return [*pages, *_side_by_side(facts, RunPath(target))]
+    with reading(", ".join(map(str, runs))):
+        return [*pages, *_side_by_side(facts, RunPath(target))]
 
 
 def _side_by_side(facts: Mapping[RunPath, Facts], out: RunPath) -> list[RunPath]:

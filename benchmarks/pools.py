@@ -1,14 +1,16 @@
 """Does the selection find the target, and is it worth training on? Mixed, noisy and clean pools.
 
-    python -m benchmarks.pools --data DIR --out DIR [--pools mixed,code] [--seeds 3,4,5] [--arms …]
+    python -m benchmarks.pools --data DIR --out DIR [--pools mixed,code] [--seeds 3,4,5]
+        [--arms recommended,less] [--masks own,short] [--rates 3e-4,7e-4] [--draws 8]
 
 Makes pools of 3,000 rows from GSM8K, Alpaca and code (gzip JSONL in --data), lets the package
-select from them with `recommended` and with other scores, and trains on the result: the mask that
-`recommended` selected, 3 epochs, 16 rows per step. Two references are trained in the same way with
-several draws: random rows of the pool, and random rows of its target part. The learning rate of
-each arm is the best of RATES on rows held apart (draws: tuned on the first). Reported per arm: the
-loss of unseen target rows, KL to the base and loss on rows of other behaviour, and the share of
-selected rows that are off target, wrong or copies.
+select from them with `recommended` and with other scores, and trains on the result: a mask, 3
+epochs, 16 rows per step. The mask is that of `recommended`, or those of MASKS, each trained on the
+same rows. Two references are trained in the same way with several draws: random rows of the pool,
+and random rows of its target part. The learning rate of each arm is the best of --rates on rows
+held apart (draws: tuned on the first). Reported per arm: the loss of unseen target rows, KL to the
+base and loss on rows of other behaviour, and the share of selected rows that are off target, wrong
+or copies.
 
 One JSON file per pool and seed, rewritten after every training: a second call continues. Several
 processes may work on one folder (--share 1/4): each takes its part of the cells.
@@ -32,6 +34,7 @@ import numpy as np
 import torch
 
 import dualsft
+from dualsft.algorithm.duplicates import repeated_texts
 from dualsft.config.settings import Config
 from dualsft.data.examples import Batch, Example, collate, make_batches
 from dualsft.engine.losses import comparison, example_objective
@@ -51,11 +54,10 @@ MIXED = ("mixed", "code", "tenth")  # with rows off target, so draws of target r
 NUM_VAL, NUM_TUNE, NUM_OLD = 256, 100, 100
 NUM_TEST = {"gsm8k": 300, "code": 200}
 BUDGET = {"tenth": 1 / 30}  # a third of its target rows; a tenth of the pool elsewhere
-NUM_DRAWS = 8
-RATES = (1e-4, 3e-4, 7e-4)
 LONGEST = 1600  # characters of prompt and response
 SELECTORS: dict[str, tuple[str, ...]] = {
     "recommended": (),
+    "short": ("warmup.min_steps=0",),
     "cosine": ("score.rho=1e6",),
     "literal": ("score.form=literal", "select.duplicates=keep"),
     "v_new": ("score.form=literal", "select.duplicates=keep", "score.lam=0"),
@@ -64,6 +66,17 @@ SELECTORS: dict[str, tuple[str, ...]] = {
     "spice": ("method.data=spice",),
 }
 """Settings of each way to select, on top of `recommended`."""
+DRAWN = {"q25": 0.25, "q50": 0.5}
+"""Ways to select that draw at random above a quantile of the validation rows' scores."""
+MASKS: dict[str, tuple[str, ...]] = {
+    "own": (),
+    "short": ("warmup.min_steps=0",),
+    "short_new": ("warmup.min_steps=0", "score.lam=0"),
+    "start": ("warmup.epochs=0",),
+    "new": ("score.lam=0",),
+}
+"""Settings of each way to choose the mask, on top of `recommended`: after its warmup, after one
+epoch of it, the same without preservation, at θ_old, after the warmup without preservation."""
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 NAMES = ("Amara", "Bruno", "Chloe", "Dmitri", "Elif", "Farid", "Greta", "Hiro", "Ines", "Jamal")
 
@@ -223,9 +236,12 @@ class Cell:
             self.found = json.loads(self.path.read_text())
         self.run = self.pool.folder / "run"
 
-    def config(self, arm: str) -> Config:
-        extra = (*SELECTORS[arm], *self.args.set)
-        return settings_of(self.pool, self.seed, self.args.model, extra)
+    def config(self, extra: Sequence[str] = ()) -> Config:
+        return settings_of(self.pool, self.seed, self.args.model, (*extra, *self.args.set))
+
+    def run_until_selection(self, extra: Sequence[str]) -> None:
+        config = self.config(extra)
+        dualsft.run(config, out=str(self.run), until="selection", reporter=silent())
 
     def save(self) -> None:
         part = self.path.with_suffix(".part")
@@ -237,19 +253,42 @@ class Cell:
         if arm in self.found["selected"]:
             return
         start = time.perf_counter()
-        dualsft.run(self.config(arm), out=str(self.run), until="selection", reporter=silent())
-        ids = json.loads((self.run / "5_selection" / "ids.json").read_text())
-        at = {e.id: e.index for role in self.context(arm).roles().values() for e in role}
-        rows = [at[one] for one in ids]
+        self.run_until_selection(SELECTORS.get(arm, ()))
+        if arm in DRAWN:
+            rows = self.draw_above(DRAWN[arm])
+        else:
+            ids = json.loads((self.run / "5_selection" / "ids.json").read_text())
+            at = {e.id: e.index for role in self.context().roles().values() for e in role}
+            rows = [at[one] for one in ids]
         facts = {"rows": rows, "seconds": round(time.perf_counter() - start, 1)}
         facts |= self.describe(rows)
         summary = json.loads((self.run / "4_scores" / "summary.json").read_text())
         facts |= {"rho": summary.get("rho")}
-        if arm == "recommended":  # the mask of every arm
-            indices = read_mask(run_path(self.run / "5_selection"))
-            torch.save(indices, self.pool.folder / "mask.pt")
         self.found["selected"][arm] = facts
         self.save()
+
+    def draw_above(self, quantile: float) -> list[int]:
+        """Rows drawn at random from those that score at least as high as this quantile of the
+        validation rows, without near-copies; the best of the others if they are too few."""
+        folder = run_path(self.run / "4_scores")
+        quantiles, scores = (
+            (folder / "examples.parquet").read_table([name])[name].to_numpy()
+            for name in ("val_quantile", "score")
+        )
+        pool = self.context().roles()["pool"]
+        index = np.array([e.index for e in pool])
+        key = np.random.default_rng([self.seed, 77]).random(len(pool))
+        key = np.where(quantiles >= quantile, key, scores - scores.max() - 1)
+        key[repeated_texts("near", pool, key, index)] = -np.inf
+        return sorted(index[np.argsort(-key)[: self.pool.budget]].tolist())
+
+    def mask(self, name: str) -> dict[str, torch.Tensor]:
+        """The entries that the package selects with the settings of this mask."""
+        path = self.pool.folder / f"mask_{name}.pt"
+        if not path.is_file():
+            self.run_until_selection(MASKS[name])
+            torch.save(read_mask(run_path(self.run / "5_selection")), path)
+        return torch.load(path, weights_only=True)
 
     def describe(self, rows: Sequence[int]) -> dict[str, Any]:
         pool = self.pool
@@ -259,12 +298,12 @@ class Cell:
             "copies": sum(count - 1 for count in origins.values()) / len(rows),
         }
 
-    def context(self, arm: str) -> RunContext:
-        return RunContext(self.config(arm), RunDir(str(self.run)), silent())
+    def context(self) -> RunContext:
+        return RunContext(self.config(), RunDir(str(self.run)), silent())
 
     def draws(self, only_target: bool) -> Iterator[list[int]]:
         """Random rows of the examples that the package selects from."""
-        split = self.context("recommended").roles()
+        split = self.context().roles()
         eligible = [e.index for e in split["pool"]]
         if only_target:
             eligible = [i for i in eligible if self.pool.is_target(i)]
@@ -275,28 +314,31 @@ class Cell:
                 if (origin := self.pool.rows[i].origin) < 0
                 or (origin not in seen and not seen.add(origin))
             ]
-        for draw in range(NUM_DRAWS):
+        for draw in range(self.args.draws):
             rng = np.random.default_rng([self.seed, draw, only_target])
             yield sorted(rng.permutation(eligible)[: self.pool.budget].tolist())
 
     def train_all(self) -> None:
-        """Train every arm and every draw, each at its best rate."""
+        """Train every mask on the rows of every arm and every draw, each at its best rate."""
+        masks = {name: self.mask(name) for name in self.args.masks}
         trainer = Trainer(self)
-        for arm in self.args.arms:
-            self.tuned(trainer, arm, self.found["selected"][arm]["rows"])
-        for reference, only_target in (("random", False), ("target", True)):
-            if only_target and self.name not in MIXED:
-                continue
-            rate = None
-            for i, rows in enumerate(self.draws(only_target)):
-                rate = self.tuned(trainer, f"{reference}{i}", rows, rate)
+        for name, trainer.mask in masks.items():
+            suffix = "" if name == "own" else f"@{name}"
+            for arm in self.args.arms:
+                self.tuned(trainer, arm + suffix, self.found["selected"][arm]["rows"])
+            for reference, only_target in (("random", False), ("target", True)):
+                if only_target and self.name not in MIXED:
+                    continue
+                rate = None
+                for i, rows in enumerate(self.draws(only_target)):
+                    rate = self.tuned(trainer, f"{reference}{i}{suffix}", rows, rate)
 
     def tuned(
         self, trainer: Trainer, arm: str, rows: list[int], rate: float | None = None
     ) -> float:
         """Train at each rate (or the given one); returns the best on the rows held apart."""
         results = self.found["trained"].setdefault(arm, {})
-        for lr in RATES if rate is None else (rate,):
+        for lr in self.args.rates if rate is None else (rate,):
             if f"{lr:g}" not in results:
                 results[f"{lr:g}"] = trainer.train(rows, lr) | self.describe(rows)
                 self.save()
@@ -307,9 +349,9 @@ class Trainer:
     """θ_old in memory, trained and restored again and again."""
 
     def __init__(self, cell: Cell) -> None:
-        self.ctx = ctx = cell.context("recommended")
+        self.ctx = ctx = cell.context()
         self.model, self.base = ctx.theta_old(), ctx.theta_old()
-        self.mask = torch.load(cell.pool.folder / "mask.pt", weights_only=True)
+        self.mask: dict[str, torch.Tensor] = {}
         roles = ctx.roles()
         self.examples = {e.index: e for role in ("pool", "warm") for e in roles[role]}
         files = {p.stem: str(p) for p in sorted(cell.pool.folder.glob("*.jsonl"))}
@@ -372,12 +414,16 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--rows", type=int, default=3000, help="rows of a pool")
     parser.add_argument("--arms", default="recommended,literal,cosine,top_loss")
+    parser.add_argument("--masks", default="own", help=f"of {', '.join(MASKS)}")
+    parser.add_argument("--rates", default="1e-4,3e-4,7e-4")
+    parser.add_argument("--draws", type=int, default=8)
     parser.add_argument("--share", default="1/1", help="this process's part of the cells")
     parser.add_argument("--set", nargs="*", default=[], help="key=value of every run")
     args = parser.parse_args()
     args.work = args.work or args.out / "work"
     args.out.mkdir(parents=True, exist_ok=True)
-    args.arms = args.arms.split(",")
+    args.arms, args.masks = args.arms.split(","), args.masks.split(",")
+    args.rates = [float(rate) for rate in args.rates.split(",")]
     part, parts = map(int, args.share.split("/"))
     cells = [(pool, int(s)) for s in args.seeds.split(",") for pool in args.pools.split(",")]
     for name, seed in cells[part - 1 :: parts]:

@@ -48,6 +48,12 @@ def tables() -> dict[str, str]:
         "found": found_rows(read_pools("warmup_20_seeds_0_1")),
         "pools": trained_pools(read_pools("warmup_20_seeds_3_to_5")),
         "warmups": warmups(read_pools("warmup_64"), read_pools("warmup_20_seeds_3_to_5")),
+        "pools64": trained_pools(
+            [*read_pools("warmup_64_seeds_0_1"), *read_pools("warmup_64_seeds_6_7")]
+        ),
+        "others64": other_scores(read_pools("warmup_64_seeds_6_7")),
+        "masks64": early_masks(read_pools("warmup_64_seeds_0_1")),
+        "target_share": target_shares(read_pools("target_share")),
     }
 
 
@@ -238,16 +244,16 @@ def _kl(result: Mapping[str, float]) -> float:
 
 def trained_pools(cells: Sequence[Mapping[str, Any]]) -> str:
     """Loss of unseen target rows after training on selected, random and target rows."""
-    head = ["pool", "seed", "recommended", "random, 8 draws", "target rows, 8 draws"]
+    head = ["pool", "seed", "recommended", "random rows", "target rows"]
     lines = [[*head, "of the gap closed", "better than random by", "KL", "KL, random"]]
-    for cell in _in_order(cells):
+    for cell in _in_order([cell for cell in cells if _draws(cell, "random")]):
         own, random = _best(cell["trained"]["recommended"]), _draws(cell, "random")
         mean, spread, target = statistics.mean(random), statistics.stdev(random), ""
         closed = ""
         if aims := _draws(cell, "target"):
             target = f"{statistics.mean(aims):.3f} ± {statistics.stdev(aims):.3f}"
             closed = f"{100 * (mean - own['test']) / (mean - statistics.mean(aims)):.0f} %"
-        drawn = [n for n in cell["trained"] if n.startswith("random")]
+        drawn = [n for n in cell["trained"] if n.startswith("random") and "@" not in n]
         kl = statistics.mean(_kl(_best(cell["trained"][name])) for name in drawn)
         shown = [f"{own['test']:.3f}", f"{mean:.3f} ± {spread:.3f}", target, closed]
         shown += [f"{(mean - own['test']) / spread:+.1f} sd", f"{_kl(own):.2f}", f"{kl:.2f}"]
@@ -276,6 +282,52 @@ def warmups(found: Sequence[Mapping[str, Any]], held: Sequence[Mapping[str, Any]
                 losses = (arm["trained"]["test"], one["arms"]["random0"]["trained"]["test"])
                 texts += [f"{loss:.3f}" for loss in losses]
                 lines.append([NAMES[one["pool"]], str(one["seed"]), *texts])
+    return _markdown(lines)
+
+
+def other_scores(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Loss after training on the rows of other scores, and the share of them off target."""
+    arms = {"recommended": "recommended", "q50": "drawn above the median", "cosine": "cosine"}
+    arms |= {"literal": "literal (the paper's)"}
+    lines = [["pool", "seed", *arms.values()]]
+    for cell in _in_order(cells):
+        line = [NAMES[cell["pool"]], str(cell["seed"])]
+        for arm in arms:
+            best = _best(cell["trained"][arm])
+            line.append(f"{best['test']:.3f} ({100 * best['off_target']:.0f} %)")
+        lines.append(line)
+    return _markdown(lines)
+
+
+def early_masks(cells: Sequence[Mapping[str, Any]]) -> str:
+    """The mask after one epoch of warmup beside that of 64 steps, the same rows, at 7e-4."""
+    lines = [["pool", "seed", "rows", "mask of 64 steps", "of one epoch", "KL", "KL, one epoch"]]
+    for cell in _in_order(cells):
+        for arm, name in (("recommended", "recommended"), ("target", "target rows")):
+            names = [n for n in cell["trained"] if n.rstrip("0123456789") == arm]
+            pairs = [
+                (cell["trained"][n]["0.0007"], cell["trained"][f"{n}@short"]["0.0007"])
+                for n in names
+                if {"0.0007"} <= cell["trained"].get(f"{n}@short", {}).keys()
+            ]
+            if not pairs:
+                continue
+            late, early = zip(*pairs, strict=True)
+            texts = [f"{statistics.mean(r['test'] for r in side):.3f}" for side in (late, early)]
+            texts += [f"{statistics.mean(map(_kl, side)):.2f}" for side in (late, early)]
+            lines.append([NAMES[cell["pool"]], str(cell["seed"]), name, *texts])
+    return _markdown(lines)
+
+
+def target_shares(cells: Sequence[Mapping[str, Any]]) -> str:
+    """The estimated share of target rows beside the true one."""
+    head = ["pool", "seed", "rows on target", "estimate"]
+    lines = [[*head, "of these, in each quarter of the validation rows' scores"]]
+    for cell in _in_order(cells):
+        share, error = 100 * cell["target_share"], 100 * cell["target_share_error"]
+        quarters = ", ".join(f"{100 * part:.0f} %" for part in cell["quartiles_on_target"])
+        texts = [f"{100 * cell['on_target']:.0f} %", f"{share:.0f} ± {error:.0f} %", quarters]
+        lines.append([NAMES[cell["pool"]], str(cell["seed"]), *texts])
     return _markdown(lines)
 
 

@@ -383,6 +383,17 @@ def calibrated_scores(pool: Tensor, val: Tensor, rho: float) -> Tensor:
     return phi @ torch.linalg.inv(fisher + rho * torch.eye(phi.shape[1], dtype=phi.dtype)) @ v
 
 
+def held_out_scores(pool: Tensor, val: Tensor, rho: float) -> Tensor:
+    """The score of each validation row for the others' mean, with its own term added to F."""
+    phi, own, found = unit_rows(pool), unit_rows(val), []
+    for j, row in enumerate(own):
+        fisher = (phi.T @ phi + torch.outer(row, row)) / len(phi)
+        others = torch.cat([own[:j], own[j + 1 :]]).mean(0)
+        damped = fisher + rho * torch.eye(phi.shape[1], dtype=phi.dtype)
+        found.append(row @ torch.linalg.solve(damped, others))
+    return torch.stack(found)
+
+
 def influences(pool: Tensor, queries: Tensor, rho: float) -> Tensor:
     """phi_n^T (F + rho I)^-1 q for every query at unit length: [N, Q]."""
     return torch.stack([calibrated_scores(pool, query[None], rho) for query in queries], dim=1)

@@ -18,12 +18,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import dualsft
+from dualsft.algorithm import calibration
 from dualsft.algorithm.calibration import (
     RHOS,
     Solver,
     _choose,
     calibrate,
     check_sketches,
+    held_out_scores,
     rows_of,
     sketch_of,
 )
@@ -59,6 +61,55 @@ def test_scores_are_those_of_the_dense_formula(count: int, dim: int, rho: float)
     expected = oracle.calibrated_scores(pool, val, rho)
     assert np.abs(got.scores - expected.numpy()).max() <= 1e-9 * float(expected.abs().max())
     assert got.residual <= 1e-12
+
+
+@pytest.mark.parametrize(("count", "dim"), [(12, 40), (60, 16)])
+@pytest.mark.parametrize("rho", [1.0, 1e-2])
+def test_validation_rows_are_scored_as_if_they_were_in_the_pool(
+    count: int, dim: int, rho: float
+) -> None:
+    pool, val = gradients(count, dim), gradients(9, dim, seed=1)
+    solver = Solver(rows_of(pool, exact=True), CPU)
+    unit = val / val.norm(dim=1, keepdim=True)
+    expected = oracle.held_out_scores(pool, val, rho).numpy()
+    np.testing.assert_allclose(held_out_scores(solver, unit, rho), expected, rtol=1e-9)
+    got = calibrate(rows_of(pool, exact=True), rows_of(val, exact=True), 0, CPU, rho)
+    assert got.val_quantile is not None
+    np.testing.assert_array_equal(got.val_quantile, (got.scores[:, None] > expected).mean(1))
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 1.0])
+def test_the_part_of_the_pool_that_is_like_the_validation_rows_is_found(part: float) -> None:
+    """Rows on target are drawn like the validation rows, the others around another centre. The
+    quantiles of the former are uniform, and their share is estimated within its error."""
+    torch.manual_seed(0)
+    shares, count = [], 600
+    for _ in range(6):
+        centres = torch.randn(2, 400)
+        off = torch.arange(count) >= part * count
+        pool = centres[off.long()] + 2.5 * torch.randn(count, 400)
+        val = centres[0] + 2.5 * torch.randn(120, 400)
+        found = calibrate(rows_of(pool), rows_of(val), 0, CPU, 1e-2)
+        assert found.val_quantile is not None and found.target_share is not None
+        on_target = found.val_quantile[~off.numpy()]
+        assert abs(on_target.mean() - 0.5) < 0.12
+        share, error = found.target_share
+        assert abs(share - part) < 4 * error
+        shares.append(share)
+    assert abs(np.mean(shares) - part) < 0.08 * part + 0.02
+
+
+def test_products_that_are_not_quite_symmetric_are_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 products of some BLAS differ in the last bits across the diagonal: no residual."""
+    pool, val = rows_of(gradients(12, 40)), rows_of(gradients(9, 40, seed=1))
+    expected = calibrate(pool, val, 0, CPU, 1.0)
+    rows = calibration._row_products
+
+    def uneven(*given: object) -> torch.Tensor:
+        return rows(*given) * (1 + 1e-6 * torch.ones(12, 12, dtype=torch.float64).triu(1))  # type: ignore
+
+    monkeypatch.setattr(calibration, "_row_products", uneven)
+    np.testing.assert_array_equal(calibrate(pool, val, 0, CPU, 1.0).scores, expected.scores)
 
 
 def test_lengths_repeats_and_order_do_not_change_the_ranking() -> None:
@@ -179,15 +230,36 @@ def test_run_equals_the_oracle(arch: str, make_run: Runner, model_folder) -> Non
         found = [oracle.example_gradient(model, r["input_ids"], r["labels"], names) for r in rows]
         return torch.stack([sketch_of(engine, sketch, ParamVector(g)) for g in found])
 
-    expected = oracle.calibrated_scores(sketches("pool"), sketches("val"), summary["rho"])
+    pool, val = sketches("pool"), sketches("val")
+    expected = oracle.calibrated_scores(pool, val, summary["rho"])
     table = pq.read_table(run / "4_scores/examples.parquet")
     scores = table["score"].to_numpy()
     tolerance = 1e-5 if arch == "gemma3" else 1e-7  # Gemma's norms compute in fp32
     assert np.abs(scores - expected.numpy()).max() <= tolerance * float(expected.abs().max())
+    own = oracle.held_out_scores(pool, val, summary["rho"]).numpy()
+    near = np.abs(expected.numpy()[:, None] - own) <= tolerance * float(expected.abs().max())
+    lower = (expected.numpy()[:, None] > own).mean(1)
+    assert (np.abs(table["val_quantile"].to_numpy() - lower) <= near.mean(1) + 1e-12).all()
     assert summary["form"] == "calibrated" and table["exact"].to_pylist() == [True] * len(scores)
     chosen = json.loads((run / "5_selection/ids.json").read_text())
     best = np.argsort(-scores, kind="stable")[: len(chosen)]
     assert set(chosen) == {table["id"][int(i)].as_py() for i in best}
+
+
+def test_a_budget_beyond_the_target_rows_is_told(make_run: Runner) -> None:
+    run = make_run(*CALIBRATED, until="scores")
+    path = run / "4_scores/summary.json"
+    summary = json.loads(path.read_text())
+    for share, warned in ((0.5, False), (0.05, True)):
+        path.write_text(json.dumps(summary | {"target_share": share, "target_share_error": 0.01}))
+        reseal(run / "4_scores")
+        said: list[str] = []
+        make_run(*CALIBRATED, f"select.data_budget={share / 2 + 0.1}", until="selection", said=said)
+        assert any("exceeds the part of the pool" in line for line in said) == warned, share
+    path.write_text(json.dumps(summary | {"target_share": "much"}))
+    reseal(run / "4_scores")
+    with pytest.raises(RunError, match="summary.json"):
+        make_run(*CALIBRATED, "select.data_budget=0.3", until="selection")
 
 
 @pytest.mark.parametrize(

@@ -74,13 +74,15 @@ class Scores:
     scored: Scored = field(repr=False)
     rescore: Callable[[np.ndarray], np.ndarray] = field(repr=False)
     """Exact scores of the pool examples at these positions (one pass over them)."""
+    val_quantile: np.ndarray | None = None
+    """Calibrated form: the share of validation examples with a lower score, by pool example."""
     say: Callable[[str], None] = field(repr=False, default=lambda _: None)
 
     def to_table(self, selection: Selection | None = None, tokenizer: Any = None) -> pa.Table:
         """One row per pool example, in the order of the pool: id, index, score, bound, loss.
 
-        With the result of `select` also `selected`; with the tokenizer also `prompt` and
-        `response`, decoded with their special tokens.
+        Calibrated scores also have `val_quantile`. With the result of `select` also `selected`;
+        with the tokenizer also `prompt` and `response`, decoded with their special tokens.
         """
         columns: dict[str, Any] = {
             "id": [example.id for example in self.pool],
@@ -89,6 +91,8 @@ class Scores:
             "bound": self.bound,
             "loss": self.losses,
         }
+        if self.val_quantile is not None:
+            columns["val_quantile"] = self.val_quantile
         if selection is not None:
             columns["selected"] = np.isin(np.arange(len(self.pool)), selection.data_subset)
         if tokenizer is not None:
@@ -222,6 +226,7 @@ def score(
     checks |= check_alone(
         engine, pool, dots, direction, norm, terms.eta_sc, scales, seed, passes, say
     )
+    quantile = None
     if sketch is not None:
         assert result.sketches is not None and validation.sketches is not None
         pair = (result.sketches, validation.sketches)
@@ -229,6 +234,7 @@ def score(
             engine, sketch, *pair, grad_sum, val_grad, pool, seed, rho, passes
         )
         example_scores, bound = found.scores, np.zeros(len(pool))
+        quantile = found.val_quantile
         checks, summary = checks | more, summary | {"form": form} | found.facts()
     else:
         example_scores = result.dots * terms.eta_sc
@@ -249,6 +255,7 @@ def score(
         summary=summary | {"checks": checks},
         scored=scored,
         rescore=lambda rows: rescore(engine, [pool[i] for i in rows], scored, passes, say),
+        val_quantile=quantile,
         say=say.say,
     )
 

@@ -18,6 +18,11 @@ in blocks; the matrix and its factor are in memory, at most 24 p² bytes (6 GiB 
 For each ρ we measure the mean cosine of Σ_n s_n φ_n with B over several splits, and use the
 smallest ρ whose cosine is within one standard error (of the paired differences) of the best. The
 measurements behind this are in docs/results.md, "Which example scores find the target".
+
+The validation examples are scored too, each against the others, as if it were in the pool
+(`held_out_scores`). That gives the scores a scale: `val_quantile` of a pool example is the share of
+validation examples with a lower score, and is uniform over the part of the pool that is drawn like
+the validation examples. How large that part is follows from the upper third (`target_share`).
 """
 
 from __future__ import annotations
@@ -55,6 +60,9 @@ HALF_SKETCH_TOLERANCE = 5e-2
 ROUNDING_LIMIT = 0.3  # of a sketch's length; random bf16 models of 28 layers reach 0.12
 SLACK_FACTOR = 4.0  # assumed error of a score over that measured by the probes
 NUM_ALONE = 3  # examples sketched again by plain autograd
+UPPER = 1 / 3
+"""Part of the validation examples whose scores count for `target_share`. A smaller one keeps more
+rows off target out, and is known less well."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,10 @@ class Calibration:
     residual: float
     given: bool = False
     """Whether ρ was given instead of chosen."""
+    val_quantile: np.ndarray | None = None
+    """Share of the validation examples with a lower score: [N]. None if there are too few."""
+    target_share: tuple[float, float] | None = None
+    """Share of the pool that is like the validation examples, and its standard error."""
 
     @property
     def how(self) -> str:
@@ -89,6 +101,8 @@ class Calibration:
             "rho_curve": self.curve,
             "solved_in": self.solved_in,
             "residual": self.residual,
+            "target_share": self.target_share and self.target_share[0],
+            "target_share_error": self.target_share and self.target_share[1],
         }
 
 
@@ -100,9 +114,9 @@ class Solver:
         self.pool, self.device = pool, device if device.type == "cuda" else torch.device("cpu")
         device = self.device
         self.dual = pool.count <= pool.dim
-        self.matrix = (_row_products(pool, device) if self.dual else _moments(pool, device)).div_(
-            pool.count
-        )
+        products = _row_products(pool, device) if self.dual else _moments(pool, device)
+        # fp32 products need not be symmetric to the last bit, and Cholesky reads the lower triangle
+        self.matrix = (products.tril() + products.tril(-1).T).div_(pool.count)
         self.worst = 0.0
         """Largest relative residual of the solves so far."""
         self._factored: tuple[float, Tensor] | None = None  # the last ρ and its factor
@@ -163,6 +177,18 @@ class Solver:
         parts = [_squares(factor, columns) for columns in unit.split(step, dim=1)]
         return count * (1 - rho * torch.cat(parts))
 
+    def inner_products(self, queries_Qp: Tensor, rho: float) -> Tensor:
+        """qᵀ (F + ρ I)⁻¹ q' for each pair of queries: [Q, Q].
+
+        The N x N form uses (F + ρ I)⁻¹ = (I − Φᵀ (M + ρ I)⁻¹ Φ / N) / ρ.
+        """
+        queries = queries_Qp.to(self.device, torch.float64)
+        right = self.moved(queries.T)
+        solution = self.solve(right, rho)
+        if not self.dual:
+            return queries @ solution
+        return (queries @ queries.T - right.T @ solution / self.pool.count) / rho
+
     def agreement(
         self, solution: Tensor, right: Tensor, rho: float, other: Tensor, lengths: Tensor
     ) -> Tensor:
@@ -203,7 +229,42 @@ def calibrate(
     curve, chosen = _choose(np.array(found)) if halves else ([], DEFAULT_RHO)
     used = chosen if rho is None else rho
     scores = solver.scores(solver.solve(right[:, :1], used))[:, 0].cpu().numpy()
-    return Calibration(scores, used, curve, solver.side, solver.worst, given=rho is not None)
+    quantile, share = None, None
+    if val.count >= MIN_VALIDATION:
+        own = np.sort(held_out_scores(solver, val_Vp, used))
+        quantile = np.searchsorted(own, scores) / len(own)
+        share = target_share(scores, own)
+    side, worst = solver.side, solver.worst
+    return Calibration(scores, used, curve, side, worst, rho is not None, quantile, share)
+
+
+def held_out_scores(solver: Solver, val_Vp: Tensor, rho: float) -> np.ndarray:
+    """The score that each validation example would have as a member of the pool: [V].
+
+    The target is the mean of the *other* validation examples. A pool example is part of F, which
+    divides its score by 1 + φᵀ (F + ρ I)⁻¹ φ / N, F without it; a validation example is divided by
+    the same. So an example of the pool that is drawn like the validation examples has a score that
+    is drawn like these.
+    """
+    products = solver.inner_products(val_Vp, rho)
+    own = products.diagonal()
+    others = (products.sum(1) - own) / (len(products) - 1)
+    return (others / (1 + own / solver.pool.count)).cpu().numpy()
+
+
+def target_share(scores: np.ndarray, own: np.ndarray) -> tuple[float, float]:
+    """(share of the pool that is drawn like the validation examples, its standard error).
+
+    From the pool's scores and the validation examples' own, sorted. A share π of such examples
+    puts about π / 3 of the pool above the lowest score of the upper third of validation examples;
+    examples off target can only add to that.
+    """
+    above = max(1, round(UPPER * len(own)))
+    part, upper = float((scores >= own[-above]).mean()), above / len(own)
+    share = min(1.0, part / upper)
+    # the third is that of a sample, and so is the pool
+    variance = share**2 * (1 - upper) / above + part * (1 - part) / len(scores) / upper**2
+    return share, float(np.sqrt(variance))
 
 
 def _squares(factor: Tensor, columns: Tensor) -> Tensor:

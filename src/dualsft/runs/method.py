@@ -361,6 +361,7 @@ class Scoring:
             near[draw.taken] |= data.scores[draw.taken] - highest_out <= margin[draw.taken]
             near[others] |= lowest - data.scores[others] <= margin[others]
         num_near = int(near.sum())
+        self._warn_of_few_targets(b)
         negative = int((data.scores[chosen] <= 0).sum())
         if negative:
             ctx.reporter.warn(
@@ -383,6 +384,22 @@ class Scoring:
             "num_nonpositive_examples": negative,
             "num_sign_uncertain": int((chosen & (np.abs(data.scores) <= data.bound)).sum()),
         }
+
+    def _warn_of_few_targets(self, b: int) -> None:
+        """Warn if the budget is clearly larger than the part of the pool that is on target."""
+        summary, num_pool = self.summary, len(self.pool)
+        if summary.get("target_share") is None:  # literal scores, or few validation examples
+            return
+        with reading(self.ctx.folder("scores") / "summary.json"):
+            share, error = float(summary["target_share"]), float(summary["target_share_error"])
+        if b > num_pool * (share + 2 * error):
+            count = round(share * num_pool)
+            self.ctx.reporter.warn(
+                f"the budget of {b:,} examples exceeds the part of the pool that is like the "
+                f"validation examples: about {count:,} of {num_pool:,} (lower "
+                f"select.data_budget to {max(1, count):,}, or add rows of the target)",
+                code="few_targets",
+            )
 
 
 def describe_entries(ctx: RunContext, mask: TopK) -> dict[str, Any]:

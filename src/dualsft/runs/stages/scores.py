@@ -110,15 +110,16 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
         passes,
         ctx.reporter,
     )
-    scores = None if dots is None else dots * eta_sc
+    scores, quantile = None if dots is None else dots * eta_sc, None
     if sketches_wanted(ctx):
         found, checked = _calibrated(ctx, engine, pool_examples, scored)
         scores, bound, checks = found.scores, np.zeros(len(pool_examples)), checks | checked
         summary |= {"form": "calibrated", "sketch_dim": ctx.config.score.sketch_dim}
         summary |= found.facts()
+        quantile = found.val_quantile
     else:
         bound = None if bound is None else bound * eta_sc
-    _write_examples(part, pool_examples, pool, scores, bound)
+    _write_examples(part, pool_examples, pool, scores, bound, quantile)
     summary["total_examples"] = checks.get("sum_of_scores")
     if dots is not None:
         summary["direction_dot_G"] = checks["direction_dot_G"]
@@ -154,6 +155,11 @@ def _calibrated(
         )
         progress.advance(1)
     ctx.reporter.say(f"calibrated scores: ρ = {found.rho:.2g} ({found.how})")
+    if found.target_share is not None:
+        share, error = (100 * part for part in found.target_share)
+        ctx.reporter.say(
+            f"about {share:.0f} % of the pool (± {error:.0f}) scores like the validation examples"
+        )
     return found, checks
 
 
@@ -184,8 +190,12 @@ def _write_examples(
     pool: dict[str, np.ndarray],
     scores: np.ndarray | None,
     bound: np.ndarray | None,
+    quantile: np.ndarray | None,
 ) -> None:
-    """Write examples.parquet; score and bound are null for DualSFT-Param."""
+    """Write examples.parquet; score and bound are null for DualSFT-Param.
+
+    The column val_quantile is that of calibrated scores.
+    """
     count = len(examples)
     none = pa.nulls(count, pa.float64())
     table = {
@@ -196,6 +206,8 @@ def _write_examples(
         "loss": pool["loss"],
         "response_tokens": pa.array(pool["response_tokens"], pa.int32()),
     }
+    if quantile is not None:
+        table["val_quantile"] = quantile
     (part / "examples.parquet").write_table(pa.table(table))
 
 

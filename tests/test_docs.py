@@ -160,6 +160,7 @@ def test_result_tables_are_generated_from_the_raw_files(generate: Any) -> None:
     assert generate.with_tables(page) == page
     marks = re.findall(r"<!-- (?!end )(\w+) -->", page)
     prototype, package = ["forms", "damping"], ["found", "pools", "warmups"]
+    package += ["pools64", "others64", "target_share", "masks64"]
     assert marks == ["losses", "seeds", "costs", "benchmarks", *prototype, *package]
     for mark in marks:
         assert generate.with_tables(with_another_digit(page, mark)) == page, mark

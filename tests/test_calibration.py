@@ -207,7 +207,7 @@ def test_walk_sketches_every_gradient(architecture: str) -> None:
     found = check_sketches(engine, sketch, result.sketches, grad_sum, examples, 0, passes)
     assert found["sketch_sum_error"] < 1e-12 and len(found["sketched_alone"]) == 3
     result.sketches.norms[:] *= 1.01
-    with pytest.raises(RunError, match="sketches of the examples add up"):
+    with pytest.raises(RunError, match="sketches of the examples do not sum"):
         check_sketches(engine, sketch, result.sketches, grad_sum, examples, 0, passes)
 
 
@@ -393,7 +393,7 @@ def test_bf16_models_of_many_layers_are_scored() -> None:
         (lambda t: {**t, "pool": t["pool"][:-1]}, "pool has shape"),
         (lambda t: {**t, "pool": t["pool"] * 2}, "unit length"),
         (lambda t: {**t, "val": t["val"].float()}, "val is float32"),
-        (lambda t: {**t, "val": t["val"].flip(0) * -1}, "validation examples add up"),
+        (lambda t: {**t, "val": t["val"].flip(0) * -1}, "validation examples do not sum"),
     ],
 )
 def test_sketches_of_another_form_are_refused(change, words: str, make_run: Runner) -> None:

@@ -227,6 +227,11 @@ def score(
         engine, pool, dots, direction, norm, terms.eta_sc, scales, seed, passes, say
     )
     quantile = None
+
+    def again(rows: np.ndarray) -> np.ndarray:
+        assert form == "literal", "calibrated scores are exact"
+        return rescore(engine, [pool[i] for i in rows], scored, passes, say)
+
     if sketch is not None:
         assert result.sketches is not None and validation.sketches is not None
         pair = (result.sketches, validation.sketches)
@@ -254,7 +259,7 @@ def score(
         ties=np.array([example.index for example in pool]),
         summary=summary | {"checks": checks},
         scored=scored,
-        rescore=lambda rows: rescore(engine, [pool[i] for i in rows], scored, passes, say),
+        rescore=again,
         val_quantile=quantile,
         say=say.say,
     )

@@ -58,7 +58,7 @@ SKETCH_TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3}
 """Relative error of sketches, by the model's dtype; stored fp16 rows alone make about 3e-4."""
 HALF_SKETCH_TOLERANCE = 5e-2
 ROUNDING_LIMIT = 0.3  # of a sketch's length; random bf16 models of 28 layers reach 0.12
-SLACK_FACTOR = 4.0  # assumed error of a score over that measured by the probes
+SLACK_FACTOR = 4.0  # safety factor on the rounding error that the probes measure
 NUM_ALONE = 3  # examples sketched again by plain autograd
 UPPER = 1 / 3
 """Part of the validation examples whose scores count for `target_share`. A smaller one keeps more
@@ -353,9 +353,10 @@ def check_total(
     apart = float(torch.linalg.vector_norm(rows.total() - expected)) / size
     if not apart <= tolerance:
         raise CheckError(
-            f"self-check failed: the sketches of the {what} add up to something else than the "
-            f"sketch of {sum_of} (relative difference {apart:.2g} > {tolerance:g}); nothing was "
-            "written. The model computes something outside its layers: please report it"
+            f"self-check failed: the sketches of the {what} do not sum to the sketch of "
+            f"{sum_of} (relative difference {apart:.2g} > {tolerance:g}); nothing was "
+            "written. The model probably uses its parameters outside the supported layers: please "
+            "file an issue"
         )
     return apart
 
@@ -412,7 +413,7 @@ def check_sketches(
             batch = passes.collate([examples[i]], engine.device)
             alone(wide, exactly.candidates, batch, visit)
             found = torch.stack(parts).sum(0)
-            # below `smallest` a gradient is rounding: an example that the model has saturated on
+            # gradients below `smallest` are rounding noise (examples with a loss near zero)
             length = max(float(torch.linalg.vector_norm(found)), smallest, 1e-300)
             error = float(torch.linalg.vector_norm(again.row(position) - found)) / length
             rounding = float(torch.linalg.vector_norm(pool.row(i) - found)) / length

@@ -5,18 +5,22 @@ one run, a budget of 12 rows held 4 different texts. Here the pool is read in or
 score, and an example is passed over if one that was kept before is nearly the same text: the sets
 of their token pairs, adjacent or with one token between, have a weighted Jaccard index of at least
 `SIMILAR`. The weight of a pair is log(texts / texts that have it)², from a sample of the pool, so
-that a template, an instruction or a frequent phrase hardly counts. For the same reason a text of
-which several percent of the pool are variants is taken for a template, and its variants stay.
-`exact` passes over identical texts only.
+that a template, an instruction or a frequent phrase hardly counts. If several percent of the pool
+are variants of one text, it is taken for a template and they stay. `exact` passes over identical
+texts only.
 
 The time grows with the number of texts, not with its square: a text is compared only with those
 that share most of its rarest pairs, and a pair leads to a limited number of texts.
 
-Measured on 1,500 rows of GSM8K (32,000 tokens, digits one by one): the nearest other row has an
-index below 0.10 for 95 % and 0.16 for 99 % of the rows; a row and itself with the sentences in
-another order at least 0.72 for 99 %, with other names and number words 0.22 for 99.9 %, with other
-digits too 0.17 for 99 %. Code is more alike: in a collection of exercises, 28 % of the rows have a
-neighbour above 0.2, most of them the same exercise in other words.
+Measured on 1,500 rows of GSM8K (32,000 tokens, digits one by one), the index of a row and
+
+    its nearest other row                          below 0.10 for 95 %, below 0.16 for 99 %
+    itself with the sentences in another order     at least 0.72 for 99 %
+    itself with other names and number words       at least 0.22 for 99.9 %
+    ... and other digits                           at least 0.17 for 99 %
+
+Code is more alike: in a collection of exercises, 28 % of the rows have a neighbour above 0.2, most
+of them the same exercise in other words.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def sketch_queries(
     made, count = found.sketches, len(queries)
     half = engine.model.dtype in HALF_DTYPES
     limit = ROUNDING_LIMIT if half else SKETCH_TOLERANCE[engine.model.dtype]
-    # below `smallest` a gradient is rounding: an example that the model has saturated on
+    # gradients below `smallest` are rounding noise (examples with a loss near zero)
     smallest = float(torch.finfo(engine.candidates.dtype).eps) * float(pool.norms.max())
     checked: list[dict[str, float | str]] = []
     for at_row, i in enumerate(probes.tolist(), count):

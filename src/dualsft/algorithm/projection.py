@@ -39,14 +39,15 @@ class ProjectionTerms:
 
     @property
     def eta_sc(self) -> float:
+        """η_sc = η_ft / N_sc: Algorithm 1 line 4."""
         return self.eta_ft / self.n_sc
 
     def projection(self, grad_sum: Vector) -> Vector:
-        """u / eta_sc for this G."""
+        """u / eta_sc for this G (not u itself: see the top of this module)."""
         return self._stepped(self.v_val.combine(self._minus_curved, *self._pair(grad_sum)))
 
     def estimate(self) -> Vector:
-        """U₀: the projection with N · v_new for G (exact without a second-order term)."""
+        """U₀ / eta_sc: the projection with N · v_new for G (exact without a second-order term)."""
         return self.projection(self.val_grad.scaled(float(self.n_sc)))
 
     def param_term(self, gradient: Vector, grad_sum: Vector) -> Vector:
@@ -62,7 +63,7 @@ class ProjectionTerms:
         return self.v_val.combine(minus_nothing, *self._pair(grad_sum))
 
     def residual(self, grad_sum: Vector) -> Vector:
-        """U₀ − u: the error of the one-pass direction, computed without cancellation."""
+        """(U₀ − u) / eta_sc: the error of the one-pass direction, without cancellation."""
         difference = grad_sum.plus(self.val_grad, -float(self.n_sc))
         return self._stepped(self.second_order(difference))
 

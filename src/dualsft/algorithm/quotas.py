@@ -4,11 +4,14 @@ Algorithm 1 line 10 takes the b best scores of the pool. With `select.per_source
 `select.lengths` (ours) the pool is divided into strata, each with a share of b, and line 10 applies
 to each stratum: a `Draw` is a set of positions and the number of its best scores to take.
 
-Sources come first. `even` gives every source the same number, `proportional` its share of the pool,
-a mapping the given counts or shares of b; what a mapping leaves goes to the best scores of the
-sources that it does not name, or, if it names all, of everything not drawn yet (a second step, see
-`Strata.last`). With balanced lengths, each of these draws is divided by the quintiles of its
-response lengths, and each part has the share of the draw that it has of the draw's rows.
+Sources come first:
+
+* `even` gives every source the same number of examples, `proportional` its share of the pool;
+* a mapping gives counts or shares of b. What it leaves goes to the best scores of the sources that
+  it does not name, or, if it names all, of everything not drawn yet (a second step, `Strata.last`).
+
+With balanced lengths each of these draws is divided at the quintiles of its response lengths, and
+each part is drawn from in proportion to its size.
 
 Counts are exact: shares are rational numbers, rounded by largest remainders, ties by name. A draw
 never asks for more rows than it has. Reads and writes no files.

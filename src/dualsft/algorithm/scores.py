@@ -1,8 +1,9 @@
 """Example scores and their self-checks: Algorithm 1 line 8, s_D ← GhostDot(u, θ̄, D_pool).
 
 s_θ = u ⊙ G is `projection.param_scores`. In two-pass mode `exact_dots` walks over the pool again.
-Every scoring ends with two checks: Σ_n s_D,n against ⟨u, G⟩, and a few random examples scored
-individually by plain autograd. If either fails, an error is raised and nothing can be selected.
+Every scoring checks a few random examples against plain autograd, one at a time. If examples are
+scored, their scores must also sum to ⟨direction, G⟩, where the direction is u, or U₀ in one-pass
+mode. If a check fails, an error is raised and nothing can be selected.
 
 In one-pass mode (docs/algorithm.md, "One pass instead of two") the pool pass computes
 f_n = ⟨U₀, g_n⟩; the exact score is f_n + c_n with |c_n| ≤ B_n = Σ_l ‖R_l‖ Σ_t ‖ε_t‖ ‖a_t‖,
@@ -45,7 +46,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-3, tor
 """Tolerance of the self-checks by dtype (bf16: at most 4e-4 measured on a real model)."""
 NUM_ALONE = 3
 NUM_ALONE_HALF = 16  # in half precision, where the probes also estimate the rounding
-SLACK_FACTOR = 4.0  # assumed rounding over that measured by the probes
+SLACK_FACTOR = 4.0  # safety factor on the rounding error that the probes measure
 NORM_ROUNDING = 1e-5  # B is widened by this factor because its norms are rounded too
 ROUNDING_LIMIT = 0.05  # of ‖u‖‖g‖: a larger rounding error in half precision raises
 
@@ -146,10 +147,11 @@ def check_sum(dots: np.ndarray, products: Products, eta_sc: float, tolerance: fl
     error = abs(total - expected) / magnitude if magnitude else 0.0
     if abs(total - expected) > tolerance * magnitude:
         raise CheckError(
-            f"self-check failed: the example scores sum to {total * eta_sc:.6g}, ⟨u, G⟩ is "
+            f"self-check failed: the example scores sum to {total * eta_sc:.6g}, "
+            f"⟨direction, G⟩ is "
             f"{expected * eta_sc:.6g} (difference over Σ|score|: {error:.2g} > {tolerance:g}); "
-            "nothing was written. The model computes something outside its layers: please report "
-            "it"
+            "nothing was written. The model probably uses its parameters outside the supported "
+            "layers: please file an issue"
         )
     return {
         "sum_of_scores": total * eta_sc,

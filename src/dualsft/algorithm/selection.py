@@ -174,7 +174,7 @@ def rescore(
     return dots * scored.terms.eta_sc
 
 
-def select_entries(
+def reselect_entries(
     engine: GhostEngine,
     chosen: Sequence[Example],
     scored: Scored,
@@ -189,7 +189,7 @@ def select_entries(
     return topk_signed(product_source(scored.projection, subset_sum, scored.terms.eta_sc), k)
 
 
-def select_examples(
+def reselect_examples(
     engine: GhostEngine,
     pool: Sequence[Example],
     scored: Scored,

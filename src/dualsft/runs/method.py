@@ -250,7 +250,7 @@ class AfterMethod(_Method, ABC):
 
 # --- DualSFT's own methods and the controls ------------------------------------------------------
 
-WIDER = 8.0  # rounding of bf16 scores over that of re-scored ones (TF32 products or better)
+WIDER = 8.0  # ratio of the rounding error of bf16 scores to that of re-scored ones (TF32)
 
 
 @dataclass
@@ -318,6 +318,7 @@ class Scoring:
         passes = pass_settings(ctx)
 
         def exactly(positions: np.ndarray) -> np.ndarray:
+            assert ctx.config.score.form == "literal", "calibrated scores are exact"
             rows = [pool[i] for i in positions]
             return rescore(self.engine, rows, self.scored, passes, ctx.reporter)
 

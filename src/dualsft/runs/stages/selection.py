@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from dualsft.algorithm.quotas import make_strata
-from dualsft.algorithm.selection import mask_jaccard, select_entries, select_examples
+from dualsft.algorithm.selection import mask_jaccard, reselect_entries, reselect_examples
 from dualsft.algorithm.split import full_size, resolve_budget
 from dualsft.config.methods import Entry
 from dualsft.data.examples import Example
@@ -256,9 +256,10 @@ def _choose_params(job: Job, summary: dict[str, Any]) -> None:
 def _reselect(scoring: Scoring, part: RunPath, positions: np.ndarray) -> dict[str, Any]:
     """Fixed-side re-selection: each round re-selects one side given the latest other side.
 
-    The paper's Data → Param and Param → Data (`algorithm/reselection.py`); `select.order` sets
-    which side is first. Each round_<t>/ holds the complete pair after that round, `part` itself the
-    one-shot selection, and `final` in summary.json names the round that fine-tuning uses.
+    The paper's Data → Param (`reselect_entries`) and Param → Data (`reselect_examples`);
+    `select.order` sets which side is first. Each round_<t>/ holds the complete pair after that
+    round, `part` itself the one-shot selection, and `final` in summary.json names the round that
+    fine-tuning uses.
     """
     ctx, engine, pool, scored, mask = (
         scoring.ctx,
@@ -275,12 +276,12 @@ def _reselect(scoring: Scoring, part: RunPath, positions: np.ndarray) -> dict[st
         label = f"round {number} ({side})"
         if moves_mask:
             rows, k = [pool[i] for i in positions], mask.num_selected
-            new_mask = select_entries(engine, rows, scored, k, passes, ctx.reporter, label)
+            new_mask = reselect_entries(engine, rows, scored, k, passes, ctx.reporter, label)
             overlap = mask_jaccard(mask, new_mask)
             mask = new_mask
         else:
             b = len(positions)
-            chosen = select_examples(engine, pool, scored, mask, b, passes, ctx.reporter, label)
+            chosen = reselect_examples(engine, pool, scored, mask, b, passes, ctx.reporter, label)
             shared = len(np.intersect1d(positions, chosen))
             overlap = shared / (len(positions) + len(chosen) - shared)
             positions = chosen

@@ -17,22 +17,20 @@ from typing import Any
 
 import malformed
 import pytest
-import torch
 from hypothesis import assume
 from hypothesis import strategies as st
-from places import place
+from models import tiny_plan
 from properties import Properties, example, examples, finite, randoms, scratch, seeds, texts
 from small_tokenizers import BOS, byte_tokenizer
 
-from dualsft.algorithm.split import ROLES, assign_roles, divide, resolve_budget
+from dualsft.algorithm.split import assign_roles, divide, resolve_budget
 from dualsft.cli import parse_words
 from dualsft.config import settings as config_module
 from dualsft.config.settings import SplitConfig
-from dualsft.data.examples import IGNORE, Example, collate, tokenize, training_order
+from dualsft.data.examples import IGNORE, Example, collate, tokenize
 from dualsft.data.rows import DataReport, read_rows
 from dualsft.errors import ConfigError, DataError
-from dualsft.runs.stages.split import read_split, write_split
-from dualsft.train.loop import TrainingPlan, micro_batches, scheduled_rate
+from dualsft.train.loop import micro_batches
 
 PROPERTIES = Properties()
 
@@ -146,18 +144,6 @@ def the_order_of_rows_changes_no_example(rows: list[tuple[str, str]], rng: rando
     one, two = (encoded(malformed.json_lines(pair_rows(r)))[0] for r in (rows, shuffled))
     assert Counter(e.key for e in one) == Counter(e.key for e in two)
     assert [e.index for e in two] == list(range(len(rows)))
-
-
-@PROPERTIES.holds(
-    rows=st.lists(pairs, min_size=1, max_size=5),
-    suffix=st.sampled_from(["json", "csv", "tsv", "parquet", "arrow", "feather", "jsonl.gz"]),
-)
-def the_kind_of_file_changes_no_example(rows: list[tuple[str, str]], suffix: str) -> None:
-    fields = pair_rows(rows)
-    theirs, _ = encoded(malformed.container(suffix, fields), suffix)
-    ours, _ = encoded(malformed.json_lines(fields))
-    assert [(e.input_ids, e.labels) for e in theirs] == [(e.input_ids, e.labels) for e in ours]
-    assert [e.id for e in theirs] == [e.id for e in ours]
 
 
 @PROPERTIES.holds(
@@ -303,52 +289,10 @@ def a_batch_holds_its_rows_and_nothing_else(rows: list[Example], side: str, pad:
 
 @PROPERTIES.holds(rows=examples, size=st.none() | st.integers(1, 9), tokens=st.integers(1, 60))
 def micro_batches_are_the_batch(rows: list[Example], size: int | None, tokens: int) -> None:
-    plan = training_plan(micro_batch_size=size, batch_tokens=tokens)
+    plan = tiny_plan(micro_batch_size=size, batch_tokens=tokens)
     pieces = micro_batches(rows, plan)
     assert sorted(e.index for piece in pieces for e in piece) == [e.index for e in rows]
     assert all(piece and (size is None or len(piece) <= size) for piece in pieces)
-
-
-def training_plan(**changes: Any) -> TrainingPlan:
-    values: dict[str, Any] = dict(
-        lr=1e-3,
-        epochs=1,
-        batch_size=4,
-        warmup_ratio=0.0,
-        max_grad_norm=0.0,
-        micro_batch_size=None,
-        batch_tokens=64,
-        seed=0,
-        pad_id=0,
-        padding_side="right",
-    )
-    return TrainingPlan(**{**values, **changes})
-
-
-@PROPERTIES.holds(count=st.integers(1, 40), seed=seeds, epoch=st.integers(0, 9), rng=randoms)
-def training_order_depends_on_seed_and_epoch_alone(
-    count: int, seed: int, epoch: int, rng: random.Random
-) -> None:
-    rows = distinct(count)
-    order = training_order(rows, seed, epoch)
-    torch.manual_seed(rng.randrange(99))  # the global stream is not what decides
-    assert order == training_order(rows, seed, epoch)
-    assert sorted(order) == list(range(count))
-    listed = rng.sample(rows, count)
-    assert [listed[i].id for i in training_order(listed, seed, epoch)] == [
-        rows[i].id for i in order
-    ]
-
-
-@PROPERTIES.holds(
-    steps=st.integers(1, 300), peak=st.floats(1e-8, 1.0), ratio=st.floats(0, 1, exclude_max=True)
-)
-def the_learning_rate_rises_then_falls(steps: int, peak: float, ratio: float) -> None:
-    rates = [scheduled_rate(step, steps, peak, ratio) for step in range(steps)]
-    top = rates.index(max(rates))
-    assert rates[0] > 0 and all(0 <= rate <= peak * (1 + 1e-12) for rate in rates)
-    assert all(a <= b for a, b in zip(rates[:top], rates[1 : top + 1], strict=True))
-    assert all(a >= b for a, b in zip(rates[top:-1], rates[top + 1 :], strict=True))
 
 
 # --- split ---------------------------------------------------------------------------------------
@@ -396,20 +340,6 @@ def a_larger_role_takes_rows_from_the_pool_alone(
     small, large = (assign_roles(rows, seed, val, anchor, w).roles for w in (warm, warm + more))
     moved = [(a, b) for a, b in zip(small, large, strict=True) if a != b]
     assert moved == [("pool", "warm")] * more
-
-
-@PROPERTIES.holds(rows=examples, seed=seeds, rng=randoms)
-def a_written_split_is_read_back(rows: list[Example], seed: int, rng: random.Random) -> None:
-    assume(len({e.key for e in rows}) >= 4)
-    try:
-        split = assign_roles(rows, seed, 1, 1, 1)
-    except ConfigError:
-        return
-    with scratch() as folder:
-        write_split(place(folder), rows, split)
-        found = read_split(place(folder))
-    for role in ROLES:
-        assert found[role] == [e for e, r in zip(rows, split.roles, strict=True) if r == role]
 
 
 @PROPERTIES.holds(share=st.floats(0, 1, exclude_min=True), total=st.integers(1, 10**7))

@@ -140,19 +140,6 @@ def test_identical_texts_stay_together_in_any_order(
         assert any(note.startswith(f"split.{role}: ") for note in split.notes) == bool(missing)
 
 
-def test_the_seed_decides() -> None:
-    examples = corpus(list(range(100)))
-    splits = [assign_roles(examples, seed, 10, 10, 10).roles for seed in (1, 1, 2)]
-    assert splits[0] == splits[1] != splits[2]
-
-
-def test_roles_do_not_move_when_other_roles_change() -> None:
-    examples = corpus(list(range(100)))
-    small, large = (assign_roles(examples, 3, 10, 20, warm).roles for warm in (5, 30))
-    for before, after in zip(small, large, strict=True):
-        assert before == after or (before, after) == ("pool", "warm")
-
-
 def test_a_group_that_does_not_fit_is_passed_over() -> None:
     examples = corpus([0] * 30 + list(range(1, 31)))
     for seed in range(20):

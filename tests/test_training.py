@@ -24,7 +24,7 @@ from dualsft.system.progress import Progress, Reporter
 from dualsft.train import loop as training
 from dualsft.train import step as adam_step
 from dualsft.train.compact import Moments
-from dualsft.train.loop import micro_batches, restore, scheduled_rate, train
+from dualsft.train.loop import restore, scheduled_rate, train
 from dualsft.train.optimizer import SparseAdamW
 
 QUIET = Reporter(lambda _: None)
@@ -72,13 +72,6 @@ def test_steps_and_floor() -> None:
 def test_micro_batches_change_nothing(changes: dict[str, Any]) -> None:
     reference, other = weights_after(), weights_after(**changes)
     assert max(float((reference[n] - other[n]).abs().max()) for n in reference) < 1e-9
-
-
-def test_micro_batches_cover_the_batch_once() -> None:
-    rows = tiny_rows(9)
-    for changes in ({"micro_batch_size": 2}, {"batch_tokens": 20}):
-        pieces = micro_batches(rows, tiny_plan(**changes))
-        assert sorted(e.id for piece in pieces for e in piece) == sorted(e.id for e in rows)
 
 
 def test_dropout_noise_depends_on_the_seed_alone() -> None:

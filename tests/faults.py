@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dualsft.storage.resume import Pieces
+
 DIED = 77
 """Exit status of a child that broke off at an I/O call."""
 
@@ -160,6 +162,41 @@ class _Stream:
 
     def __iter__(self) -> Any:
         return iter(self._stream)
+
+
+# --- in this process ----------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing handles it."""
+
+
+class Interrupting(Pieces):
+    """Dies after some ticks, behind the save."""
+
+    ticks_left = 10**9
+
+    def tick(self, name: str, snapshot: Any, where: str) -> None:
+        super().tick(name, snapshot, where)
+        self.ticks_left -= 1
+        if self.ticks_left <= 0:
+            raise Killed
+
+    @property
+    def ticks(self) -> int:
+        """How many there were."""
+        return 10**9 - self.ticks_left
+
+
+def cut_off(compute: Callable[[Pieces], object], folder: Path, ticks: int) -> Interrupting:
+    """Compute, die after that many ticks; what a second start finds in the folder."""
+    first = Interrupting(folder, "abc", every=0)
+    first.ticks_left = ticks
+    try:
+        compute(first)
+    except Killed:
+        return Interrupting(folder, "abc", every=0)
+    raise AssertionError("it was over before it was killed")
 
 
 # --- the parent ---------------------------------------------------------------------------------

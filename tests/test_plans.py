@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import Runner
-from models import ARCHITECTURES, tiny_model
+from faults import Killed, cut_off
+from models import ARCHITECTURES, assert_equal, tiny_model
 from places import place
 from test_ghost import engine_of, examples_for, random_direction
 
@@ -283,10 +284,6 @@ def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         assert float((got[name] - block).abs().max()) <= 1e-12 * scale, name
 
 
-def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 @pytest.mark.parametrize("spec", ["block_linear", "all"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_plan_gives_the_same_numbers(arch: str, spec: str) -> None:
@@ -304,7 +301,7 @@ def test_in_host_memory_and_recomputed_to_the_same_bits(arch: str) -> None:
     plans: list[tuple[Any, bool]] = [("device", True), ("host", False), ("host", True)]
     for placement, checkpointing in plans:
         wishes = Wishes(placement=placement, checkpointing=checkpointing)
-        assert same_bits(walked(model, "all", wishes), expected), (placement, checkpointing)
+        assert_equal(walked(model, "all", wishes), expected)
 
 
 def test_distillation_in_groups() -> None:
@@ -400,20 +397,6 @@ def test_no_room_for_the_vectors_themselves(monkeypatch: pytest.MonkeyPatch) -> 
 # --- resume under each plan ---------------------------------------------------------------------
 
 
-class Killed(BaseException):
-    """Stands for a kill: nothing handles it."""
-
-
-class Interrupting(Pieces):
-    ticks_left = 10**9
-
-    def tick(self, name: str, snapshot: Any, where: str) -> None:
-        super().tick(name, snapshot, where)
-        self.ticks_left -= 1
-        if self.ticks_left <= 0:
-            raise Killed
-
-
 @pytest.mark.parametrize(("placement", "checkpointing"), PLANS)
 def test_a_killed_walk_gives_the_same_bits(
     placement: Any, checkpointing: bool, tmp_path: Path
@@ -426,13 +409,13 @@ def test_a_killed_walk_gives_the_same_bits(
     )
     assert count >= 3
     for kill_at in range(1, count + 1):
-        first = Interrupting(tmp_path / f"{kill_at}.work", "abc", every=0)
-        first.ticks_left = kill_at
-        with pytest.raises(Killed):
-            walked(model, "all", wishes, pieces=first)
-        second = Interrupting(tmp_path / f"{kill_at}.work", "abc", every=0)
-        assert same_bits(walked(model, "all", wishes, pieces=second), expected)
-        assert 10**9 - second.ticks_left == count - kill_at, "only the rest is computed"
+        second = cut_off(
+            lambda pieces: walked(model, "all", wishes, pieces=pieces),
+            tmp_path / f"{kill_at}.work",
+            kill_at,
+        )
+        assert_equal(walked(model, "all", wishes, pieces=second), expected)
+        assert second.ticks == count - kill_at, "only the rest is computed"
 
 
 @pytest.mark.parametrize("kill_at", [1, 3])
@@ -447,14 +430,14 @@ def test_a_killed_walk_goes_on_under_another_plan(
     expected = walked(model, "all", Wishes())
     count = len(remaining_batches(examples_for(model, 13, 3), 60, 0))
     done = min(kill_at, count)
-    pieces = Interrupting(tmp_path / "s.work", "abc", every=0)
-    pieces.ticks_left = done
-    with pytest.raises(Killed):
-        walked(model, "all", Wishes(placement=before), pieces=pieces)
-    again = Interrupting(tmp_path / "s.work", "abc", every=0)
+    again = cut_off(
+        lambda pieces: walked(model, "all", Wishes(placement=before), pieces=pieces),
+        tmp_path / "s.work",
+        done,
+    )
     assert_close(walked(model, "all", Wishes(placement=after), pieces=again), expected)
     left = 2 * (count - done) if after == "blocks" else 2 * count - done
-    assert 10**9 - again.ticks_left == left, "what was done is not done again"
+    assert again.ticks == left, "what was done is not done again"
 
 
 def test_a_walk_killed_after_it_fell_back_gives_the_same_bits(tmp_path: Path) -> None:
@@ -474,12 +457,12 @@ def test_a_walk_killed_after_it_fell_back_gives_the_same_bits(tmp_path: Path) ->
     expected = walked(model, "all", wishes, said, spoil)
     for kill_at in (2, 5):
         said.clear()
-        first = Interrupting(tmp_path / f"{kill_at}.work", "abc", every=0)
-        first.ticks_left = kill_at
-        with pytest.raises(Killed):
-            walked(model, "all", wishes, said, spoil, pieces=first)
-        second = Pieces(tmp_path / f"{kill_at}.work", "abc", every=0)
-        assert same_bits(walked(model, "all", wishes, pieces=second), expected)
+        second = cut_off(
+            lambda pieces: walked(model, "all", wishes, said, spoil, pieces=pieces),
+            tmp_path / f"{kill_at}.work",
+            kill_at,
+        )
+        assert_equal(walked(model, "all", wishes, pieces=second), expected)
 
 
 def test_a_signal_that_does_not_wait_leaves_no_half_batch_behind(tmp_path: Path) -> None:

@@ -19,11 +19,10 @@ from safetensors.torch import load_file
 
 from dualsft.engine.losses import example_objective
 from dualsft.errors import RunError
-from dualsft.storage.resume import Piece, Pieces
+from dualsft.storage.resume import Piece
 from dualsft.system.progress import Progress, Reporter
 from dualsft.train import loop as training
 from dualsft.train import step as adam_step
-from dualsft.train.compact import Moments
 from dualsft.train.loop import restore, scheduled_rate, train
 from dualsft.train.optimizer import SparseAdamW
 
@@ -118,42 +117,6 @@ def test_a_step_that_cannot_be_taken_changes_nothing(
         trained(model)
     assert_equal(snapshot(model), before)
     assert not model.training
-
-
-class Killed(BaseException):
-    """Stands for a kill."""
-
-
-@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_killed_training_goes_on_to_the_same_bits(
-    tmp_path: Path, moments: Moments, whole: bool
-) -> None:
-    """Weights, moments as they are held, and step counts, for each type of the moments."""
-
-    def run(pieces: Pieces, kill_at: int = 10**9) -> dict[str, torch.Tensor]:
-        def log(step: int = 0, **_: Any) -> None:
-            if step > kill_at:
-                raise Killed
-
-        model = tiny_model("llama", dtype=torch.float32)
-        named = list(model.named_parameters())
-        some = {name: torch.arange(0, p.numel(), 3) for name, p in named}
-        indices = None if whole else some
-        with SparseAdamW(
-            named, indices, lr=1e-2, moments=moments, seed=3, free_gradients=True
-        ) as optimizer:
-            changed = tiny_plan(max_grad_norm=1.0, lr=1e-2)
-            train(model, tiny_rows(10, 1), optimizer, changed, QUIET, "warmup", log, pieces)
-            held = [t for state in optimizer.state.values() for t in state.values()]
-        return {str(i): t for i, t in enumerate([*held, *(p.detach() for _, p in named)])}
-
-    expected = run(Pieces())
-    with pytest.raises(Killed):
-        run(Pieces(tmp_path / "s.work", "abc", every=0), kill_at=3)
-    got = run(Pieces(tmp_path / "s.work", "abc", every=0))
-    assert len(expected) > 40
-    assert_equal(got, expected)
 
 
 def test_memory_short_of_activations_turns_checkpointing_on_first(

@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from models import ARCHITECTURES, tiny_examples, tiny_model
+from models import ARCHITECTURES, tiny_model, tiny_rows
 from test_calibration import CPU, gradients
 
 from dualsft.algorithm.calibration import Solver, calibrate, rows_of, sketch_of
@@ -122,8 +122,7 @@ def test_scores_that_do_not_follow_from_the_sketches_are_refused() -> None:
 def test_queries_through_the_engine(architecture: str) -> None:
     """Influences from walks equal those of autograd's gradients, one example at a time."""
     model = tiny_model(architecture, dtype=torch.float64)
-    rows = tiny_examples(13, 97, 1)
-    examples = [Example(e.id, e.index, list(e.input_ids), list(e.labels)) for e in rows]
+    examples = tiny_rows(13, 1)
     pool, queries = examples[:9], examples[9:]
     engine = GhostEngine(model, find_candidates(model, "block_linear"))
     sketch = Sketch(64, seed=3, purpose="calibrated")

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import Runner, small_run
-from models import tiny_examples, tiny_model
+from models import tiny_model, tiny_rows
 from places import place
 from torch import Tensor
 
@@ -32,7 +32,6 @@ from dualsft.errors import ConfigError, RunError
 from dualsft.lab.methods import greedy
 from dualsft.lab.methods.greedy import (
     Information,
-    Spice,
     factor,
     features,
     lazy_greedy,
@@ -43,20 +42,13 @@ from dualsft.lab.methods.greedy import (
 )
 from dualsft.lab.methods.less import Less, attach, target_maps
 from dualsft.lab.methods.per_example import DavIR, learnability, top
-from dualsft.lab.methods.table import DavIROptions, LessOptions, SpiceOptions
+from dualsft.lab.methods.table import DavIROptions, LessOptions
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job
 from dualsft.system.progress import Reporter
 
 DATA_ONLY = ("method.params=all", "select.data_budget=10", "warmup.min_steps=4")
-
-
-def rows_of(count: int, seed: int = 1) -> list[Example]:
-    return [
-        Example(e.id, e.index, list(e.input_ids), list(e.labels))
-        for e in tiny_examples(count, 97, seed)
-    ]
 
 
 def selected(run: Path) -> list[str]:
@@ -128,7 +120,7 @@ def test_what_each_method_counts_and_what_its_seed_changes(
 
 
 def test_top_takes_the_first_of_equals_and_refuses_nan() -> None:
-    pool = rows_of(5)[::-1]
+    pool = tiny_rows(5, 1)[::-1]
     assert top(np.array([1.0, 3.0, 3.0, 0.0, 3.0]), pool, 2).tolist() == [4, 2]
     with pytest.raises(RunError, match=pool[3].id):
         top(np.array([1.0, 3.0, 3.0, np.nan, 3.0]), pool, 2)
@@ -234,18 +226,6 @@ def test_lazy_greedy_evaluates_less_than_naive(monkeypatch: pytest.MonkeyPatch) 
     assert sum(counted) < 0.5 * 20 * 200
 
 
-def test_woodbury_is_the_direct_inverse() -> None:
-    information, factors = Information(7, 0.3, torch.device("cpu")), random_factors(30)
-    for f in factors:
-        information.add(f)
-    direct = torch.linalg.inv(0.3 * torch.eye(7).double() + sum(f.T @ f for f in factors))
-    torch.testing.assert_close(information.inverse, direct, rtol=1e-9, atol=1e-12)
-    gain = information.gains(random_factors(1, seed=5))[0]
-    both = torch.cat([factors.reshape(-1, 7), random_factors(1, seed=5)[0]])
-    before, after = (log_det(f[None], 0.3) for f in (factors.reshape(-1, 7), both))
-    assert gain == pytest.approx(after - before, rel=1e-9)
-
-
 @pytest.mark.parametrize("tokens", [2, 4, 6, 15])
 def test_a_factor_is_the_best_of_its_rank(tokens: int) -> None:
     x = torch.randn(tokens, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -260,7 +240,7 @@ def test_a_factor_is_the_best_of_its_rank(tokens: int) -> None:
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "gpt2"])
 def test_features_are_what_the_head_is_given(arch: str) -> None:
     """Padded in a batch, at the positions before each response token, after the final norm."""
-    model, rows = tiny_model(arch), rows_of(5)
+    model, rows = tiny_model(arch), tiny_rows(5, 1)
     seen: list[Tensor] = []
     handle = model.lm_head.register_forward_pre_hook(lambda _m, inputs: seen.append(inputs[0]))
     with torch.no_grad():
@@ -339,20 +319,6 @@ def test_rank_one_updates_are_the_direct_rule(alpha: float, conflict: float) -> 
     assert gains.sum() == pytest.approx(total, rel=1e-9)
 
 
-def test_without_conflict_it_is_log_det_greedy() -> None:
-    rows = random_rows(40)
-    chosen, _ = spice_greedy(rows, 12, 2.0, 0.0)
-    assert chosen.tolist() == naive_greedy(2.0**0.5 * rows[:, None], 12, 1.0)
-
-
-def test_a_gradient_and_its_reverse_gain_the_same_and_score_differently() -> None:
-    along = torch.tensor([[3.0, 0, 0], [0.1, 1, 0], [-0.1, -1, 0.0]], dtype=torch.float64)
-    free, _ = spice_greedy(along, 2, 1.0, 0.0)
-    held, gains = spice_greedy(along.flip(0), 2, 1.0, 0.5)
-    assert free.tolist() == [0, 1] and held.tolist() == [2, 1]  # never the one that opposes
-    assert gains[1] == pytest.approx(float(spice_greedy(along[:2], 2, 1.0, 0.0)[1][1]))
-
-
 def test_pairwise_counts_every_conflicting_pair() -> None:
     rows = random_rows(12)
     cosine = torch.nn.functional.normalize(rows) @ torch.nn.functional.normalize(rows).T
@@ -415,26 +381,6 @@ def test_spices_variants_and_normalisation_choose_differently(make_run: Runner) 
         found.append(tuple(selected(run)))
         assert len(set(found[-1])) == 10
     assert len(set(found)) == len(found)
-
-
-@pytest.mark.parametrize("variant", ["paper", "released_window", "dualsft_pairwise"])
-def test_spice_is_not_a_norm_in_disguise(
-    job_of: Any, variant: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same directions at other lengths are chosen alike."""
-    job, _ = job_of("llama")
-    method = Spice(find("data", "spice"), SpiceOptions(variant=variant, window=16))
-    rows = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
-    longer = rows * 2.0 ** torch.arange(-20, 20)[:, None]  # powers of two: no rounding
-    pool: list[Any] = [None] * 40
-    found = []
-    for given in (rows, longer):
-        monkeypatch.setattr(Spice, "_features", lambda *_, given=given: given.clone())
-        choice = method.choose(job, pool, 8)
-        assert choice is not None
-        found.append(np.sort(choice.positions))
-    assert np.array_equal(*found)
-    assert not np.array_equal(found[1], np.arange(32, 40)), "the eight longest"
 
 
 def test_spice_without_a_linear_candidate_is_refused(make_run: Runner) -> None:
@@ -524,13 +470,6 @@ def test_streamed_scores_are_those_of_stored_features(
     scores = less_scores(job, pool, options)
     assert spearman(scores, expected) >= 0.99
     np.testing.assert_allclose(scores, expected, atol=1e-9 if dtype == "float64" else 1e-3)
-
-
-def test_where_eps_stands_changes_the_scores(job_of: Any) -> None:
-    job, pool = job_of("llama")
-    options = LessOptions(rank=4, lr=1e-4, epochs=1, dim=64)
-    outside = less_scores(job, pool, replace(options, eps_inside=False))
-    assert np.abs(less_scores(job, pool, options) - outside).max() > 1e-3
 
 
 def test_both_projections_rank_alike(job_of: Any) -> None:

@@ -17,6 +17,7 @@ from places import place
 from test_ghost import engine_of, examples_for, random_direction
 
 from dualsft.data.examples import Batch
+from dualsft.engine.rules import LinearRule
 from dualsft.engine.walk import (
     PassSettings,
     WalkState,
@@ -45,6 +46,7 @@ from dualsft.memory.plans import (
 from dualsft.storage.manifest import read_manifest
 from dualsft.storage.resume import Pieces
 from dualsft.system.progress import Reporter
+from dualsft.system.usage import is_out_of_memory
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 PLANS: list[tuple[Any, bool]] = [
@@ -240,15 +242,6 @@ def test_groups_are_whole_layers_of_about_equal_size(count: int) -> None:
     assert "model.norm.weight" in outside, "a head may use both"
 
 
-def test_plans_say_what_they_are() -> None:
-    plan = chosen(40)[0]
-    words = plan.describe(40 * GIB)
-    assert words.startswith("everything on the device") and "of 40 GiB" in words
-    assert plan.settings.startswith("score.plan=device score.checkpointing=false")
-    assert "3 groups" in Plan("blocks", True, 100, 3).describe()
-    assert plan.facts()["predicted_peak_bytes"] == plan.peak
-
-
 # --- every plan, the same numbers ---------------------------------------------------------------
 
 
@@ -331,6 +324,53 @@ def failing(when: Callable[[Batch, int], bool]) -> Callable[[Any], Any]:
         return call
 
     return spoil
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (FULL, True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] can't allocate memory"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(problem: Exception, expected: bool) -> None:
+    assert is_out_of_memory(problem) is expected
+
+
+@pytest.mark.parametrize("most", [40, 16])
+def test_a_walk_goes_on_in_smaller_batches(most: int) -> None:
+    model, said = tiny_model("llama"), list[str]()
+    too_large = failing(lambda batch, _: batch.input_ids.numel() > most)
+    expected = walked(model, "all", Wishes())
+    assert_close(walked(model, "all", Wishes(), said, too_large), expected)
+    warnings = [line for line in said if "out of memory" in line]
+    assert warnings and all("score.batch_tokens=" in line for line in warnings)
+
+
+def test_a_batch_that_fails_half_way_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Memory runs out in the middle of a backward, when part of it is in the sums already."""
+    model = tiny_model("llama")
+    expected = walked(model, "block_linear", Wishes())
+    real, calls = LinearRule.observe, [0]
+
+    def observe(self: LinearRule, *args: Any) -> None:
+        calls[0] += 1
+        if calls[0] in (8, 60):
+            raise FULL
+        real(self, *args)
+
+    monkeypatch.setattr(LinearRule, "observe", observe)
+    for pieces in (Pieces(), Pieces(tmp_path / "s.work", "abc", every=0)):
+        calls[0], said = 0, list[str]()
+        found = walked(model, "block_linear", Wishes(), said, pieces=pieces)
+        assert_close(found, expected)
+        assert sum("out of memory" in line for line in said) == 2
 
 
 def test_the_chain_of_an_unmeasured_device() -> None:

@@ -11,6 +11,7 @@ import oracle
 import pytest
 import torch
 from conftest import Runner, corpus_rows, write_jsonl
+from faults import Killed
 from models import assert_equal, snapshot, tiny_model, tiny_plan, tiny_rows
 from safetensors.torch import load_file
 
@@ -29,10 +30,6 @@ from dualsft.train.retention import Retention
 
 QUIET = Reporter(lambda _: None)
 ANCHORS = tiny_rows(5, 7)
-
-
-class Killed(BaseException):
-    """Stands for a kill."""
 
 
 def term(dropout: float = 0.0, **changes: Any) -> Retention:

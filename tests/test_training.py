@@ -119,6 +119,44 @@ def test_a_step_that_cannot_be_taken_changes_nothing(
     assert not model.training
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_training_goes_on_in_smaller_micro_batches(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def trial(said: list[str]) -> dict[str, torch.Tensor]:
+        plan: dict[str, Any] = {"batch_size": 6, "micro_batch_size": 6, "batch_tokens": 200}
+        return trained(tiny_model("llama_tied_bias"), 13, Reporter(said.append), lr=1e-2, **plan)
+
+    expected = trial([])
+    real = training.example_objective
+
+    def objective(model: Any, batch: Any, **options: Any) -> Any:
+        total, losses = real(model, batch, **options)
+        if len(batch.input_ids) > 2 and where == "forward":
+            full()
+        if len(batch.input_ids) > 2:
+            hidden = next(p for n, p in model.named_parameters() if "layers.0.mlp" in n)
+            weak.append(hidden.register_hook(full))
+        return total, losses
+
+    weak: list[Any] = []
+
+    def step(*args: Any) -> Any:
+        for handle in weak:
+            handle.remove()
+        weak.clear()
+        return real_step(*args)
+
+    real_step = training._Loop.step
+    monkeypatch.setattr(training, "example_objective", objective)
+    monkeypatch.setattr(training._Loop, "step", step)
+    said: list[str] = []
+    got = trial(said)
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-10)
+    assert any("out of memory" in line and "step 1" in line for line in said)
+
+
 def test_memory_short_of_activations_turns_checkpointing_on_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -91,16 +91,6 @@ def test_the_scores_of_a_run_are_the_mean_of_the_influences_of_its_val() -> None
     np.testing.assert_allclose(found.mean(1), run.scores, rtol=1e-9, atol=1e-12)
 
 
-def test_a_row_against_the_others_is_suspected() -> None:
-    """Rows around one direction, three of them mirrored: the three have the lowest support."""
-    torch.manual_seed(0)
-    centre = torch.randn(300, dtype=torch.float64)
-    pool = centre + torch.randn(40, 300, dtype=torch.float64)
-    pool[[4, 20, 33]] -= 2 * centre
-    found = supports(solver_of(pool), 1e-2)
-    assert set(np.argsort(found)[:3]) == {4, 20, 33}
-
-
 def test_extremes_have_a_sign_and_a_stable_order() -> None:
     scores = np.array([0.5, -1.0, 0.0, 0.5, -0.25, 2.0])
     found = Extremes.of(scores, np.array([9, 1, 2, 3, 4, 5]), 10)

@@ -10,7 +10,6 @@ import torch
 
 from dualsft.memory.placement import (
     BlockStream,
-    Scratch,
     blank,
     in_host_memory,
     move,
@@ -79,13 +78,6 @@ def test_last_factors_stay_valid_together() -> None:
                 assert torch.equal(block, home[name])
 
 
-def test_factors_in_the_dtype_of_their_product() -> None:
-    home = {"w": torch.randn(3, 4).to(torch.bfloat16), "b": torch.randn(4)}
-    streamed = BlockStream(home, CPU)
-    assert torch.equal(streamed.read("w", torch.bfloat16), home["w"])
-    assert torch.equal(streamed.read("b", torch.float64), home["b"].double())
-
-
 def test_blank_zeros_take_memory_when_they_are_put_somewhere() -> None:
     like = vector()
     sums = blank(like, torch.float64)
@@ -115,14 +107,3 @@ def test_some_blocks_of_a_vector(lazy: bool) -> None:
         for name in names:
             expected = whole[name].to(dtype_of(name))
             assert torch.equal(got[name], expected) and torch.equal(filled[name], expected)
-
-
-def test_scratch_has_every_shape() -> None:
-    like = vector()
-    scratch = Scratch(like, torch.float32, CPU)
-    for name, block in like.items():
-        with scratch.sum_block(name) as total:
-            assert total.shape == block.shape
-            total.add_(1.0)
-        factor = scratch.direction_block(name, torch.bfloat16)
-        assert factor.shape == block.shape and not bool(factor.any())

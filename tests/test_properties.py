@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
-from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
@@ -20,7 +18,7 @@ import pytest
 from hypothesis import assume
 from hypothesis import strategies as st
 from models import tiny_plan
-from properties import Properties, example, examples, finite, randoms, scratch, seeds, texts
+from properties import Properties, example, examples, finite, scratch, seeds, texts
 from small_tokenizers import BOS, byte_tokenizer
 
 from dualsft.algorithm.split import assign_roles, divide, resolve_budget
@@ -136,14 +134,6 @@ def a_limit_cuts_prompts_from_the_left(rows: list[tuple[str, str]], bos: bool, l
     if report:
         cut = sum(full.num_tokens > limit for full in whole if full.index in kept)
         assert (report.num_truncated, report.num_bad) == (cut, len(whole) - len(made))
-
-
-@PROPERTIES.holds(rows=st.lists(pairs, min_size=1, max_size=8), rng=randoms)
-def the_order_of_rows_changes_no_example(rows: list[tuple[str, str]], rng: random.Random) -> None:
-    shuffled = rng.sample(rows, len(rows))
-    one, two = (encoded(malformed.json_lines(pair_rows(r)))[0] for r in (rows, shuffled))
-    assert Counter(e.key for e in one) == Counter(e.key for e in two)
-    assert [e.index for e in two] == list(range(len(rows)))
 
 
 @PROPERTIES.holds(

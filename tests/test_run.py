@@ -40,7 +40,6 @@ from dualsft.runs.stages import finetune, scores
 from dualsft.storage.resume import Pieces
 from dualsft.system import signals as interrupt
 from dualsft.system.progress import Reporter
-from dualsft.system.usage import Smaller
 from dualsft.train import loop as training
 from dualsft.train.loop import train
 from dualsft.train.optimizer import SparseAdamW
@@ -393,18 +392,6 @@ def test_training_after_lack_of_memory_resumes_to_the_same_bits(
     second = cut_off(trained, tmp_path / "s.work", 2)
     limit[0] = 10**9  # the machine has more memory now
     assert_equal(trained(second), expected)
-
-
-@pytest.mark.parametrize(
-    ("key", "cure"),
-    [
-        ("score.batch_tokens", "score.batch_tokens=40"),
-        ("evaluation.batch_tokens", "evaluation.batch_tokens=40"),
-        ("finetune.micro_batch_size", "finetune.micro_batch_size=2"),
-    ],
-)
-def test_lack_of_memory_names_the_setting_that_governs_it(key: str, cure: str) -> None:
-    assert f"set {cure} to start so" in str(Smaller.than((4, 20), MemoryError(), key))
 
 
 def test_leftovers_of_killed_processes_go_away(make_run: Runner) -> None:

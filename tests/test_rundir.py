@@ -466,17 +466,6 @@ def test_metrics_of_a_stranger(run: RunDir) -> None:
 # --- one writer -----------------------------------------------------------------------------------
 
 
-def test_a_second_writer_is_refused_by_name(run: RunDir) -> None:
-    other = RunDir(run.path)
-    with run.write_stage(STAGE, OLD) as part:
-        (part / "a").write_text("x")
-        with pytest.raises(RunError, match=f"in use by process {os.getpid()} on "):
-            write(other, NEW, "two")
-        assert (part / "a").read_text() == "x"
-    write(other, NEW, "two")
-    assert status(run, NEW) == "ready"
-
-
 def test_another_process_is_refused_until_the_owner_ends(run: RunDir) -> None:
     code = (
         "import sys; from dualsft.runs.folder import RunDir\n"

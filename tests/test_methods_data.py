@@ -6,7 +6,6 @@ top_loss, davir, less, fishersft, spice: brute force in fp64 on tiny models, and
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +39,7 @@ from dualsft.lab.methods.greedy import (
     spice_windows,
 )
 from dualsft.lab.methods.less import Less, attach, target_maps
-from dualsft.lab.methods.per_example import DavIR, learnability, top
+from dualsft.lab.methods.per_example import DavIR, top
 from dualsft.lab.methods.table import DavIROptions, LessOptions
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
@@ -134,15 +133,6 @@ def test_top_loss_is_the_mean_response_loss(make_run: Runner, job_of: Any, at: s
     expected = {e.id: plain_loss(model, e) for e in pool}
     assert stored_scores(run) == pytest.approx(expected, rel=1e-5)
     assert set(selected(run)) == set(sorted(expected, key=lambda i: -expected[i])[:10])
-
-
-def test_learnability_ranks_alike_by_either_denominator_and_is_finite() -> None:
-    base, reference = np.random.default_rng(0).uniform(0.1, 5, (2, 200))
-    ours = learnability(base, reference, floor=1e-3)
-    np.testing.assert_allclose(ours, (base - reference) / base)
-    assert (ranks(ours) == ranks((base - reference) / reference)).all()
-    found = learnability(np.array([0.0, 1e-9]), np.array([0.5, 0.0]), floor=1e-2)
-    np.testing.assert_allclose(found, [-50.0, 1e-7])
 
 
 def test_davirs_reference_is_plain_fine_tuning(make_run: Runner, job_of: Any) -> None:
@@ -329,27 +319,6 @@ def test_windows_keep_their_share_of_exactly_b() -> None:
     assert set(spice_windows(small, walk, 13, 8, 1.0, 0.0)[:2]) == set(expected)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_released_topk_is_the_order_of_gradient_norms(
-    make_run: Runner, job_of: Any, arch: str
-) -> None:
-    """The sketch keeps the norms of whole gradients, well enough to rank them."""
-    words = ("method.data=spice", "method.spice.variant=released_topk", "method.spice.dim=4096")
-    run = make_run(*DATA_ONLY, *words, arch=arch, until="selection")
-    job, pool = job_of(arch)
-    model = job.ctx.load(run / "2_warmup/theta_bar")
-    candidates = job.ctx.candidates(model)
-    norms = {}
-    for example in pool:
-        model.zero_grad()
-        plain_example_loss(model, collate([example], 0)).backward()
-        grads = [p.grad for p in candidates.values() if p.grad is not None]
-        norms[example.id] = float(sum(g.double().square().sum() for g in grads)) ** 0.5
-    largest = sorted(norms, key=lambda i: -norms[i])
-    assert len(set(largest[:10]) & set(selected(run))) >= 7
-    assert set(selected(run)) <= set(largest[:25])
-
-
 def test_spices_variants_and_normalisation_choose_differently(make_run: Runner) -> None:
     found = []
     for number, more in enumerate(
@@ -525,11 +494,3 @@ def test_d_warm_can_be_left_out(make_run: Runner) -> None:
     whole = make_run(*words, until="selection", out="whole")
     less = make_run(*words, "method.less.exclude_warmup=true", until="selection", out="less")
     assert (len(stored_scores(whole)), len(stored_scores(less))) == (96, 84)
-
-
-def test_without_peft_it_says_what_to_install(
-    make_run: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"pip install 'dualsft\[peft\]'"):
-        make_run(*DATA_ONLY, "method.data=less", until="selection")

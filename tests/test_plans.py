@@ -21,7 +21,6 @@ from dualsft.engine.rules import LinearRule
 from dualsft.engine.walk import (
     PassSettings,
     WalkState,
-    cwsd_objective,
     loss_objective,
     remaining_batches,
     walk,
@@ -295,16 +294,6 @@ def test_in_host_memory_and_recomputed_to_the_same_bits(arch: str) -> None:
     for placement, checkpointing in plans:
         wishes = Wishes(placement=placement, checkpointing=checkpointing)
         assert_equal(walked(model, "all", wishes), expected)
-
-
-def test_distillation_in_groups() -> None:
-    teacher, student = tiny_model("qwen3", seed=0), tiny_model("qwen3", seed=7)
-
-    def distil(_: Any) -> Any:
-        return cwsd_objective(teacher, student, 2.0)
-
-    expected = walked(student, "all", Wishes(), spoil=distil)
-    assert_close(walked(student, "all", Wishes(placement="blocks"), spoil=distil), expected)
 
 
 # --- out of memory: the next smaller plan -------------------------------------------------------

@@ -426,15 +426,6 @@ def test_an_atomic_write_does_not_follow_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "link").read_text() == "new" and not (tmp_path / "link").is_symlink()
 
 
-def test_config_is_written(run: RunDir) -> None:
-    run.write_config("seed: 1 # ü\n")
-    run.write_config("seed: 2 # ü\n")
-    text = (run.path / "config.yaml").read_text(encoding="utf-8")
-    seal, _, rest = text.partition("\n")
-    assert rest == "seed: 2 # ü\n"
-    assert seal.startswith("#") and seal.endswith(hashlib.sha256(rest.encode()).hexdigest())
-
-
 def test_metrics_are_one_object_a_line(run: RunDir) -> None:
     assert run.read_metrics() == []
     run.log_metrics("warmup", step=1, loss=np.float32(0.5), text="ü\n")

@@ -275,14 +275,3 @@ def test_where_and_how_is_not_what(make_run: Runner) -> None:
     make_run("warmup.moments=bfloat16", until="warmup", said=said)
     again = next(line for line in said if line.startswith("[warmup] again"))
     assert "warmup.moments" in again and stages(said, "reused") == ["split"]
-
-
-def test_fine_tuning_is_done_again_for_other_moments_alone(make_run: Runner) -> None:
-    make_run(until="finetune")
-    said: list[str] = []
-    make_run("finetune.checkpointing=true", until="finetune", said=said)
-    assert stages(said, "reused")[-1] == "finetune"
-    said.clear()
-    make_run("finetune.moments=int8", until="finetune", said=said)
-    assert stages(said, "reused")[-1] == "selection"
-    assert any("finetune.moments" in line for line in said if line.startswith("[finetune] again"))

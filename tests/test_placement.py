@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
 
 from dualsft.memory.placement import (
     BlockStream,
-    blank,
-    in_host_memory,
-    move,
-    on_device,
-    reset,
 )
 from dualsft.memory.plans import NUM_SLOTS
-from dualsft.storage.vectors import ParamVector
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 4), (4,), (2, 2), (5, 1), (1, 6), (3,), (2, 7), (4, 4)]
@@ -76,34 +69,3 @@ def test_last_factors_stay_valid_together() -> None:
             three = [streamed.read(name, torch.float32) for name in names[i : i + 3]]
             for block, name in zip(three, names[i : i + 3], strict=True):
                 assert torch.equal(block, home[name])
-
-
-def test_blank_zeros_take_memory_when_they_are_put_somewhere() -> None:
-    like = vector()
-    sums = blank(like, torch.float64)
-    assert sums.num_entries == sum(t.numel() for t in like.values())
-    assert all(t.untyped_storage().nbytes() == 8 for t in sums.tensors.values())
-    move(sums, ["p0", "p1"], CPU)
-    sums["p0"].add_(1.0)
-    assert float(sums["p0"].sum()) == 12 and float(sums["p1"].sum()) == 0
-    reset(sums)
-    assert all(t.untyped_storage().nbytes() == 8 for t in sums.tensors.values())
-    assert float(sums["p0"].sum()) == 0
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-def test_some_blocks_of_a_vector(lazy: bool) -> None:
-    whole: Any = ParamVector(vector())
-    source = whole.scaled(1.0) if lazy else whole
-    names = ["p2", "p5", "p6"]
-
-    def dtype_of(name: str) -> torch.dtype:
-        return torch.float32 if name == "p5" else torch.bfloat16
-
-    got = on_device(source, names, dtype_of, CPU)
-    target: dict[str, torch.Tensor] = {}
-    with in_host_memory(source, names, target, dtype_of, CPU, pytest.fail) as filled:
-        assert list(filled) == list(got) == names
-        for name in names:
-            expected = whole[name].to(dtype_of(name))
-            assert torch.equal(got[name], expected) and torch.equal(filled[name], expected)

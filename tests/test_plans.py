@@ -18,6 +18,7 @@ from test_ghost import engine_of, examples_for, random_direction
 
 from dualsft.data.examples import Batch
 from dualsft.engine.rules import LinearRule
+from dualsft.engine.sketch import Sketch
 from dualsft.engine.walk import (
     PassSettings,
     WalkState,
@@ -250,9 +251,10 @@ def walked(
     wishes: Wishes,
     said: list[str] | None = None,
     spoil: Callable[[Any], Any] = lambda objective: objective,
+    sketch: Sketch | None = None,
     **changes: Any,
 ) -> dict[str, torch.Tensor]:
-    """G, values, products and bounds of a walk, by name."""
+    """G, values, products, bounds and sketches of a walk, by name."""
     engine = engine_of(model, spec)
     sums = blank(engine.candidates, engine.candidates.dtype)
     settings = PassSettings(
@@ -261,11 +263,12 @@ def walked(
     reporter = Reporter((said if said is not None else []).append)
     objective = spoil(loss_objective(model))
     rows, lazy = examples_for(model, 13, 3), random_direction(engine).scaled(1.0)
-    found = walk(
-        engine, rows, objective, settings, reporter, "pool", sums=sums, direction=lazy, bounds=True
-    )
-    arrays = {n: torch.from_numpy(getattr(found, n)) for n in ("values", "dots", "inner_sums")}
-    return arrays | {name: block.clone() for name, block in sums.items()}
+    options: dict[str, Any] = {"direction": lazy, "bounds": True, "sketch": sketch}
+    found = walk(engine, rows, objective, settings, reporter, "pool", sums=sums, **options)
+    arrays = {n: getattr(found, n) for n in ("values", "dots", "inner_sums")}
+    arrays |= found.sketches.arrays if found.sketches is not None else {}
+    blocks = {name: block.clone() for name, block in sums.items()}
+    return blocks | {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -430,20 +433,21 @@ def test_no_room_for_the_vectors_themselves(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_killed_walk_gives_the_same_bits(
     placement: Any, checkpointing: bool, tmp_path: Path
 ) -> None:
+    """Killed after every batch; with sketches where there is one walk over all candidates."""
     model = tiny_model("gemma3", torch.float32)
     wishes = Wishes(placement=placement, checkpointing=checkpointing)
-    expected = walked(model, "all", wishes)
-    count = len(remaining_batches(examples_for(model, 13, 3), 60, 0)) * (
-        2 if placement == "blocks" else 1
-    )
+    sketch = Sketch(16, seed=0, purpose="test") if placement != "blocks" else None
+
+    def scored(pieces: Pieces) -> dict[str, torch.Tensor]:
+        return walked(model, "all", wishes, sketch=sketch, pieces=pieces)
+
+    expected = scored(Pieces())
+    batches = len(remaining_batches(examples_for(model, 13, 3), 60, 0))
+    count = batches * (2 if placement == "blocks" else 1)
     assert count >= 3
     for kill_at in range(1, count + 1):
-        second = cut_off(
-            lambda pieces: walked(model, "all", wishes, pieces=pieces),
-            tmp_path / f"{kill_at}.work",
-            kill_at,
-        )
-        assert_equal(walked(model, "all", wishes, pieces=second), expected)
+        second = cut_off(scored, tmp_path / f"{kill_at}.work", kill_at)
+        assert_equal(scored(second), expected)
         assert second.ticks == count - kill_at, "only the rest is computed"
 
 

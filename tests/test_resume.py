@@ -14,14 +14,9 @@ from faults import Killed, cut_off
 from models import assert_equal, snapshot, tiny_model, tiny_rows
 from worlds import short_training
 
-from dualsft.engine.ghost import GhostEngine
-from dualsft.engine.sketch import Sketch
-from dualsft.engine.walk import PassSettings, loss_objective, remaining_batches, walk
-from dualsft.model.load import find_candidates
 from dualsft.runs.folder import RunDir
 from dualsft.storage.manifest import Fingerprint
 from dualsft.storage.resume import KEPT, Pieces
-from dualsft.storage.vectors import ParamVector
 from dualsft.system import signals as interrupt
 from dualsft.system.progress import Reporter
 from dualsft.train.compact import Moments
@@ -124,44 +119,6 @@ def test_a_stage_discards_its_pieces_when_it_is_whole(tmp_path: Path) -> None:
 
 
 # --- loops --------------------------------------------------------------------------------------
-
-
-def scored(pieces: Pieces) -> dict[str, Any]:
-    model = tiny_model("gemma3", torch.float32)
-    engine = GhostEngine(model, find_candidates(model, "all"))
-    generator = torch.Generator().manual_seed(0)
-    direction = ParamVector(
-        {n: torch.randn(p.shape, generator=generator) for n, p in engine.candidates.items()}
-    )
-    sums = ParamVector.zeros(engine.candidates)
-    settings = PassSettings(batch_tokens=40, pad_id=0, padding_side="right", pieces=pieces)
-    result = walk(
-        engine,
-        tiny_rows(17, 3),
-        loss_objective(model),
-        settings,
-        QUIET,
-        "pool (G and f)",
-        sums=sums,
-        direction=direction,
-        bounds=True,
-        sketch=Sketch(16, seed=0, purpose="test"),
-    )
-    assert result.sketches is not None
-    bits = {name: block.clone() for name, block in sums.items()}
-    arrays = {n: getattr(result, n) for n in ("values", "dots", "inner_sums")}
-    arrays |= result.sketches.arrays
-    return bits | {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def test_a_walk_killed_after_every_batch_gives_the_same_bits(tmp_path: Path) -> None:
-    expected = scored(Pieces())
-    count = len(remaining_batches(tiny_rows(17, 3), 40, 0))
-    assert count >= 4
-    for kill_at in range(1, count + 1):
-        second = cut_off(scored, tmp_path / f"{kill_at}.work", kill_at)
-        assert_equal(scored(second), expected)
-        assert second.ticks == count - kill_at, "only the rest is computed"
 
 
 def trained(

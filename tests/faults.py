@@ -19,7 +19,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,27 @@ def cut_off(compute: Callable[[Pieces], object], folder: Path, ticks: int) -> In
     except Killed:
         return Interrupting(folder, "abc", every=0)
     raise AssertionError("it was over before it was killed")
+
+
+@contextmanager
+def stopped_at(tick: int, label: str, end: BaseException) -> Iterator[None]:
+    """A run in this process ends at the n-th tick of a loop, behind its save."""
+    real, seen = Pieces.tick, [0]
+
+    def spy(self: Pieces, name: str, *rest: Any) -> None:
+        real(self, name, *rest)
+        seen[0] += name == label
+        if seen[0] == tick and name == label:
+            raise end
+
+    Pieces.tick = spy  # type: ignore[method-assign]
+    try:
+        yield
+    except type(end):
+        return
+    finally:
+        Pieces.tick = real  # type: ignore[method-assign]
+    raise AssertionError("it was over before it was stopped")
 
 
 # --- the parent ---------------------------------------------------------------------------------

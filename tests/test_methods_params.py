@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Runner
-from faults import Killed
+from faults import Killed, stopped_at
 from models import ARCHITECTURES
 from places import place
 from safetensors.torch import load_file
@@ -36,7 +36,6 @@ from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job, ParamChoice
 from dualsft.runs.stages.finetune import finetune_plan
 from dualsft.runs.stages.selection import read_mask
-from dualsft.storage.resume import Pieces
 from dualsft.system.progress import Reporter
 from dualsft.train.loop import scheduled_rate
 from dualsft.train.optimizer import SparseAdamW
@@ -542,33 +541,16 @@ def test_nanoadam_moments_option_changes_the_result(make_run: Runner) -> None:
 )
 @pytest.mark.parametrize("name", MOVING)
 def test_a_killed_run_with_a_moving_mask_resumes_to_the_same_bits(
-    make_run: Runner,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    dtype: str,
-    moments: str,
-    kills: tuple[int, ...],
+    make_run: Runner, name: str, dtype: str, moments: str, kills: tuple[int, ...]
 ) -> None:
     """Nine steps, masks at 0, 3 and 6; killed before, at and behind a move."""
     more = (f"model.dtype={dtype}", "finetune.epochs=3", "resume.every=0", "finetune.lr=1e-2")
     more += (f"finetune.moments={moments}",)
     wanted = make_run(*choosing(name, *more), out="whole", until="finetune")
     assert summary(wanted, "6_finetune")["changed_entries"] > summary(wanted)["k"]
-    plain = Pieces.tick
     for kill_at in kills:
-        seen = 0
-
-        def tick(self: Pieces, label: str, *rest: Any, kill_at: int = kill_at) -> None:
-            nonlocal seen
-            plain(self, label, *rest)
-            seen += label == "fine-tuning"
-            if seen == kill_at:
-                raise Killed
-
-        monkeypatch.setattr(Pieces, "tick", tick)
-        with pytest.raises(Killed):
+        with stopped_at(kill_at, "fine-tuning", Killed()):
             make_run(*choosing(name, *more), out=f"cut{kill_at}", until="finetune")
-        monkeypatch.setattr(Pieces, "tick", plain)
         said: list[str] = []
         folder = make_run(*choosing(name, *more), out=f"cut{kill_at}", until="finetune", said=said)
         lines = (folder / "metrics.jsonl").read_text().splitlines()

@@ -131,6 +131,7 @@ def test_a_wrong_value(setting: str, shown: str, allowed: str, cure: str, shell:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        # keys that do not exist
         (("--score.lamb", "0.5"), ("score.lamb: no such key; did you mean 'score.lam'?",)),
         (("--modle.path=x",), ("modle.path: no such key; did you mean 'model.path'",)),
         (("score.lam.x=1",), ("score.lam.x: no such key", "score.lam")),
@@ -138,19 +139,7 @@ def test_a_wrong_value(setting: str, shown: str, allowed: str, cure: str, shell:
         (("score.=1",), ("score.: no such key",)),
         (("=1",), ("'=1': not a setting; write key=value, as in score.lam=0.5",)),
         (("method.data=lass",), ("method.data: 'lass' is not a method of this axis",)),
-    ],
-    ids=lambda value: value[0][:30],
-)
-def test_a_key_that_does_not_exist(
-    words: tuple[str, ...], expected: tuple[str, ...], shell: Shell
-) -> None:
-    [text] = shell.refused(*NAMED, *words)
-    has(text, *expected)
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
+        # settings that contradict
         (
             ("score.step=adam", "warmup.epochs=0"),
             ("score.step: 'adam' is not allowed with warmup.epochs=0", "give score.step=sgd"),
@@ -201,13 +190,39 @@ def test_a_key_that_does_not_exist(
             ("evaluation.files: the name 'validation' is taken", "another_name:PATH"),
         ),
         (("evaluation.files=d.jsonl,./d.jsonl",), ("evaluation.files", "'d'")),
+        # paths
+        (("model.path=d.jsonl",), ("model.path: 'd.jsonl'",)),
+        (("model.path=empty",), ("model.path: 'empty'", "config.json")),
+        (("data.path=empty",), ("data.path", "empty")),
+        (("data.path=notes.txt",), ("data.path", "notes.txt", ".jsonl")),
+        (("data.path=builtin:zeno",), ("data.path: 'builtin:zeno'", "builtin:zeno/corpus")),
+        (("data.path=d.jsonl,none.csv",), ("data.path: 'none.csv'",)),
+        (("data.template_file=none.jinja",), ("data.template_file: 'none.jinja'", "Jinja")),
+        (("data.path=~nobody_here/d.jsonl",), ("data.path", "nobody_here")),
+        (("data.val_path=none.jsonl",), ("data.val_path: 'none.jsonl'",)),
+        (("evaluation.files=x:none.jsonl",), ("evaluation.files: x: 'none.jsonl'",)),
+        (("data.path=" + "x" * 5000,), ("data.path",)),
+        (("data.path=a\x00b",), ("data.path",)),
+        (("--out", "d.jsonl"), ("--out: 'd.jsonl' is not a folder", "give a new folder")),
+        (
+            ("--out", "full"),
+            ("--out: 'full' is neither empty nor a run folder", "give a new folder"),
+        ),
+        (("--out", "d.jsonl/run"), ("d.jsonl",)),
     ],
-    ids=lambda value: value[0][:40],
+    ids=lambda value: " ".join(value)[:40],
 )
-def test_settings_that_contradict(
-    settings: tuple[str, ...], expected: tuple[str, ...], shell: Shell
+def test_words_that_are_refused(
+    words: tuple[str, ...], expected: tuple[str, ...], shell: Shell
 ) -> None:
-    has(shell.refused(*NAMED, *settings)[0], *expected)
+    """Beside a model and data that are fine."""
+    (shell.folder / "empty").mkdir()
+    (shell.folder / "full").mkdir()
+    shell.write("full/mine.txt", "mine")
+    shell.write("notes.txt", "hello")
+    text = shell.refused(*NAMED, *words)[0]
+    has(text, *expected)
+    assert len(text) < 6000
 
 
 # --- files -------------------------------------------------------------------------------------
@@ -321,47 +336,6 @@ def test_everything_that_is_missing_is_named_at_once(shell: Shell) -> None:
     keys = ("model.path: 'no/such/model'", *sources, "evaluation.files: old")
     for line, key in zip(found, (*keys, "new"), strict=True):
         has(line, key)
-
-
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        ("model.path=d.jsonl", ("model.path: 'd.jsonl'",)),
-        ("model.path=empty", ("model.path: 'empty'", "config.json")),
-        ("data.path=empty", ("data.path", "empty")),
-        ("data.path=notes.txt", ("data.path", "notes.txt", ".jsonl")),
-        ("data.path=builtin:zeno", ("data.path: 'builtin:zeno'", "builtin:zeno/corpus")),
-        ("data.path=d.jsonl,none.csv", ("data.path: 'none.csv'",)),
-        ("data.template_file=none.jinja", ("data.template_file: 'none.jinja'", "Jinja")),
-        ("data.path=~nobody_here/d.jsonl", ("data.path", "nobody_here")),
-        ("data.val_path=none.jsonl", ("data.val_path: 'none.jsonl'",)),
-        ("evaluation.files=x:none.jsonl", ("evaluation.files: x: 'none.jsonl'",)),
-        ("data.path=" + "x" * 5000, ("data.path",)),
-        ("data.path=a\x00b", ("data.path",)),
-    ],
-    ids=lambda value: value[:30] if isinstance(value, str) else "",
-)
-def test_a_wrong_path(setting: str, expected: tuple[str, ...], shell: Shell) -> None:
-    (shell.folder / "empty").mkdir()
-    shell.write("notes.txt", "hello")
-    [text] = shell.refused(*NAMED, setting)
-    has(text, *expected)
-    assert len(text) < 6000
-
-
-@pytest.mark.parametrize(
-    ("out", "expected"),
-    [
-        ("d.jsonl", ("--out: 'd.jsonl' is not a folder", "give a new folder")),
-        ("full", ("--out: 'full' is neither empty nor a run folder", "give a new folder")),
-        ("d.jsonl/run", ("d.jsonl",)),
-    ],
-)
-def test_a_wrong_run_folder(out: str, expected: tuple[str, ...], shell: Shell) -> None:
-    (shell.folder / "full").mkdir()
-    shell.write("full/mine.txt", "mine")
-    [text] = shell.refused(*NAMED, "--out", out)
-    has(text, *expected)
 
 
 # --- together ----------------------------------------------------------------------------------

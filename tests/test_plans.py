@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Runner
-from faults import Killed, cut_off
+from faults import cut_off
 from models import ARCHITECTURES, assert_equal, tiny_model
 from places import place
 from test_ghost import engine_of, examples_for, random_direction
@@ -27,7 +28,7 @@ from dualsft.engine.walk import (
     walk,
 )
 from dualsft.errors import RunError
-from dualsft.memory.placement import blank
+from dualsft.memory.placement import BlockStream, blank
 from dualsft.memory.plans import (
     AMPLE_BATCH,
     AMPLE_BYTES,
@@ -299,6 +300,31 @@ def test_in_host_memory_and_recomputed_to_the_same_bits(arch: str) -> None:
         assert_equal(walked(model, "all", wishes), expected)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_streamed_sums_are_the_plain_sums(seed: int) -> None:
+    """In an order that repeats, as of batches, and in one that does not."""
+    rng = random.Random(seed)
+    shapes = [(3, 4), (4,), (2, 2), (5, 1), (1, 6), (3,), (2, 7), (4, 4)]
+    home = {f"p{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
+    plain = {name: block.clone() for name, block in home.items()}
+    streamed = BlockStream(home, torch.device("cpu"))
+    order = rng.sample(list(home), len(home))
+    for turn in range(5):
+        if turn == 3:
+            rng.shuffle(order)
+        for name in order:
+            for _ in range(rng.choice([1, 1, 3])):  # the chunks of a head
+                with streamed.changed(name) as block:
+                    assert torch.equal(block, plain[name])
+                    block.add_(turn + 1.0)
+                plain[name].add_(turn + 1.0)
+        if rng.random() < 0.5:
+            streamed.flush()
+            assert all(torch.equal(home[name], plain[name]) for name in home)
+    streamed.flush()
+    assert all(torch.equal(home[name], plain[name]) for name in home)
+
+
 # --- out of memory: the next smaller plan -------------------------------------------------------
 
 
@@ -496,31 +522,6 @@ def test_a_walk_killed_after_it_fell_back_gives_the_same_bits(tmp_path: Path) ->
             kill_at,
         )
         assert_equal(walked(model, "all", wishes, pieces=second), expected)
-
-
-def test_a_signal_that_does_not_wait_leaves_no_half_batch_behind(tmp_path: Path) -> None:
-    """A second Ctrl-C in the middle of a batch: the state with half of it is not saved."""
-    model = tiny_model("llama")
-    expected = walked(model, "all", Wishes())
-    pieces = Pieces(tmp_path / "s.work", "abc", every=10**9)
-
-    def spoil(objective: Any) -> Any:
-        def call(batch: Batch, observer: Any) -> Any:
-            total, values = objective(batch, observer)
-            calls[0] += 1
-            if calls[0] == 2:
-                total.backward()
-                raise Killed
-            return total, values
-
-        calls = [0]
-        return call
-
-    with pytest.raises(Killed):
-        walked(model, "all", Wishes(), pieces=pieces, spoil=spoil)
-    assert pieces.rescue() == ""
-    again = Pieces(tmp_path / "s.work", "abc", every=0)
-    assert_close(walked(model, "all", Wishes(), pieces=again), expected)
 
 
 # --- in a run -----------------------------------------------------------------------------------

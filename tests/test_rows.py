@@ -98,13 +98,6 @@ def test_twenty_problems_are_shown_and_the_rest_counted(corpus: Path) -> None:
     assert len(report.bad) == report.num_bad == 50
 
 
-def test_skipping_is_said(corpus: Path) -> None:
-    _, report = read(corpus, b"\n".join([b"{", GOOD, b"[]"]), bad_rows="skip")
-    said = "\n".join(report.notes())
-    assert "2 of 3 rows are bad and left out" in said
-    assert "line 1: not valid JSON" in said and "line 3: a list" in said
-
-
 @pytest.mark.parametrize(
     ("limits", "ends"),
     [

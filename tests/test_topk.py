@@ -89,27 +89,6 @@ finite32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 few = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0**-149, -(2.0**-149), 3.0e38])
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    parts=st.lists(
-        hnp.arrays(np.float32, st.integers(0, 12), elements=st.one_of(finite32, few)),
-        min_size=1,
-        max_size=5,
-    ).filter(lambda parts: sum(part.size for part in parts) > 0),
-    fraction=st.floats(0, 1),
-    chunk=st.integers(1, 13),
-    wide=st.booleans(),
-)
-def test_equals_full_sort_on_anything(
-    parts: list[np.ndarray], fraction: float, chunk: int, wide: bool
-) -> None:
-    tensors = {f"p{i}": torch.from_numpy(part) for i, part in enumerate(parts)}
-    if wide:  # products of two fp32 numbers fill the low digits of an fp64 key
-        tensors = {name: tensor.double() * 1.1 for name, tensor in tensors.items()}
-    total = sum(tensor.numel() for tensor in tensors.values())
-    assert_same_as_sort(tensors, max(1, int(fraction * total)), chunk)
-
-
 def test_ten_million_against_a_full_sort() -> None:
     flat = torch.randn(10**7, generator=generator()) * torch.randn(10**7, generator=generator(1))
     order = torch.sort(flat, descending=True, stable=True)
@@ -169,21 +148,29 @@ def test_a_sample_that_misleads_costs_readings_and_never_the_answer(
     assert 3 < readings <= most
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
-    scores=hnp.arrays(np.float32, st.integers(1, 200), elements=st.one_of(finite32, few)),
+    parts=st.lists(
+        hnp.arrays(np.float32, st.integers(0, 60), elements=st.one_of(finite32, few)),
+        min_size=1,
+        max_size=5,
+    ).filter(lambda parts: sum(part.size for part in parts) > 0),
     fraction=st.floats(0, 1),
     chunk=st.integers(1, 70),
-    sample=st.integers(1, 40),
+    sample=st.integers(1, 40) | st.just(1 << 20),
+    wide=st.booleans(),
 )
-def test_equals_full_sort_with_any_sample(
-    scores: np.ndarray, fraction: float, chunk: int, sample: int
+def test_equals_full_sort_on_anything_with_any_sample(
+    parts: list[np.ndarray], fraction: float, chunk: int, sample: int, wide: bool
 ) -> None:
+    tensors = {f"p{i}": torch.from_numpy(part) for i, part in enumerate(parts)}
+    if wide:  # products of two fp32 numbers fill the low digits of an fp64 key
+        tensors = {name: tensor.double() * 1.1 for name, tensor in tensors.items()}
+    total = sum(tensor.numel() for tensor in tensors.values())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topk_reading, "SAMPLE", sample)
         patch.setattr(topk_reading, "SPARE", 1)
-        tensors = split(torch.from_numpy(scores), scores.size // 3)
-        assert_same_as_sort(tensors, max(1, int(fraction * scores.size)), chunk)
+        assert_same_as_sort(tensors, max(1, int(fraction * total)), chunk)
 
 
 @pytest.mark.slow

@@ -187,32 +187,21 @@ anything = st.recursive(
 )
 some_text = texts | st.sampled_from(["ask", "tell"]) | anything
 calls = st.just([{"type": "function", "function": {"name": "f", "arguments": {}}}])
-parts = st.lists(st.fixed_dictionaries({"type": st.just("text") | some_text, "text": some_text}))
-turns = st.fixed_dictionaries(
-    {
-        "role": st.sampled_from(["system", "user", "assistant", "tool", "developer", "x"])
-        | anything,
-        "content": some_text | parts,
-    },
-    optional={"tool_calls": calls | anything, "name": some_text, "tool_call_id": some_text},
-)
-tagged = st.fixed_dictionaries(
-    {
-        "from": st.sampled_from(["human", "gpt", "system", "observation", "function_call"])
-        | anything,
-        "value": some_text,
-    }
-)
 
 
-def talk_of(role: str, content: str, user: str, assistant: str, odd: Any) -> Any:
+def talk_of(role: str, content: str, *roles: str) -> Any:
     """Good conversations, the same with an odd turn somewhere, and things that are none."""
     good = st.lists(pairs, min_size=1, max_size=3).map(
         lambda said: [
             {role: who, content: text}
             for pair in said
-            for who, text in zip((user, assistant), pair, strict=True)
+            for who, text in zip(roles[:2], pair, strict=True)
         ]
+    )
+    parts = st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": some_text}))
+    odd = st.fixed_dictionaries(
+        {role: st.sampled_from(roles) | anything, content: some_text | parts},
+        optional={"tool_calls": calls | anything, "name": some_text, "tool_call_id": some_text},
     )
     spoiled = st.tuples(good, st.integers(0, 6), odd | anything).map(
         lambda drawn: [*drawn[0][: drawn[1]], drawn[2], *drawn[0][drawn[1] :]]
@@ -220,22 +209,21 @@ def talk_of(role: str, content: str, user: str, assistant: str, odd: Any) -> Any
     return good | spoiled | st.lists(odd, max_size=3) | anything
 
 
-talks = talk_of("role", "content", "user", "assistant", turns)
+talks = talk_of("role", "content", "user", "assistant", "system", "tool", "developer", "x")
+tagged = talk_of("from", "value", "human", "gpt", "system", "observation", "function_call")
+history = st.lists(st.lists(some_text, max_size=3), max_size=2) | anything
+shapes: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"messages": talks}, {"tools": anything}),
+    ({"conversations": tagged}, {"system": some_text, "tools": some_text}),
+    (
+        {"instruction": some_text, "output": some_text},
+        {"input": some_text, "history": history, "system": some_text},
+    ),
+    ({"text": some_text}, {}),
+]
 any_rows = st.dictionaries(st.sampled_from(["prompt", "completion", "response"]), some_text | talks)
-any_rows |= st.fixed_dictionaries({"messages": talks}, optional={"tools": anything})
-any_rows |= st.fixed_dictionaries(
-    {"conversations": talk_of("from", "value", "human", "gpt", tagged)},
-    optional={"system": some_text, "tools": some_text},
-)
-any_rows |= st.fixed_dictionaries(
-    {"instruction": some_text, "output": some_text},
-    optional={
-        "input": some_text,
-        "history": st.lists(st.lists(some_text, max_size=3), max_size=2) | anything,
-        "system": some_text,
-    },
-)
-any_rows |= st.fixed_dictionaries({"text": some_text})
+for fixed, optional in shapes:
+    any_rows |= st.fixed_dictionaries(fixed, optional=optional)
 
 
 @PROPERTIES.holds(

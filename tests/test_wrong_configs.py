@@ -308,18 +308,6 @@ def test_wrong_words(words: tuple[str, ...], expected: tuple[str, ...], shell: S
     has(shell.refused(*words)[0], *expected)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("runn",), ("export",), ("export", "merge"), ("select",), ("--bogus",), ("report", "a", "b")],
-    ids=lambda words: " ".join(words),
-)
-def test_words_that_the_parser_refuses(words: tuple[str, ...], shell: Shell) -> None:
-    """The usage, not a traceback."""
-    before = shell.tree()
-    code, stderr = shell.call(*words)
-    assert code == 2 and "Traceback" not in stderr and shell.tree() == before
-
-
 # --- paths -------------------------------------------------------------------------------------
 
 

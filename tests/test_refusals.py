@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import Runner, corpus_rows, small_run, write_jsonl
-from models import tiny_model
+from models import tiny_model, tiny_rows
 from places import place
 from safetensors.torch import load_file, save_file
 from test_cli import cli
 from transformers import LlamaForCausalLM
 
+import dualsft
 from dualsft.config import settings
 from dualsft.errors import ConfigError
 from dualsft.runs import pipeline
@@ -110,6 +111,14 @@ def test_changed_logits_are_refused_before_the_warmup(
     with pytest.raises(ConfigError, match="changes its logits"):
         run(model_folder("llama"), corpus, tmp_path / "run", f"select.variant={variant}")
     assert not list((tmp_path / "run").glob("2_warmup*"))
+
+
+def test_api_refuses_changed_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    halve_logits(monkeypatch)
+    model = tiny_model("llama").eval()
+    rows = tiny_rows(4)
+    with pytest.raises(ConfigError, match="changes its logits"):
+        dualsft.score(model, rows, rows[:2], eta_ft=1e-3, reporter=QUIET)
 
 
 def test_token_beyond_the_vocabulary(model_folder: Folders, corpus: Path, tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_the_fastest_plan_that_fits(memory: float, expected: tuple, whole: bool)
     assert kind(plan) == expected
     assert (plan.batch_tokens == 16384) is whole and plan.batch_tokens >= SMALL_BATCH
     assert plan.peak is not None and plan.peak <= memory * GIB * (1 - HEADROOM) + 1
+    assert f" of {memory} GiB" in plan.describe(int(memory * GIB))
 
 
 @pytest.mark.parametrize("memory", [139, 80, 40, 30, 24, 16, 13, 10, 8])

@@ -143,8 +143,10 @@ def test_one_pass_under_a_curvature_that_dominates(
     make_run: Runner, model_folder, corpus: Path
 ) -> None:
     """The second-order term really shows, and what the bounds leave open is scored again."""
-    run = make_run(*F64, "score.curvature_scale=1e5", until="selection")
+    said: list[str] = []
+    run = make_run(*F64, "score.curvature_scale=1e7", until="selection", said=said)
     check(run, model_folder("llama"), corpus, 1e-7)
+    assert any("selected entries have a score ≤ 0" in line for line in said)
     assert json.loads((run / "4_scores/summary.json").read_text())["curvature_share"] > 1
     assert json.loads((run / "5_selection/summary.json").read_text())["rescored"] > 0
 

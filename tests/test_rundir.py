@@ -287,6 +287,7 @@ def replace_by_link(folder: Path) -> None:
         (lambda f: (f / "manifest.json").write_text(""), "manifest.json is damaged"),
         (lambda f: (f / "manifest.json").write_text("[" * 10**5), "manifest.json is damaged"),
         (lambda f: (f / "manifest.json").write_text("[1]"), "manifest.json is damaged"),
+        (lambda f: (f / "manifest.json").write_text('{"a": NaN}'), "manifest.json is damaged"),
         (lambda f: (f / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json is damaged"),
         (lambda f: os.truncate(f / "manifest.json", 100), "manifest.json is damaged"),
     ],

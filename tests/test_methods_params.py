@@ -24,7 +24,7 @@ from dualsft.config.methods import registry
 from dualsft.data.examples import Example, collate, training_order
 from dualsft.engine.losses import last_hidden, plain_example_loss
 from dualsft.errors import ConfigError
-from dualsft.lab.methods.magnitudes import NanoAdam
+from dualsft.lab.methods.magnitudes import NanoAdam, smallest
 from dualsft.lab.methods.matrices import (
     WeightMatrix,
     matrices,
@@ -470,6 +470,13 @@ def test_nanoadam_takes_the_smallest_of_each_chunk(make_job: JobMaker) -> None:
         index = indices[name]
         inside = index[(index >= start) & (index < start + len(values))] - start
         assert inside.tolist() == sorted(order), "ties go to the smaller index"
+
+
+def test_smallest_breaks_ties_by_index() -> None:
+    values = torch.tensor([2.0, 1.0, 0.0, 1.0, 1.0, 0.0])
+    assert smallest(values, 3).tolist() == [1, 2, 5]
+    assert smallest(values, 4).tolist() == [1, 2, 3, 5]
+    assert smallest(values, 0).tolist() == [] and smallest(values, 6).tolist() == [*range(6)]
 
 
 @pytest.mark.parametrize("interval", [2, 3, 100])

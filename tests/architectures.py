@@ -61,6 +61,13 @@ _BASE: dict[str, Any] = {
 _HEADS = {**_BASE, "head_dim": 8}
 _WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 _GEMMA = {**_HEADS, **_WINDOWS, "query_pre_attn_scalar": 8, "pad_token_id": 0}
+_PER_LAYER = {
+    **_GEMMA,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+}
+_GEMMA4 = {**_PER_LAYER, "global_head_dim": 8}
 _OLD_GPT = {
     "vocab_size": VOCAB,
     "n_embd": 32,
@@ -155,38 +162,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Gemma-3n text",
         "gemma3n_text",
         {
-            **_GEMMA,
-            "vocab_size_per_layer_input": VOCAB,
-            "hidden_size_per_layer_input": 8,
+            **_PER_LAYER,
             "laurel_rank": 4,
             "altup_num_inputs": 2,
-            "num_kv_shared_layers": 0,
             "activation_sparsity_pattern": [0.0, 0.0],
         },
         rest=("model.layers.*.altup.correct_output_scale",),
     ),
-    "gemma4_text": Architecture(
-        "Gemma-4 text",
-        "gemma4_text",
-        {
-            **_GEMMA,
-            "vocab_size_per_layer_input": VOCAB,
-            "hidden_size_per_layer_input": 8,
-            "num_kv_shared_layers": 0,
-            "global_head_dim": 8,
-        },
-    ),
+    "gemma4_text": Architecture("Gemma-4 text", "gemma4_text", _GEMMA4),
     "gemma4": Architecture(
         "Gemma-4 multimodal",
         "gemma4",
         {
-            "text_config": {
-                **_GEMMA,
-                "vocab_size_per_layer_input": VOCAB,
-                "hidden_size_per_layer_input": 8,
-                "num_kv_shared_layers": 0,
-                "global_head_dim": 8,
-            },
+            "text_config": _GEMMA4,
             "vision_config": {**_VISION, "num_key_value_heads": 2, "head_dim": 8},
             "audio_config": None,
             "boi_token_id": 93,

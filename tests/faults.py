@@ -19,10 +19,13 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from dualsft.storage.resume import Pieces
 
 DIED = 77
 """Exit status of a child that broke off at an I/O call."""
@@ -160,6 +163,62 @@ class _Stream:
 
     def __iter__(self) -> Any:
         return iter(self._stream)
+
+
+# --- in this process ----------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing handles it."""
+
+
+class Interrupting(Pieces):
+    """Dies after some ticks, behind the save."""
+
+    ticks_left = 10**9
+
+    def tick(self, name: str, snapshot: Any, where: str) -> None:
+        super().tick(name, snapshot, where)
+        self.ticks_left -= 1
+        if self.ticks_left <= 0:
+            raise Killed
+
+    @property
+    def ticks(self) -> int:
+        """How many there were."""
+        return 10**9 - self.ticks_left
+
+
+def cut_off(compute: Callable[[Pieces], object], folder: Path, ticks: int) -> Interrupting:
+    """Compute, die after that many ticks; what a second start finds in the folder."""
+    first = Interrupting(folder, "abc", every=0)
+    first.ticks_left = ticks
+    try:
+        compute(first)
+    except Killed:
+        return Interrupting(folder, "abc", every=0)
+    raise AssertionError("it was over before it was killed")
+
+
+@contextmanager
+def stopped_at(tick: int, label: str, end: BaseException) -> Iterator[None]:
+    """A run in this process ends at the n-th tick of a loop, behind its save."""
+    real, seen = Pieces.tick, [0]
+
+    def spy(self: Pieces, name: str, *rest: Any) -> None:
+        real(self, name, *rest)
+        seen[0] += name == label
+        if seen[0] == tick and name == label:
+            raise end
+
+    Pieces.tick = spy  # type: ignore[method-assign]
+    try:
+        yield
+    except type(end):
+        return
+    finally:
+        Pieces.tick = real  # type: ignore[method-assign]
+    raise AssertionError("it was over before it was stopped")
 
 
 # --- the parent ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dualsft.engine import kernels
+from dualsft.engine import kernels, losses
 from dualsft.engine.fused import gated, rms_norm, rotated
 
 
@@ -100,12 +100,29 @@ def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
     target = torch.randint(0, 5003, (9,), device=device)
     weight = torch.rand(9, device=device)
     wide = logits.double().cpu().requires_grad_()
-    losses = torch.nn.functional.cross_entropy(wide, target.cpu(), reduction="none")
-    (expected,) = torch.autograd.grad((losses * weight.cpu().double()).sum(), wide)
-    near(kernels.cross_entropy(logits, target, weight, None), losses.float(), torch.float32, 64)
+    plain = torch.nn.functional.cross_entropy(wide, target.cpu(), reduction="none")
+    (expected,) = torch.autograd.grad((plain * weight.cpu().double()).sum(), wide)
+    near(kernels.cross_entropy(logits, target, weight, None), plain.float(), torch.float32, 64)
     grad = torch.empty_like(logits)
-    near(kernels.cross_entropy(logits, target, weight, grad), losses.float(), torch.float32, 64)
+    near(kernels.cross_entropy(logits, target, weight, grad), plain.float(), torch.float32, 64)
     near(grad, expected.to(dtype), dtype)
+    if dtype == torch.float32:
+        check_weighed(logits, target, weight)
+
+
+def check_weighed(logits: Tensor, target: Tensor, weight: Tensor) -> None:
+    """Token weights that depend on the loss itself, in the kernel's path and in the plain one."""
+    loss = losses.CrossEntropy(target, weight, lambda v: torch.exp(v / -2.0).clamp_(min=0.01))
+    rows = slice(0, len(target))
+    values, grads = loss(rows, logits.double(), True)
+    losses.kernels_for = lambda x: kernels
+    found = loss.in_one_kernel(rows, logits.clone(), torch.float32)
+    assert found is not None
+    near(found[0], values.float(), torch.float32, 64)
+    near(found[1], grads.float(), torch.float32, 64)
+    alone = loss.in_one_kernel(rows, logits.clone(), None)
+    assert alone is not None
+    assert torch.equal(alone[0], found[0]) and torch.equal(alone[1], logits)
 
 
 CHECKS = (check_token_dots, check_rms, check_gated, check_rotate, check_cross_entropy)

@@ -52,7 +52,6 @@ def scratch() -> Iterator[Path]:
 texts = st.text(max_size=20).filter(lambda text: not any(name in text for name in SPECIALS))
 seeds = st.integers(0, 2**32 - 1)
 randoms = st.randoms(use_true_random=False)
-tame = st.integers(-1000, 1000).map(lambda n: n / 8)
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 token_lists = st.lists(st.integers(0, 500), min_size=2, max_size=12)
 

@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from models import ARCHITECTURES, tiny_examples, tiny_model
+from models import ARCHITECTURES, tiny_model, tiny_rows
 from test_calibration import CPU, gradients
 
 from dualsft.algorithm.calibration import Solver, calibrate, rows_of, sketch_of
@@ -91,16 +91,6 @@ def test_the_scores_of_a_run_are_the_mean_of_the_influences_of_its_val() -> None
     np.testing.assert_allclose(found.mean(1), run.scores, rtol=1e-9, atol=1e-12)
 
 
-def test_a_row_against_the_others_is_suspected() -> None:
-    """Rows around one direction, three of them mirrored: the three have the lowest support."""
-    torch.manual_seed(0)
-    centre = torch.randn(300, dtype=torch.float64)
-    pool = centre + torch.randn(40, 300, dtype=torch.float64)
-    pool[[4, 20, 33]] -= 2 * centre
-    found = supports(solver_of(pool), 1e-2)
-    assert set(np.argsort(found)[:3]) == {4, 20, 33}
-
-
 def test_extremes_have_a_sign_and_a_stable_order() -> None:
     scores = np.array([0.5, -1.0, 0.0, 0.5, -0.25, 2.0])
     found = Extremes.of(scores, np.array([9, 1, 2, 3, 4, 5]), 10)
@@ -122,8 +112,7 @@ def test_scores_that_do_not_follow_from_the_sketches_are_refused() -> None:
 def test_queries_through_the_engine(architecture: str) -> None:
     """Influences from walks equal those of autograd's gradients, one example at a time."""
     model = tiny_model(architecture, dtype=torch.float64)
-    rows = tiny_examples(13, 97, 1)
-    examples = [Example(e.id, e.index, list(e.input_ids), list(e.labels)) for e in rows]
+    examples = tiny_rows(13, 1)
     pool, queries = examples[:9], examples[9:]
     engine = GhostEngine(model, find_candidates(model, "block_linear"))
     sketch = Sketch(64, seed=3, purpose="calibrated")

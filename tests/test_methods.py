@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import Runner, corpus_rows, write_jsonl
+from faults import stopped_at
 from safetensors.torch import load_file
 
 from dualsft.config.methods import AXES, ROWS, Axis, Entry, registry, row, row_name
 from dualsft.config.settings import ConfigError
-from dualsft.storage.resume import Pieces
 from dualsft.system.signals import Interrupted
 
 ENTRIES = [entry for axis in AXES for entry in registry()[axis].values()]
@@ -139,27 +139,12 @@ def test_a_method_is_deterministic_by_its_seed(
     assert files_of(other, "6_finetune") != files_of(one, "6_finetune")
 
 
-def test_a_method_goes_on_after_a_stop(
-    entry: Entry, make_run: Runner, shared_run: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_goes_on_after_a_stop(entry: Entry, make_run: Runner, shared_run: Runner) -> None:
     """Interrupted in the middle of fine-tuning, run again: the bits of a run that was not."""
     words = [*words_for(entry), "resume.every=0"]
     whole = shared_run(*words_for(entry), until="finetune")
-    ticks = 0
-    tick = Pieces.tick
-
-    def stop_there(self: Pieces, label: str, *rest: Any) -> None:
-        nonlocal ticks
-        tick(self, label, *rest)
-        ticks += label == "fine-tuning"
-        if ticks == 3:
-            ticks += 1
-            raise Interrupted(2)
-
-    monkeypatch.setattr(Pieces, "tick", stop_there)
-    with pytest.raises(Interrupted):
+    with stopped_at(3, "fine-tuning", Interrupted(2)):
         make_run(*words, out="stopped", until="finetune")
-    monkeypatch.undo()
     again = make_run(*words, out="stopped", until="finetune")
     assert files_of(again, "5_selection") == files_of(whole, "5_selection")
     assert files_of(again, "6_finetune") == files_of(whole, "6_finetune")

@@ -6,7 +6,6 @@ top_loss, davir, less, fishersft, spice: brute force in fp64 on tiny models, and
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import Runner, small_run
-from models import tiny_examples, tiny_model
+from models import tiny_model, tiny_rows
 from places import place
 from torch import Tensor
 
@@ -31,8 +30,6 @@ from dualsft.engine.sketch import Sketch
 from dualsft.errors import ConfigError, RunError
 from dualsft.lab.methods import greedy
 from dualsft.lab.methods.greedy import (
-    Information,
-    Spice,
     factor,
     features,
     lazy_greedy,
@@ -42,21 +39,14 @@ from dualsft.lab.methods.greedy import (
     spice_windows,
 )
 from dualsft.lab.methods.less import Less, attach, target_maps
-from dualsft.lab.methods.per_example import DavIR, learnability, top
-from dualsft.lab.methods.table import DavIROptions, LessOptions, SpiceOptions
+from dualsft.lab.methods.per_example import DavIR, top
+from dualsft.lab.methods.table import DavIROptions, LessOptions
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job
 from dualsft.system.progress import Reporter
 
 DATA_ONLY = ("method.params=all", "select.data_budget=10", "warmup.min_steps=4")
-
-
-def rows_of(count: int, seed: int = 1) -> list[Example]:
-    return [
-        Example(e.id, e.index, list(e.input_ids), list(e.labels))
-        for e in tiny_examples(count, 97, seed)
-    ]
 
 
 def selected(run: Path) -> list[str]:
@@ -128,7 +118,7 @@ def test_what_each_method_counts_and_what_its_seed_changes(
 
 
 def test_top_takes_the_first_of_equals_and_refuses_nan() -> None:
-    pool = rows_of(5)[::-1]
+    pool = tiny_rows(5, 1)[::-1]
     assert top(np.array([1.0, 3.0, 3.0, 0.0, 3.0]), pool, 2).tolist() == [4, 2]
     with pytest.raises(RunError, match=pool[3].id):
         top(np.array([1.0, 3.0, 3.0, np.nan, 3.0]), pool, 2)
@@ -143,15 +133,6 @@ def test_top_loss_is_the_mean_response_loss(make_run: Runner, job_of: Any, at: s
     expected = {e.id: plain_loss(model, e) for e in pool}
     assert stored_scores(run) == pytest.approx(expected, rel=1e-5)
     assert set(selected(run)) == set(sorted(expected, key=lambda i: -expected[i])[:10])
-
-
-def test_learnability_ranks_alike_by_either_denominator_and_is_finite() -> None:
-    base, reference = np.random.default_rng(0).uniform(0.1, 5, (2, 200))
-    ours = learnability(base, reference, floor=1e-3)
-    np.testing.assert_allclose(ours, (base - reference) / base)
-    assert (ranks(ours) == ranks((base - reference) / reference)).all()
-    found = learnability(np.array([0.0, 1e-9]), np.array([0.5, 0.0]), floor=1e-2)
-    np.testing.assert_allclose(found, [-50.0, 1e-7])
 
 
 def test_davirs_reference_is_plain_fine_tuning(make_run: Runner, job_of: Any) -> None:
@@ -220,32 +201,6 @@ def test_lazy_greedy_is_naive_greedy(on_top: int, monkeypatch: pytest.MonkeyPatc
     assert sorted(everything) == list(range(len(factors)))
 
 
-def test_lazy_greedy_evaluates_less_than_naive(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[int] = []
-    own = Information.gains
-
-    def gains(self: Information, factors: Tensor) -> np.ndarray:
-        counted.append(len(factors))
-        return own(self, factors)
-
-    monkeypatch.setattr(Information, "gains", gains)
-    monkeypatch.setattr(greedy, "ON_TOP", 4)
-    lazy_greedy(random_factors(200), 20, level=5.0)
-    assert sum(counted) < 0.5 * 20 * 200
-
-
-def test_woodbury_is_the_direct_inverse() -> None:
-    information, factors = Information(7, 0.3, torch.device("cpu")), random_factors(30)
-    for f in factors:
-        information.add(f)
-    direct = torch.linalg.inv(0.3 * torch.eye(7).double() + sum(f.T @ f for f in factors))
-    torch.testing.assert_close(information.inverse, direct, rtol=1e-9, atol=1e-12)
-    gain = information.gains(random_factors(1, seed=5))[0]
-    both = torch.cat([factors.reshape(-1, 7), random_factors(1, seed=5)[0]])
-    before, after = (log_det(f[None], 0.3) for f in (factors.reshape(-1, 7), both))
-    assert gain == pytest.approx(after - before, rel=1e-9)
-
-
 @pytest.mark.parametrize("tokens", [2, 4, 6, 15])
 def test_a_factor_is_the_best_of_its_rank(tokens: int) -> None:
     x = torch.randn(tokens, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -260,7 +215,7 @@ def test_a_factor_is_the_best_of_its_rank(tokens: int) -> None:
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "gpt2"])
 def test_features_are_what_the_head_is_given(arch: str) -> None:
     """Padded in a batch, at the positions before each response token, after the final norm."""
-    model, rows = tiny_model(arch), rows_of(5)
+    model, rows = tiny_model(arch), tiny_rows(5, 1)
     seen: list[Tensor] = []
     handle = model.lm_head.register_forward_pre_hook(lambda _m, inputs: seen.append(inputs[0]))
     with torch.no_grad():
@@ -339,20 +294,6 @@ def test_rank_one_updates_are_the_direct_rule(alpha: float, conflict: float) -> 
     assert gains.sum() == pytest.approx(total, rel=1e-9)
 
 
-def test_without_conflict_it_is_log_det_greedy() -> None:
-    rows = random_rows(40)
-    chosen, _ = spice_greedy(rows, 12, 2.0, 0.0)
-    assert chosen.tolist() == naive_greedy(2.0**0.5 * rows[:, None], 12, 1.0)
-
-
-def test_a_gradient_and_its_reverse_gain_the_same_and_score_differently() -> None:
-    along = torch.tensor([[3.0, 0, 0], [0.1, 1, 0], [-0.1, -1, 0.0]], dtype=torch.float64)
-    free, _ = spice_greedy(along, 2, 1.0, 0.0)
-    held, gains = spice_greedy(along.flip(0), 2, 1.0, 0.5)
-    assert free.tolist() == [0, 1] and held.tolist() == [2, 1]  # never the one that opposes
-    assert gains[1] == pytest.approx(float(spice_greedy(along[:2], 2, 1.0, 0.0)[1][1]))
-
-
 def test_pairwise_counts_every_conflicting_pair() -> None:
     rows = random_rows(12)
     cosine = torch.nn.functional.normalize(rows) @ torch.nn.functional.normalize(rows).T
@@ -378,27 +319,6 @@ def test_windows_keep_their_share_of_exactly_b() -> None:
     assert set(spice_windows(small, walk, 13, 8, 1.0, 0.0)[:2]) == set(expected)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_released_topk_is_the_order_of_gradient_norms(
-    make_run: Runner, job_of: Any, arch: str
-) -> None:
-    """The sketch keeps the norms of whole gradients, well enough to rank them."""
-    words = ("method.data=spice", "method.spice.variant=released_topk", "method.spice.dim=4096")
-    run = make_run(*DATA_ONLY, *words, arch=arch, until="selection")
-    job, pool = job_of(arch)
-    model = job.ctx.load(run / "2_warmup/theta_bar")
-    candidates = job.ctx.candidates(model)
-    norms = {}
-    for example in pool:
-        model.zero_grad()
-        plain_example_loss(model, collate([example], 0)).backward()
-        grads = [p.grad for p in candidates.values() if p.grad is not None]
-        norms[example.id] = float(sum(g.double().square().sum() for g in grads)) ** 0.5
-    largest = sorted(norms, key=lambda i: -norms[i])
-    assert len(set(largest[:10]) & set(selected(run))) >= 7
-    assert set(selected(run)) <= set(largest[:25])
-
-
 def test_spices_variants_and_normalisation_choose_differently(make_run: Runner) -> None:
     found = []
     for number, more in enumerate(
@@ -415,26 +335,6 @@ def test_spices_variants_and_normalisation_choose_differently(make_run: Runner) 
         found.append(tuple(selected(run)))
         assert len(set(found[-1])) == 10
     assert len(set(found)) == len(found)
-
-
-@pytest.mark.parametrize("variant", ["paper", "released_window", "dualsft_pairwise"])
-def test_spice_is_not_a_norm_in_disguise(
-    job_of: Any, variant: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same directions at other lengths are chosen alike."""
-    job, _ = job_of("llama")
-    method = Spice(find("data", "spice"), SpiceOptions(variant=variant, window=16))
-    rows = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
-    longer = rows * 2.0 ** torch.arange(-20, 20)[:, None]  # powers of two: no rounding
-    pool: list[Any] = [None] * 40
-    found = []
-    for given in (rows, longer):
-        monkeypatch.setattr(Spice, "_features", lambda *_, given=given: given.clone())
-        choice = method.choose(job, pool, 8)
-        assert choice is not None
-        found.append(np.sort(choice.positions))
-    assert np.array_equal(*found)
-    assert not np.array_equal(found[1], np.arange(32, 40)), "the eight longest"
 
 
 def test_spice_without_a_linear_candidate_is_refused(make_run: Runner) -> None:
@@ -526,13 +426,6 @@ def test_streamed_scores_are_those_of_stored_features(
     np.testing.assert_allclose(scores, expected, atol=1e-9 if dtype == "float64" else 1e-3)
 
 
-def test_where_eps_stands_changes_the_scores(job_of: Any) -> None:
-    job, pool = job_of("llama")
-    options = LessOptions(rank=4, lr=1e-4, epochs=1, dim=64)
-    outside = less_scores(job, pool, replace(options, eps_inside=False))
-    assert np.abs(less_scores(job, pool, options) - outside).max() > 1e-3
-
-
 def test_both_projections_rank_alike(job_of: Any) -> None:
     job, pool = job_of("llama")
     options = LessOptions(rank=4, lr=5e-3, epochs=1, batch_size=4, dim=4096)
@@ -601,11 +494,3 @@ def test_d_warm_can_be_left_out(make_run: Runner) -> None:
     whole = make_run(*words, until="selection", out="whole")
     less = make_run(*words, "method.less.exclude_warmup=true", until="selection", out="less")
     assert (len(stored_scores(whole)), len(stored_scores(less))) == (96, 84)
-
-
-def test_without_peft_it_says_what_to_install(
-    make_run: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"pip install 'dualsft\[peft\]'"):
-        make_run(*DATA_ONLY, "method.data=less", until="selection")

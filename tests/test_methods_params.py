@@ -13,36 +13,29 @@ import numpy as np
 import pytest
 import torch
 from conftest import Runner
+from faults import Killed, stopped_at
 from models import ARCHITECTURES
 from places import place
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dualsft.algorithm.topk import topk_signed
 from dualsft.config import settings
 from dualsft.config.methods import registry
 from dualsft.data.examples import Example, collate, training_order
 from dualsft.engine.losses import last_hidden, plain_example_loss
 from dualsft.errors import ConfigError
-from dualsft.lab.methods.magnitudes import NanoAdam, reconstruction, smallest
+from dualsft.lab.methods.magnitudes import NanoAdam, smallest
 from dualsft.lab.methods.matrices import (
-    SMT,
     WeightMatrix,
-    block_entries,
-    block_sizes,
-    block_sums,
     matrices,
     shares,
-    whole_units,
 )
-from dualsft.lab.methods.table import PARAMS, SMTOptions
 from dualsft.model.load import text_parameters
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job, ParamChoice
 from dualsft.runs.stages.finetune import finetune_plan
 from dualsft.runs.stages.selection import read_mask
-from dualsft.storage.resume import Pieces
 from dualsft.system.progress import Reporter
 from dualsft.train.loop import scheduled_rate
 from dualsft.train.optimizer import SparseAdamW
@@ -56,10 +49,6 @@ OPTIONS = {
 }
 EXACT = ("lift", "nanoadam")
 MOVING = ("lift", "nanoadam")
-
-
-class Killed(BaseException):
-    """Stands for a kill: nothing handles it."""
 
 
 def choosing(name: str, *more: str) -> list[str]:
@@ -115,34 +104,6 @@ def trained(folder: Path) -> dict[str, Tensor]:
 # --- every method ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_runs_end_to_end_within_the_budget(
-    make_run: Runner, model_folder: Callable[[str], Path], name: str
-) -> None:
-    """The contract of every method (test_methods.py), with transposed and fused matrices."""
-    folder = make_run(*choosing(name), arch="gpt2", until="finetune")
-    facts, tuned = summary(folder), summary(folder, "6_finetune")
-    indices = read_mask(folder / "5_selection")
-    assert count(indices) == facts["k"] == tuned["trained_entries"]
-    assert facts["k"] == facts["budget_entries"] if name in EXACT else facts["k"] > 0
-    assert facts["k"] <= facts["budget_entries"]
-    if name == "smt":
-        assert (folder / "5_selection/start/model.safetensors").is_file()
-        assert tuned["changed_entries"] > 10 * facts["k"], "the dense steps are kept"
-        return
-    before = load_file(model_folder("gpt2") / "model.safetensors")
-    moved = {n: (t != before[n]).view(-1) for n, t in trained(folder).items()}
-    total = sum(int(m.sum()) for m in moved.values())
-    assert 0.9 * facts["k"] < total
-    if name in MOVING:
-        assert total == tuned["changed_entries"] > facts["k"], "the union of two masks"
-        return
-    for key, mask in moved.items():
-        outside = mask.clone()
-        outside[indices.get(key, torch.empty(0, dtype=torch.int64))] = False
-        assert not outside.any(), f"{key}: frozen weights keep their bits"
-
-
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_chooses_on_every_architecture_and_by_the_seed_alone(
@@ -191,15 +152,6 @@ def test_paper_preset_is_literal(make_run: Runner, name: str) -> None:
 
 
 # --- units and shares --------------------------------------------------------------------------
-
-
-def test_whole_units_fill_what_is_left() -> None:
-    costs = np.array([5, 4, 9, 3, 1])
-    order = np.array([2, 0, 1, 3, 4])
-    assert whole_units(order, costs, 13).tolist() == [2, 1], "9, then 5 does not fit, 4 does"
-    assert whole_units(order, costs, 4).tolist() == [1]
-    assert whole_units(order, costs, 22).tolist() == [2, 0, 1, 3, 4]
-    assert whole_units(order, costs, 0).tolist() == []
 
 
 def test_shares_are_exact_and_in_proportion() -> None:
@@ -332,25 +284,6 @@ def test_s2ft_scores_by_brute_force(make_job: JobMaker, score: str, arch: str) -
 # --- SMT ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(8, 12), (9, 13), (3, 2), (4, 4)])
-def test_smt_blocks_with_ragged_edges(shape: tuple[int, int]) -> None:
-    values = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    size = 4
-    sums, sizes = block_sums(values, size, torch.float64), block_sizes(values.shape, size)
-    down, across = math.ceil(shape[0] / size), math.ceil(shape[1] / size)
-    assert sums.shape == sizes.shape == (down, across)
-    for i in range(down):
-        for j in range(across):
-            block = values[i * size : (i + 1) * size, j * size : (j + 1) * size]
-            assert sums[i, j].item() == pytest.approx(block.sum().item(), rel=1e-12, abs=1e-12)
-            assert sizes[i, j] == block.numel()
-            picked = np.zeros((down, across), bool)
-            picked[i, j] = True
-            where = torch.arange(values.numel()).view(shape)
-            where = where[i * size : (i + 1) * size, j * size : (j + 1) * size].reshape(-1)
-            assert torch.equal(block_entries(picked, values.shape, size), where)
-
-
 def warm_start_by_hand(job: Job, steps: int) -> tuple[nn.Module, dict[str, Tensor]]:
     """torch.optim.AdamW on every parameter; the summed, unclipped gradients."""
     ctx, rows = job.ctx, job.examples
@@ -439,21 +372,6 @@ def test_smt_restart_from_base_is_a_mask_on_theta_old(
     assert not (kept / "6_finetune/delta.safetensors").exists(), "everything moved: no sparse delta"
 
 
-def test_small_blocks_of_noise_are_not_preferred() -> None:
-    """Of pure noise, edge blocks of a sixteenth of the size win no more than their share."""
-    size, wins, draws = 8, 0, 400
-    shape = torch.Size([2 * size + size // 4, 2 * size + size // 4])
-    sizes = block_sizes(shape, size)
-    noise = torch.Generator().manual_seed(0)
-    entry = next(entry for entry in PARAMS if entry.name == "smt")
-    method = SMT(entry, SMTOptions(block=size))
-    for _ in range(draws):
-        sums = block_sums(torch.randn(shape, generator=noise), size, torch.float64)
-        wins += int(sizes.ravel()[int(method._score(sums, sizes).argmax())] < size**2)
-    share = (sizes < size**2).mean()  # 5 of 9 blocks
-    assert abs(wins / draws - share) < 4 * (share * (1 - share) / draws) ** 0.5
-
-
 def test_smt_counts_its_dense_steps(make_run: Runner) -> None:
     """Dense and sparse steps together are what every other method has; at its own rate."""
     words = choosing("smt", "method.smt.steps=100", "finetune.epochs=3")
@@ -512,30 +430,6 @@ def test_lift_takes_the_largest_of_the_reconstruction(make_job: JobMaker, svd: s
             rest[indices[m.name]] = False
             assert low[indices[m.name]].min() >= low[rest].max(), "the largest, not the smallest"
     assert overlap > 0.8 * k, "random matrices have no low rank, and yet it comes close"
-
-
-@pytest.mark.parametrize("svd", ["exact", "lowrank"])
-def test_lift_recovers_a_planted_support(make_job: JobMaker, svd: str) -> None:
-    """Two strong rows and columns under noise whose single entries are larger."""
-    method, job = make_job("lift", f"method.lift.svd={svd}", "method.lift.rank=2")
-    draw = torch.Generator().manual_seed(1)
-    left, right = torch.zeros(120, 2), torch.zeros(90, 2)
-    left[[3, 40, 77], 0] = torch.tensor([1.0, -1.2, 0.9])
-    left[[9, 100], 1] = torch.tensor([1.1, -1.0])
-    right[[5, 6, 50, 80], 0] = torch.tensor([1.0, 0.8, -1.1, 0.9])
-    right[[20, 21, 70], 1] = torch.tensor([-0.9, 1.2, 1.0])
-    planted = left @ right.T
-    support = (planted != 0).view(-1).nonzero().view(-1)
-    noise = 0.05 * torch.randn(120, 90, generator=draw)
-    noise.view(-1)[::997] += 5.0 * (planted.view(-1)[::997] == 0)  # large, and not principal
-    weight = planted * 6.0 + noise
-    factors = method.factors(job, "planted", weight)
-    again = method.factors(job, "planted", weight)
-    assert all(torch.equal(a, b) for a, b in zip(factors, again, strict=True))
-    found = topk_signed(reconstruction("w", *factors), len(support)).indices["w"]
-    assert torch.equal(found, support)
-    by_size = weight.abs().view(-1).topk(len(support)).indices.sort().values
-    assert not torch.equal(by_size, support), "plain magnitude would be fooled"
 
 
 def test_lift_tiles_and_quotas(make_job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -654,33 +548,16 @@ def test_nanoadam_moments_option_changes_the_result(make_run: Runner) -> None:
 )
 @pytest.mark.parametrize("name", MOVING)
 def test_a_killed_run_with_a_moving_mask_resumes_to_the_same_bits(
-    make_run: Runner,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    dtype: str,
-    moments: str,
-    kills: tuple[int, ...],
+    make_run: Runner, name: str, dtype: str, moments: str, kills: tuple[int, ...]
 ) -> None:
     """Nine steps, masks at 0, 3 and 6; killed before, at and behind a move."""
     more = (f"model.dtype={dtype}", "finetune.epochs=3", "resume.every=0", "finetune.lr=1e-2")
     more += (f"finetune.moments={moments}",)
     wanted = make_run(*choosing(name, *more), out="whole", until="finetune")
     assert summary(wanted, "6_finetune")["changed_entries"] > summary(wanted)["k"]
-    plain = Pieces.tick
     for kill_at in kills:
-        seen = 0
-
-        def tick(self: Pieces, label: str, *rest: Any, kill_at: int = kill_at) -> None:
-            nonlocal seen
-            plain(self, label, *rest)
-            seen += label == "fine-tuning"
-            if seen == kill_at:
-                raise Killed
-
-        monkeypatch.setattr(Pieces, "tick", tick)
-        with pytest.raises(Killed):
+        with stopped_at(kill_at, "fine-tuning", Killed()):
             make_run(*choosing(name, *more), out=f"cut{kill_at}", until="finetune")
-        monkeypatch.setattr(Pieces, "tick", plain)
         said: list[str] = []
         folder = make_run(*choosing(name, *more), out=f"cut{kill_at}", until="finetune", said=said)
         lines = (folder / "metrics.jsonl").read_text().splitlines()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dualsft.train import compact
 from dualsft.train import optimizer as optim
 from dualsft.train import step as adam_step
-from dualsft.train.compact import BUCKET, MOMENTS, CompactIndex, Moments, positions_kept
+from dualsft.train.compact import BUCKET, MOMENTS, CompactIndex, Moments
 from dualsft.train.optimizer import SparseAdamW
 
 SHAPES = {"w": (300, 251), "small": (7,), "left_out": (4, 4)}
@@ -110,15 +110,6 @@ def test_compact_indices_give_back_every_range(case: tuple[int, list[int]], data
     assert compact.nbytes == 2 * len(chosen) + 8 * (num_buckets + 1)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.sets(st.integers(0, 99), min_size=1), st.sets(st.integers(0, 99), min_size=1))
-def test_entries_that_stay_are_found(old: set[int], new: set[int]) -> None:
-    before, after = (torch.tensor(sorted(chosen)) for chosen in (old, new))
-    indices = (CompactIndex.encode(before, 100), CompactIndex.encode(after, 100))
-    source, target = positions_kept(*indices, 100, torch.device("cpu"))
-    assert before[source].tolist() == after[target].tolist() == sorted(old & new)
-
-
 # --- Low halves of the masters -----------------------------------------------------------------
 
 
@@ -157,23 +148,6 @@ def test_weight_and_low_half_give_the_master_back(patterns: list[int]) -> None:
 def hashed(count: int, step: int = 1) -> Tensor:
     key = compact.noise_key(3, step, 0)
     return compact.noise(key, 0, count, torch.device("cpu"))
-
-
-def test_the_noise_is_uniform_and_belongs_to_entry_step_and_parameter() -> None:
-    bits = hashed(1 << 18)
-    assert int(bits.min()) >= 0 and int(bits.max()) < 1 << 32
-    for shift in (0, 8, 16, 24):
-        counts = torch.bincount((bits >> shift) & 255, minlength=256).double()
-        chi2 = float(((counts - 1024) ** 2 / 1024).sum())
-        assert 150 < chi2 < 380, "256 bins: 255 expected, standard deviation 23"
-    neighbours = torch.corrcoef(torch.stack([bits[1:], bits[:-1]]).double())[0, 1]
-    assert abs(float(neighbours)) < 0.01
-    part = compact.noise(compact.noise_key(3, 1, 0), 1000, 1100, torch.device("cpu"))
-    assert torch.equal(part, bits[1000:1100])
-    keys = {compact.noise_key(*k) for k in [(3, 1, 0), (3, 2, 0), (3, 1, 1), (4, 1, 0)]}
-    assert len(keys) == 4 and all(0 <= k < 1 << 31 for key in keys for k in key)
-    high = compact.noise(compact.noise_key(3, 1, 0), 1 << 32, (1 << 32) + 50, bits.device)
-    assert not torch.equal(high, bits[:50]), "entries beyond 2^32 have bits of their own"
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.uint8])

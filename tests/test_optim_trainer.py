@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import assert_equal, snapshot
+from small_tokenizers import byte_tokenizer
 from test_optim import (
     Masks,
     backward,
@@ -20,7 +21,7 @@ from test_optim import (
 )
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from dualsft.train.optimizer import SparseAdamW
 
@@ -99,26 +100,52 @@ def rows(count: int = 24) -> list[Row]:
     return [{"input_ids": ids, "labels": ids} for i in range(count) for ids in batch(i)[:1]]
 
 
+def sft_trainer(model: nn.Module, args: dict[str, Any], optimizer: Any) -> Trainer:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    tokens = [row["input_ids"].tolist() for row in rows()]
+    return trl.SFTTrainer(
+        model=model,
+        args=trl.SFTConfig(**args, bf16=False, gradient_checkpointing=False),
+        train_dataset=datasets.Dataset.from_dict({"input_ids": tokens}),
+        processing_class=byte_tokenizer(),
+        optimizers=(optimizer, None),
+    )
+
+
+def plain_trainer(model: nn.Module, args: dict[str, Any], optimizer: Any) -> Trainer:
+    given: Any = {"train_dataset": rows(), "optimizers": (optimizer, None)}
+    return Trainer(model, TrainingArguments(**args), **given)
+
+
 def run_trainer(
-    folder: Path, make: Callable[..., Any], tied: bool = False, resume: str = "", **settings: Any
+    folder: Path,
+    make: Callable[..., Any],
+    tied: bool = False,
+    resume: str = "",
+    trainer_of: Callable[..., Trainer] = plain_trainer,
+    **settings: Any,
 ) -> tuple[LlamaForCausalLM, Masks, list[float]]:
     model = tiny_llama(tied=tied)
     masks = masks_of(model)
-    args = TrainingArguments(**arguments(folder, **settings))
-    optimizer = make(model, masks)
-    trainer = Trainer(model, args, train_dataset=rows(), optimizers=(optimizer, None))  # type: ignore[arg-type]
+    trainer = trainer_of(model, arguments(folder, **settings), make(model, masks))
     trainer.train(resume_from_checkpoint=resume or None)
     norms = [float(log["grad_norm"]) for log in trainer.state.log_history if "grad_norm" in log]
     return model, masks, norms
 
 
+@pytest.mark.parametrize("trainer_of", [plain_trainer, sft_trainer])
 @pytest.mark.parametrize("max_norm", [0.0, 0.2])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("tied", [False, True])
 def test_trainer_trains_as_masked_adamw(
-    tmp_path: Path, max_norm: float, accumulation: int, tied: bool
+    tmp_path: Path,
+    max_norm: float,
+    accumulation: int,
+    tied: bool,
+    trainer_of: Callable[..., Trainer],
 ) -> None:
-    settings = {"max_grad_norm": max_norm, "gradient_accumulation_steps": accumulation}
+    settings: dict[str, Any] = {"max_grad_norm": max_norm, "trainer_of": trainer_of}
+    settings["gradient_accumulation_steps"] = accumulation
     model, masks, norms = run_trainer(tmp_path, ours, tied, **settings)
     expected, _, expected_norms = run_trainer(tmp_path, MaskedAdamW, tied, **settings)
     assert_trained(model, expected, masks)
@@ -148,45 +175,6 @@ def test_trainer_is_refused_what_it_would_not_clear(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="create the SparseAdamW without it"):
         run_trainer(tmp_path, lean)
     assert_equal(snapshot(models[0]), start)
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {"<pad>": 0, "</s>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 37)}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    )
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_sft_trainer_trains_as_masked_adamw(tmp_path: Path, accumulation: int) -> None:
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    words = [" ".join(f"w{int(i)}" for i in row["input_ids"].clamp(min=3)) for row in rows()]
-    data = datasets.Dataset.from_dict({"text": words})
-    ends: list[tuple[LlamaForCausalLM, list[float]]] = []
-    masks: Masks = {}
-    for make in (ours, MaskedAdamW):
-        model = tiny_llama()
-        masks = masks_of(model)
-        settings = {"max_grad_norm": 0.2, "gradient_accumulation_steps": accumulation}
-        given = arguments(tmp_path, **settings, bf16=False, gradient_checkpointing=False)
-        trainer = trl.SFTTrainer(
-            model=model,
-            args=trl.SFTConfig(**given),
-            train_dataset=data,
-            processing_class=tokenizer(),
-            optimizers=(make(model, masks), None),
-        )
-        trainer.train()
-        logs = trainer.state.log_history
-        ends.append((model, [float(log["grad_norm"]) for log in logs if "grad_norm" in log]))
-    (model, norms), (expected, expected_norms) = ends
-    assert_trained(model, expected, masks)
-    assert norms == pytest.approx(expected_norms, rel=1e-4) and min(norms) > 0.2
 
 
 # --- Loops written by hand ---------------------------------------------------------------------

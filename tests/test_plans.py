@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,21 +12,23 @@ import numpy as np
 import pytest
 import torch
 from conftest import Runner
-from models import ARCHITECTURES, tiny_model
+from faults import cut_off
+from models import ARCHITECTURES, assert_equal, tiny_model
 from places import place
 from test_ghost import engine_of, examples_for, random_direction
 
 from dualsft.data.examples import Batch
+from dualsft.engine.rules import LinearRule
+from dualsft.engine.sketch import Sketch
 from dualsft.engine.walk import (
     PassSettings,
     WalkState,
-    cwsd_objective,
     loss_objective,
     remaining_batches,
     walk,
 )
 from dualsft.errors import RunError
-from dualsft.memory.placement import blank
+from dualsft.memory.placement import BlockStream, blank
 from dualsft.memory.plans import (
     AMPLE_BATCH,
     AMPLE_BYTES,
@@ -44,6 +47,7 @@ from dualsft.memory.plans import (
 from dualsft.storage.manifest import read_manifest
 from dualsft.storage.resume import Pieces
 from dualsft.system.progress import Reporter
+from dualsft.system.usage import is_out_of_memory
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 PLANS: list[tuple[Any, bool]] = [
@@ -106,6 +110,7 @@ def test_the_fastest_plan_that_fits(memory: float, expected: tuple, whole: bool)
     assert kind(plan) == expected
     assert (plan.batch_tokens == 16384) is whole and plan.batch_tokens >= SMALL_BATCH
     assert plan.peak is not None and plan.peak <= memory * GIB * (1 - HEADROOM) + 1
+    assert f" of {memory} GiB" in plan.describe(int(memory * GIB))
 
 
 @pytest.mark.parametrize("memory", [139, 80, 40, 30, 24, 16, 13, 10, 8])
@@ -239,15 +244,6 @@ def test_groups_are_whole_layers_of_about_equal_size(count: int) -> None:
     assert "model.norm.weight" in outside, "a head may use both"
 
 
-def test_plans_say_what_they_are() -> None:
-    plan = chosen(40)[0]
-    words = plan.describe(40 * GIB)
-    assert words.startswith("everything on the device") and "of 40 GiB" in words
-    assert plan.settings.startswith("score.plan=device score.checkpointing=false")
-    assert "3 groups" in Plan("blocks", True, 100, 3).describe()
-    assert plan.facts()["predicted_peak_bytes"] == plan.peak
-
-
 # --- every plan, the same numbers ---------------------------------------------------------------
 
 
@@ -257,9 +253,10 @@ def walked(
     wishes: Wishes,
     said: list[str] | None = None,
     spoil: Callable[[Any], Any] = lambda objective: objective,
+    sketch: Sketch | None = None,
     **changes: Any,
 ) -> dict[str, torch.Tensor]:
-    """G, values, products and bounds of a walk, by name."""
+    """G, values, products, bounds and sketches of a walk, by name."""
     engine = engine_of(model, spec)
     sums = blank(engine.candidates, engine.candidates.dtype)
     settings = PassSettings(
@@ -268,11 +265,12 @@ def walked(
     reporter = Reporter((said if said is not None else []).append)
     objective = spoil(loss_objective(model))
     rows, lazy = examples_for(model, 13, 3), random_direction(engine).scaled(1.0)
-    found = walk(
-        engine, rows, objective, settings, reporter, "pool", sums=sums, direction=lazy, bounds=True
-    )
-    arrays = {n: torch.from_numpy(getattr(found, n)) for n in ("values", "dots", "inner_sums")}
-    return arrays | {name: block.clone() for name, block in sums.items()}
+    options: dict[str, Any] = {"direction": lazy, "bounds": True, "sketch": sketch}
+    found = walk(engine, rows, objective, settings, reporter, "pool", sums=sums, **options)
+    arrays = {n: getattr(found, n) for n in ("values", "dots", "inner_sums")}
+    arrays |= found.sketches.arrays if found.sketches is not None else {}
+    blocks = {name: block.clone() for name, block in sums.items()}
+    return blocks | {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -281,10 +279,6 @@ def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         scale = float(block.abs().max())
         assert scale > 0, name
         assert float((got[name] - block).abs().max()) <= 1e-12 * scale, name
-
-
-def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("spec", ["block_linear", "all"])
@@ -304,17 +298,32 @@ def test_in_host_memory_and_recomputed_to_the_same_bits(arch: str) -> None:
     plans: list[tuple[Any, bool]] = [("device", True), ("host", False), ("host", True)]
     for placement, checkpointing in plans:
         wishes = Wishes(placement=placement, checkpointing=checkpointing)
-        assert same_bits(walked(model, "all", wishes), expected), (placement, checkpointing)
+        assert_equal(walked(model, "all", wishes), expected)
 
 
-def test_distillation_in_groups() -> None:
-    teacher, student = tiny_model("qwen3", seed=0), tiny_model("qwen3", seed=7)
-
-    def distil(_: Any) -> Any:
-        return cwsd_objective(teacher, student, 2.0)
-
-    expected = walked(student, "all", Wishes(), spoil=distil)
-    assert_close(walked(student, "all", Wishes(placement="blocks"), spoil=distil), expected)
+@pytest.mark.parametrize("seed", range(6))
+def test_streamed_sums_are_the_plain_sums(seed: int) -> None:
+    """In an order that repeats, as of batches, and in one that does not."""
+    rng = random.Random(seed)
+    shapes = [(3, 4), (4,), (2, 2), (5, 1), (1, 6), (3,), (2, 7), (4, 4)]
+    home = {f"p{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
+    plain = {name: block.clone() for name, block in home.items()}
+    streamed = BlockStream(home, torch.device("cpu"))
+    order = rng.sample(list(home), len(home))
+    for turn in range(5):
+        if turn == 3:
+            rng.shuffle(order)
+        for name in order:
+            for _ in range(rng.choice([1, 1, 3])):  # the chunks of a head
+                with streamed.changed(name) as block:
+                    assert torch.equal(block, plain[name])
+                    block.add_(turn + 1.0)
+                plain[name].add_(turn + 1.0)
+        if rng.random() < 0.5:
+            streamed.flush()
+            assert all(torch.equal(home[name], plain[name]) for name in home)
+    streamed.flush()
+    assert all(torch.equal(home[name], plain[name]) for name in home)
 
 
 # --- out of memory: the next smaller plan -------------------------------------------------------
@@ -334,6 +343,53 @@ def failing(when: Callable[[Batch, int], bool]) -> Callable[[Any], Any]:
         return call
 
     return spoil
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (FULL, True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] can't allocate memory"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(problem: Exception, expected: bool) -> None:
+    assert is_out_of_memory(problem) is expected
+
+
+@pytest.mark.parametrize("most", [40, 16])
+def test_a_walk_goes_on_in_smaller_batches(most: int) -> None:
+    model, said = tiny_model("llama"), list[str]()
+    too_large = failing(lambda batch, _: batch.input_ids.numel() > most)
+    expected = walked(model, "all", Wishes())
+    assert_close(walked(model, "all", Wishes(), said, too_large), expected)
+    warnings = [line for line in said if "out of memory" in line]
+    assert warnings and all("score.batch_tokens=" in line for line in warnings)
+
+
+def test_a_batch_that_fails_half_way_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Memory runs out in the middle of a backward, when part of it is in the sums already."""
+    model = tiny_model("llama")
+    expected = walked(model, "block_linear", Wishes())
+    real, calls = LinearRule.observe, [0]
+
+    def observe(self: LinearRule, *args: Any) -> None:
+        calls[0] += 1
+        if calls[0] in (8, 60):
+            raise FULL
+        real(self, *args)
+
+    monkeypatch.setattr(LinearRule, "observe", observe)
+    for pieces in (Pieces(), Pieces(tmp_path / "s.work", "abc", every=0)):
+        calls[0], said = 0, list[str]()
+        found = walked(model, "block_linear", Wishes(), said, pieces=pieces)
+        assert_close(found, expected)
+        assert sum("out of memory" in line for line in said) == 2
 
 
 def test_the_chain_of_an_unmeasured_device() -> None:
@@ -400,39 +456,26 @@ def test_no_room_for_the_vectors_themselves(monkeypatch: pytest.MonkeyPatch) -> 
 # --- resume under each plan ---------------------------------------------------------------------
 
 
-class Killed(BaseException):
-    """Stands for a kill: nothing handles it."""
-
-
-class Interrupting(Pieces):
-    ticks_left = 10**9
-
-    def tick(self, name: str, snapshot: Any, where: str) -> None:
-        super().tick(name, snapshot, where)
-        self.ticks_left -= 1
-        if self.ticks_left <= 0:
-            raise Killed
-
-
 @pytest.mark.parametrize(("placement", "checkpointing"), PLANS)
 def test_a_killed_walk_gives_the_same_bits(
     placement: Any, checkpointing: bool, tmp_path: Path
 ) -> None:
+    """Killed after every batch; with sketches where there is one walk over all candidates."""
     model = tiny_model("gemma3", torch.float32)
     wishes = Wishes(placement=placement, checkpointing=checkpointing)
-    expected = walked(model, "all", wishes)
-    count = len(remaining_batches(examples_for(model, 13, 3), 60, 0)) * (
-        2 if placement == "blocks" else 1
-    )
+    sketch = Sketch(16, seed=0, purpose="test") if placement != "blocks" else None
+
+    def scored(pieces: Pieces) -> dict[str, torch.Tensor]:
+        return walked(model, "all", wishes, sketch=sketch, pieces=pieces)
+
+    expected = scored(Pieces())
+    batches = len(remaining_batches(examples_for(model, 13, 3), 60, 0))
+    count = batches * (2 if placement == "blocks" else 1)
     assert count >= 3
     for kill_at in range(1, count + 1):
-        first = Interrupting(tmp_path / f"{kill_at}.work", "abc", every=0)
-        first.ticks_left = kill_at
-        with pytest.raises(Killed):
-            walked(model, "all", wishes, pieces=first)
-        second = Interrupting(tmp_path / f"{kill_at}.work", "abc", every=0)
-        assert same_bits(walked(model, "all", wishes, pieces=second), expected)
-        assert 10**9 - second.ticks_left == count - kill_at, "only the rest is computed"
+        second = cut_off(scored, tmp_path / f"{kill_at}.work", kill_at)
+        assert_equal(scored(second), expected)
+        assert second.ticks == count - kill_at, "only the rest is computed"
 
 
 @pytest.mark.parametrize("kill_at", [1, 3])
@@ -447,14 +490,14 @@ def test_a_killed_walk_goes_on_under_another_plan(
     expected = walked(model, "all", Wishes())
     count = len(remaining_batches(examples_for(model, 13, 3), 60, 0))
     done = min(kill_at, count)
-    pieces = Interrupting(tmp_path / "s.work", "abc", every=0)
-    pieces.ticks_left = done
-    with pytest.raises(Killed):
-        walked(model, "all", Wishes(placement=before), pieces=pieces)
-    again = Interrupting(tmp_path / "s.work", "abc", every=0)
+    again = cut_off(
+        lambda pieces: walked(model, "all", Wishes(placement=before), pieces=pieces),
+        tmp_path / "s.work",
+        done,
+    )
     assert_close(walked(model, "all", Wishes(placement=after), pieces=again), expected)
     left = 2 * (count - done) if after == "blocks" else 2 * count - done
-    assert 10**9 - again.ticks_left == left, "what was done is not done again"
+    assert again.ticks == left, "what was done is not done again"
 
 
 def test_a_walk_killed_after_it_fell_back_gives_the_same_bits(tmp_path: Path) -> None:
@@ -474,37 +517,12 @@ def test_a_walk_killed_after_it_fell_back_gives_the_same_bits(tmp_path: Path) ->
     expected = walked(model, "all", wishes, said, spoil)
     for kill_at in (2, 5):
         said.clear()
-        first = Interrupting(tmp_path / f"{kill_at}.work", "abc", every=0)
-        first.ticks_left = kill_at
-        with pytest.raises(Killed):
-            walked(model, "all", wishes, said, spoil, pieces=first)
-        second = Pieces(tmp_path / f"{kill_at}.work", "abc", every=0)
-        assert same_bits(walked(model, "all", wishes, pieces=second), expected)
-
-
-def test_a_signal_that_does_not_wait_leaves_no_half_batch_behind(tmp_path: Path) -> None:
-    """A second Ctrl-C in the middle of a batch: the state with half of it is not saved."""
-    model = tiny_model("llama")
-    expected = walked(model, "all", Wishes())
-    pieces = Pieces(tmp_path / "s.work", "abc", every=10**9)
-
-    def spoil(objective: Any) -> Any:
-        def call(batch: Batch, observer: Any) -> Any:
-            total, values = objective(batch, observer)
-            calls[0] += 1
-            if calls[0] == 2:
-                total.backward()
-                raise Killed
-            return total, values
-
-        calls = [0]
-        return call
-
-    with pytest.raises(Killed):
-        walked(model, "all", Wishes(), pieces=pieces, spoil=spoil)
-    assert pieces.rescue() == ""
-    again = Pieces(tmp_path / "s.work", "abc", every=0)
-    assert_close(walked(model, "all", Wishes(), pieces=again), expected)
+        second = cut_off(
+            lambda pieces: walked(model, "all", wishes, said, spoil, pieces=pieces),
+            tmp_path / f"{kill_at}.work",
+            kill_at,
+        )
+        assert_equal(walked(model, "all", wishes, pieces=second), expected)
 
 
 # --- in a run -----------------------------------------------------------------------------------

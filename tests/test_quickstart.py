@@ -16,10 +16,8 @@ import pytest
 
 from dualsft.config import settings
 from dualsft.data import corpus as zeno
-from dualsft.errors import ConfigError
 from dualsft.lab.quickstart import run_quickstart
 from dualsft.runs import pipeline
-from dualsft.runs.preflight import check_paths
 from dualsft.system.progress import Reporter
 
 ROOT = Path(__file__).parents[1]
@@ -49,12 +47,6 @@ def test_corpus_is_deterministic_and_its_wrong_share_exact(tmp_path: Path) -> No
         name, count, colour, thing, place = words.groups()
         right = row["response"] == f" {place} / {thing} {count} / {colour} / {name}"
         assert right == (row["answer"] == "right")
-
-
-def test_unknown_builtin_file() -> None:
-    config = settings.load("quickstart", ["data.path=builtin:zeno/nothing"])
-    with pytest.raises(ConfigError, match="use one of builtin:zeno/corpus"):
-        check_paths(config)
 
 
 def test_summary_lines(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Runner, corpus_rows, small_run, write_jsonl
-from models import tiny_examples, tiny_model
+from models import tiny_model, tiny_rows
 from places import place
 from safetensors.torch import load_file, save_file
 from test_cli import cli
@@ -19,7 +19,6 @@ from transformers import LlamaForCausalLM
 
 import dualsft
 from dualsft.config import settings
-from dualsft.data.examples import Example
 from dualsft.errors import ConfigError
 from dualsft.runs import pipeline
 from dualsft.system.progress import Reporter
@@ -38,31 +37,52 @@ def copy_of(folder: Path, target: Path) -> Path:
     return target
 
 
-def test_checkpoint_without_a_weight(model_folder: Folders, corpus: Path, tmp_path: Path) -> None:
-    model = copy_of(model_folder("llama"), tmp_path / "model")
-    weights = load_file(model / "model.safetensors")
-    del weights["model.layers.0.mlp.up_proj.weight"]
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"lacks weights.*up_proj"):
-        run(model, corpus, tmp_path / "run")
+def in_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def act(model: Path) -> None:
+        weights = load_file(model / "model.safetensors")
+        change(weights)
+        save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+    return act
 
 
-@pytest.mark.parametrize("damage", ["truncated", "shape", "config"])
+def in_config(**values: Any) -> Callable[[Path], None]:
+    def act(model: Path) -> None:
+        stored = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(stored | values))
+
+    return act
+
+
+def cut_short(model: Path) -> None:
+    data = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(data[:-1])
+
+
+NO_MODEL = "no model can be built from the config.json of"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_short, "model.safetensors: .*truncated; download"),
+        (in_weights(lambda w: w.pop("model.layers.0.mlp.up_proj.weight")), "lacks weights.*up_p"),
+        (in_weights(lambda w: w.update({"model.norm.weight": torch.ones(7)})), r"model\.path"),
+        (in_config(hidden_size="wide"), r"model\.path"),
+        (in_config(hidden_act="zork"), NO_MODEL),
+        (in_config(pad_token_id=99999), NO_MODEL),
+    ],
+)
 def test_damaged_model_is_one_message(
-    damage: str, model_folder: Folders, corpus: Path, tmp_path: Path
+    damage: Callable[[Path], None],
+    message: str,
+    model_folder: Folders,
+    corpus: Path,
+    tmp_path: Path,
 ) -> None:
     model = copy_of(model_folder("llama"), tmp_path / "model")
-    file = model / "model.safetensors"
-    if damage == "truncated":
-        file.write_bytes(file.read_bytes()[:-100])
-    elif damage == "shape":
-        weights = load_file(file)
-        weights["model.norm.weight"] = torch.ones(7)
-        save_file(weights, file, metadata={"format": "pt"})
-    else:
-        values = json.loads((model / "config.json").read_text())
-        (model / "config.json").write_text(json.dumps(values | {"hidden_size": "wide"}))
-    with pytest.raises(ConfigError, match=r"model\.path"):
+    damage(model)
+    with pytest.raises(ConfigError, match=message):
         run(model, corpus, tmp_path / "run")
 
 
@@ -96,7 +116,7 @@ def test_changed_logits_are_refused_before_the_warmup(
 def test_api_refuses_changed_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     halve_logits(monkeypatch)
     model = tiny_model("llama").eval()
-    rows = [Example(e.id, e.index, e.input_ids, e.labels) for e in tiny_examples(4)]
+    rows = tiny_rows(4)
     with pytest.raises(ConfigError, match="changes its logits"):
         dualsft.score(model, rows, rows[:2], eta_ft=1e-3, reporter=QUIET)
 
@@ -104,12 +124,9 @@ def test_api_refuses_changed_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_token_beyond_the_vocabulary(model_folder: Folders, corpus: Path, tmp_path: Path) -> None:
     """A tokenizer with more tokens than the model has embeddings for."""
     other = copy_of(model_folder("llama"), tmp_path / "model")
-    config = json.loads((other / "config.json").read_text())
-    weights = load_file(other / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        weights[name] = weights[name][:60].clone()
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 60}))
+        in_weights(lambda w, name=name: w.update({name: w[name][:60].clone()}))(other)
+    in_config(vocab_size=60)(other)
     with pytest.raises(ConfigError, match=r"model's vocabulary has 60"):
         run(other, corpus, tmp_path / "run")
     assert not list((tmp_path / "run").glob("1_split*"))
@@ -167,9 +184,7 @@ def test_fewer_positions_run_the_split_again(
 ) -> None:
     model = copy_of(model_folder("llama"), tmp_path / "model")
     run(model, corpus, tmp_path / "run", until="split")
-    config = json.loads((model / "config.json").read_text())
-    config["max_position_embeddings"] = 12
-    (model / "config.json").write_text(json.dumps(config))
+    in_config(max_position_embeddings=12)(model)
     folder = run(model, corpus, tmp_path / "run", "data.bad_rows=skip", until="split")
     facts = json.loads((folder / "1_split/summary.json").read_text())
     assert facts["data"]["max_length"] == 12

@@ -26,7 +26,6 @@ from dualsft.lab.report.examples import (
     collect_examples,
     cut_off,
     density,
-    pack,
     token_cap,
     unpack,
 )
@@ -133,11 +132,6 @@ def test_texts_are_cut_to_the_budget() -> None:
     assert token_cap(counts, 10_000) is None
     cap = token_cap(counts, 3060)
     assert cap == 1500 and np.minimum(counts, cap).sum() <= 3060
-
-
-def test_pack_keeps_every_character() -> None:
-    value = {"a": [HOSTILE, ARABIC, EMOJI, "\x00\u2028", None, 1.5]}
-    assert unpack(pack(value)) == value and "<" not in pack(value)
 
 
 # --- the summary, the warnings, the rest of the page --------------------------------------------
@@ -420,19 +414,6 @@ def test_the_cut_off_of_a_reversed_selection(make_run: Callable[..., Path]) -> N
 def test_scores_of_another_method_have_their_own_unit(make_run: Callable[..., Path]) -> None:
     part = scores_part(read_page(make_run("method.data=top_loss"))[0])
     assert ">score of top_loss, larger is better</text>" in part and ">cut-off " in part
-
-
-def test_two_sets_that_overlap_have_no_cut_off(finished: Path, tmp_path: Path) -> None:
-    """As after a second round, whose choice is not by the scores that are shown."""
-    run = copy(finished, tmp_path)
-    columns = unpack(read_page(run)[1]["examples-data"])
-    ranked = sorted((r, i) for i, r in enumerate(columns["rank"]) if r is not None)
-    moved = [columns["id"][i] for _, i in [*ranked[:11], ranked[40]]]
-    (run / "5_selection/ids.json").write_text(json.dumps(moved))
-    seal(run, "selection", "ids.json")
-    write_report(place(run))
-    part = scores_part(read_page(run)[0])
-    assert "the two overlap, so there is no cut-off" in part and 'class="cut"' not in part
 
 
 # --- the model card, several runs, the command --------------------------------------------------

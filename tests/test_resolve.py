@@ -37,10 +37,6 @@ from dualsft.runs.preflight import check_paths
 Folders = Callable[[str], Path]
 
 
-def test_a_folder_is_itself(model_folder: Folders) -> None:
-    assert pretrained.resolve_model(str(model_folder("llama"))) == model_folder("llama")
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,33 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import tiny_examples, tiny_model
+from faults import Killed, cut_off
+from models import assert_equal, snapshot, tiny_model, tiny_rows
 from worlds import short_training
 
-from dualsft.data.examples import Example
-from dualsft.engine.ghost import GhostEngine
-from dualsft.engine.sketch import Sketch
-from dualsft.engine.walk import PassSettings, loss_objective, remaining_batches, walk
-from dualsft.model.load import find_candidates
 from dualsft.runs.folder import RunDir
 from dualsft.storage.manifest import Fingerprint
 from dualsft.storage.resume import KEPT, Pieces
-from dualsft.storage.vectors import ParamVector
 from dualsft.system import signals as interrupt
 from dualsft.system.progress import Reporter
+from dualsft.train.compact import Moments
 from dualsft.train.loop import train
 from dualsft.train.optimizer import SparseAdamW
 
 QUIET = Reporter(lambda _: None)
-
-
-class Killed(BaseException):
-    """Stands for a kill: nothing handles it."""
-
-
-def examples(count: int) -> list[Example]:
-    rows = tiny_examples(count, 97, 3)
-    return [Example(e.id, e.index, list(e.input_ids), list(e.labels)) for e in rows]
 
 
 def state(number: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -135,79 +121,20 @@ def test_a_stage_discards_its_pieces_when_it_is_whole(tmp_path: Path) -> None:
 # --- loops --------------------------------------------------------------------------------------
 
 
-class Interrupting(Pieces):
-    """Dies after some ticks, behind the save."""
-
-    ticks_left = 10**9
-
-    def tick(self, name: str, snapshot: Any, where: str) -> None:
-        super().tick(name, snapshot, where)
-        self.ticks_left -= 1
-        if self.ticks_left <= 0:
-            raise Killed
-
-
-def scored(pieces: Pieces, arch: str = "gemma3") -> dict[str, Any]:
-    model = tiny_model(arch, torch.float32)
-    engine = GhostEngine(model, find_candidates(model, "all"))
-    direction = ParamVector({n: torch.randn(p.shape) for n, p in engine.candidates.items()})
-    generator = torch.Generator().manual_seed(0)
-    for block in direction.values():
-        block.copy_(torch.randn(block.shape, generator=generator))
-    sums = ParamVector.zeros(engine.candidates)
-    settings = PassSettings(batch_tokens=40, pad_id=0, padding_side="right", pieces=pieces)
-    result = walk(
-        engine,
-        examples(17),
-        loss_objective(model),
-        settings,
-        QUIET,
-        "pool (G and f)",
-        sums=sums,
-        direction=direction,
-        bounds=True,
-        sketch=Sketch(16, seed=0, purpose="test"),
-    )
-    assert result.sketches is not None
-    bits = {name: block.clone() for name, block in sums.items()}
-    arrays = {n: getattr(result, n) for n in ("values", "dots", "inner_sums")}
-    arrays |= result.sketches.arrays
-    return bits | {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def same_bits(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_a_walk_killed_after_every_batch_gives_the_same_bits(tmp_path: Path) -> None:
-    expected = scored(Pieces())
-    count = len(remaining_batches(examples(17), 40, 0))
-    assert count >= 4
-    for kill_at in range(1, count + 1):
-        folder = tmp_path / f"{kill_at}.work"
-        first = Interrupting(folder, "abc", every=0)
-        first.ticks_left = kill_at
-        with pytest.raises(Killed):
-            scored(first)
-        second = Interrupting(folder, "abc", every=0)
-        assert same_bits(scored(second), expected)
-        assert 10**9 - second.ticks_left == count - kill_at, "only the rest is computed"
-
-
-def trained(pieces: Pieces, dtype: torch.dtype = torch.float32, sparse: bool = False) -> Any:
+def trained(
+    pieces: Pieces, logged: list[int], dtype: torch.dtype, moments: Moments, sparse: bool
+) -> dict[str, torch.Tensor]:
     model = tiny_model("gpt2", dtype, dropout=0.2)
-    indices = None
-    if sparse:
-        indices = {n: torch.arange(0, p.numel(), 7) for n, p in model.named_parameters()}
+    named = list(model.named_parameters())
+    indices = {n: torch.arange(0, p.numel(), 7) for n, p in named} if sparse else None
     changes = {"batch_size": 4, "micro_batch_size": None, "batch_tokens": 40}
     plan = short_training(lr=1e-2, epochs=3, warmup_ratio=0.1, seed=5, **changes)
-    logged: list[int] = []
     with SparseAdamW(
-        model.named_parameters(), indices, lr=1e-2, weight_decay=0.1, free_gradients=True
+        named, indices, lr=1e-2, weight_decay=0.1, moments=moments, seed=3, free_gradients=True
     ) as optimizer:
         train(
             model,
-            examples(10),
+            tiny_rows(10, 3),
             optimizer,
             plan,
             QUIET,
@@ -215,27 +142,36 @@ def trained(pieces: Pieces, dtype: torch.dtype = torch.float32, sparse: bool = F
             lambda **facts: logged.append(facts.get("step", 0)),
             pieces,
         )
-        moments = [t for state in optimizer.state.values() for t in state.values()]
-        assert len(moments) >= 3 * len(optimizer.names)
-        bits = {f"state{i}": t.clone() for i, t in enumerate(moments)}
-    return bits | {n: p.detach().clone() for n, p in model.named_parameters()}, logged
+        held = [t for state in optimizer.state.values() for t in state.values()]
+        assert len(held) >= 3 * len(optimizer.names)
+        bits = {f"state{i}": t.clone() for i, t in enumerate(held)}
+    return bits | snapshot(model)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "moments"),
+    [
+        (torch.float32, "float32"),
+        (torch.float64, "float32"),
+        (torch.float32, "bfloat16"),
+        (torch.float32, "int8"),
+    ],
+)
 def test_training_killed_after_any_step_gives_the_same_bits(
-    tmp_path: Path, dtype: torch.dtype, sparse: bool
+    tmp_path: Path, dtype: torch.dtype, moments: Moments, sparse: bool
 ) -> None:
-    """Weights, moments and step counts, with dropout, decay and clipping on."""
-    expected, steps = trained(Pieces(), dtype, sparse)
+    """Weights, moments as they are held and step counts, with dropout, decay and clipping on."""
+    steps: list[int] = []
+    expected = trained(Pieces(), steps, dtype, moments, sparse)
     for kill_at in (1, 3, 4, 8):
-        folder = tmp_path / f"{kill_at}.work"
-        first = Interrupting(folder, "abc", every=0)
-        first.ticks_left = kill_at
-        with pytest.raises(Killed):
-            trained(first, dtype, sparse)
-        got, logged = trained(Pieces(folder, "abc", every=0), dtype, sparse)
-        assert same_bits(got, expected)
+        logged: list[int] = []
+        second = cut_off(
+            lambda pieces: trained(pieces, [], dtype, moments, sparse),
+            tmp_path / f"{kill_at}.work",
+            kill_at,
+        )
+        assert_equal(trained(second, logged, dtype, moments, sparse), expected)
         assert logged == [0, *steps[kill_at:]], "the log says where it went on"
 
 
@@ -290,13 +226,3 @@ def test_handlers_are_given_back_and_ignored_signals_stay_ignored() -> None:
     finally:
         signal.signal(signal.SIGHUP, ignored)
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_manifest_of_a_piece_is_json_that_keeps_every_bit(tmp_path: Path) -> None:
-    pieces = Pieces(tmp_path / "s.work", "abc", every=0)
-    facts = {"totals": {"a": 1e-310, "b": 0.1 + 0.2, "c": 123456789.123456789}}
-    pieces.save("evaluation", {}, facts)
-    piece = pieces.load("evaluation")
-    assert piece is not None and piece.facts == facts and piece.tensors == {}
-    stored = json.loads((tmp_path / "s.work/evaluation.000001/manifest.json").read_text())
-    assert stored["facts"] == facts

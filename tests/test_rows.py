@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dualsft.config.settings import DataConfig
 from dualsft.data.rows import DataReport, Limits, Row, read_rows, source_lines
@@ -100,13 +98,6 @@ def test_twenty_problems_are_shown_and_the_rest_counted(corpus: Path) -> None:
     assert len(report.bad) == report.num_bad == 50
 
 
-def test_skipping_is_said(corpus: Path) -> None:
-    _, report = read(corpus, b"\n".join([b"{", GOOD, b"[]"]), bad_rows="skip")
-    said = "\n".join(report.notes())
-    assert "2 of 3 rows are bad and left out" in said
-    assert "line 1: not valid JSON" in said and "line 3: a list" in said
-
-
 @pytest.mark.parametrize(
     ("limits", "ends"),
     [
@@ -189,35 +180,3 @@ def test_source_lines_refuse_a_changed_file(corpus: Path, changed: bytes) -> Non
     corpus.write_bytes(changed)
     with pytest.raises(DataError, match="line 2: not the row that was read before"):
         source_lines(corpus, {row.index: row.id for row in rows})
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=5,
-)
-json_rows = st.dictionaries(
-    st.sampled_from(["prompt", "response", "completion", "instruction", "input", "output"]),
-    json_values | st.text(),
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.binary(max_size=40) | json_rows.map(lambda row: json.dumps(row).encode())))
-def test_any_bytes_give_rows_or_a_named_problem(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "any.jsonl"
-    path.write_bytes(b"\n".join(lines))
-    physical = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    try:
-        rows, report = read_rows(path, DataConfig(path=str(path), bad_rows="skip"))
-    except DataError as problem:
-        assert problem.problems and all(str(path) in text for text in problem.problems)
-        return
-    assert report.num_good == len(rows) > 0
-    assert report.num_rows == report.num_good + report.num_bad
-    assert report.num_rows == sum(bool(line.strip()) for line in physical)
-    for row in rows:
-        assert row.raw == physical[row.index]
-        assert row.response.strip() and row.response in json.loads(row.raw).values()

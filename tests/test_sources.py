@@ -191,6 +191,7 @@ def test_entries_are_chosen_by_name(tmp_path: Path) -> None:
         rows, report = read_rows(path, config)
         assert [Path(file).name for file in report.files] == ["c.csv", "c.jsonl"]
         assert (len(rows), report.format) == (10, "alpaca")
+        assert [row.source for row in rows] == ["two"] * 5 + ["one"] * 5
 
 
 def test_num_samples_keeps_as_many_rows(tmp_path: Path) -> None:
@@ -364,14 +365,6 @@ def test_numbered_parts_are_one_source_and_equal_names_are_told_apart(tmp_path: 
     saved(tmp_path / "ds", ["data-00001.arrow", "data-00000.arrow"])
     both = f"{tmp_path}/two/train.jsonl,{tmp_path}/ds"
     assert sources(both) == ["train"] * 5 + ["ds"] * 10
-
-
-def test_entries_of_dataset_info_are_sources(tmp_path: Path) -> None:
-    write(tmp_path, "c.jsonl")
-    write(tmp_path, "c.csv")
-    columns = {"columns": {"prompt": "prompt", "response": "response"}}
-    info(tmp_path, one={"file_name": "c.jsonl", **columns}, two={"file_name": "c.csv", **columns})
-    assert sources(tmp_path, dataset="two,one") == ["two"] * 5 + ["one"] * 5
 
 
 def test_the_source_field_is_read_from_every_row(tmp_path: Path) -> None:

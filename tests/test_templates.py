@@ -10,7 +10,6 @@ from golden.setups import merging_tokenizer
 from small_tokenizers import BOS, CHAT, EOS, PAD, byte_tokenizer, text_ids
 
 from dualsft.data import chat
-from dualsft.data.formats import Turn
 from dualsft.data.rows import Row
 from dualsft.data.templates import Template, pad_token_id
 from dualsft.errors import ConfigError
@@ -47,12 +46,6 @@ def test_text_templates_are_the_paper_s(name: str, expected: str) -> None:
     template = Template(name, byte_tokenizer())
     assert template.render(pair(PROMPT, " ok ")) == [(expected, False), (" ok </s>", True)]
     assert template.render_prompt(PROMPT) == expected
-
-
-def test_chat_is_the_tokenizer_s_own() -> None:
-    template = Template("chat", byte_tokenizer(chat_template=CHAT))
-    pieces = [("<s>[user]hi\n[assistant]", False), ("yes</s>\n", True)]
-    assert template.render(pair("hi", " yes ")) == pieces
 
 
 def test_chat_prompt_is_the_beginning_of_the_whole() -> None:
@@ -144,9 +137,9 @@ def test_padding_falls_back_to_the_end_token() -> None:
 # --- conversations -------------------------------------------------------------------------------
 
 
-def talk(*pairs: tuple[str, str], trained_from: int = 0, tools: tuple[Turn, ...] = ()) -> Row:
+def talk(*pairs: tuple[str, str], trained_from: int = 0) -> Row:
     turns = tuple({"role": role, "content": content} for role, content in pairs)
-    return Row(0, "", b"", "", "", turns=turns, trained_from=trained_from, tools=tools)
+    return Row(0, "", b"", "", "", turns=turns, trained_from=trained_from)
 
 
 ROUNDS = (("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2"))
@@ -165,24 +158,6 @@ def test_every_answer_of_a_chat_is_labelled() -> None:
         ("<s>[user]q1\n[assistant]a1</s>\n[user]q2\n[assistant]", False),
         ("a2</s>\n", True),
     ]
-
-
-def test_generation_marks_are_used_for_conversations() -> None:
-    only_answers = (
-        "{% for m in messages %}[{{ m['role'] }}]{% if m['role'] == 'assistant' %}{% generation %}"
-        "{{ m['content'] }}</s>{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}|"
-        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    template = Template("chat", byte_tokenizer(chat_template=only_answers))
-    assert template.render(talk(*ROUNDS)) == [
-        ("[user]q1|[assistant]", False),
-        ("a1</s>", True),
-        ("|[user]q2|[assistant]", False),
-        ("a2</s>", True),
-        ("|", False),
-    ]
-    # a prompt and its completion: all that follows the prompt, as TRL has it
-    assert template.render(pair("q1", "a1")) == [("[user]q1|[assistant]", False), ("a1</s>|", True)]
 
 
 THINKING = (
@@ -211,22 +186,10 @@ def test_answers_that_are_written_in_two_ways_are_found() -> None:
     assert template.render(talk(*thoughtful)) == expected
 
 
-def test_answers_that_cannot_be_found_are_refused() -> None:
-    shouting = CHAT.replace("m['content'] | trim", "m['content'] | upper").replace(
-        "{{ bos_token }}", "{{ messages | length }}"
-    )
+def test_a_beginning_that_depends_on_the_turns_is_allowed() -> None:
     ok = CHAT.replace("{{ bos_token }}", "{% if messages | length > 2 %}X{% endif %}")
     template = Template("chat", byte_tokenizer(chat_template=ok))
     assert template.render(talk(*ROUNDS))[0] == ("X[user]q1\n[assistant]", False)
-    with pytest.raises(ConfigError, match="so the response cannot be separated from the prompt"):
-        Template("chat", byte_tokenizer(chat_template=shouting))
-
-
-def test_tools_reach_the_chat_template() -> None:
-    with_tools = "{% for t in tools or [] %}{{ t['function']['name'] }};{% endfor %}" + CHAT
-    template = Template("chat", byte_tokenizer(chat_template=with_tools))
-    tool = {"type": "function", "function": {"name": "f"}}
-    assert template.render(talk(*ROUNDS[:2], tools=(tool,)))[0][0].startswith("f;<s>[user]")
 
 
 @pytest.mark.parametrize(
@@ -237,16 +200,6 @@ def test_tools_reach_the_chat_template() -> None:
             "",
             [
                 (ALPACA.replace(PROMPT, "q1"), False),
-                ("a1</s>", True),
-                ("\n\n### Instruction:\nq2\n\n### Response:", False),
-                ("a2</s>", True),
-            ],
-        ),
-        (
-            "magicoder",
-            "Be short.",
-            [
-                ("Be short.\n\n### Instruction:\nq1\n\n### Response:", False),
                 ("a1</s>", True),
                 ("\n\n### Instruction:\nq2\n\n### Response:", False),
                 ("a2</s>", True),
@@ -362,8 +315,3 @@ def test_a_template_may_not_run_for_ever(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match="it writes more than 1,000 characters"):
         own(tmp_path, "{% for i in range(999) %}ab{% endfor %}")
     assert signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, None)
-
-
-def test_a_missing_template_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="data.template_file: .*none.jinja.* cannot be read"):
-        Template("chat", byte_tokenizer(), template_file=str(tmp_path / "none.jinja"))

@@ -129,14 +129,6 @@ def test_the_algebra_leaves_its_parts_alone() -> None:
     assert same(a, ParamVector(before))
 
 
-@given(seed=st.integers(0, 99), start=st.integers(0, 45), size=st.integers(0, 45))
-def test_any_piece_of_a_result_is_made_from_pieces(seed: int, start: int, size: int) -> None:
-    a, b = random_vector(seed), random_vector(seed + 1)
-    lazy = a.plus(b, 0.7).combine(torch.mul, a)
-    stop = min(45, start + size)
-    assert torch.equal(lazy.piece("b.weight", start, stop), lazy["b.weight"].view(-1)[start:stop])
-
-
 @given(data=st.data())
 def test_restricted_keeps_the_chosen_entries_and_zeroes_the_others(data: st.DataObject) -> None:
     a = random_vector(3)
@@ -277,17 +269,6 @@ def test_u_is_eq_u_and_the_residual_what_the_estimate_misses(
         torch.testing.assert_close(terms.estimate()[name], u0, rtol=1e-12, atol=1e-12)
         residual = terms.residual(grad_sum)[name]
         torch.testing.assert_close(residual, u0 - u, rtol=1e-6, atol=1e-15)
-
-
-@pytest.mark.parametrize("score", [{}, {"step": "adam"}], ids=str)
-def test_u_from_files_has_the_bits_of_whole_blocks(
-    tmp_path: Path, chunk: int, score: dict[str, Any]
-) -> None:
-    terms, grad_sum = terms_of(lambda s: stored(random_vector(s), tmp_path / str(s)), **score)
-    whole, held_sum = terms_of(random_vector, **score)
-    assert same(terms.projection(grad_sum).held(), whole.projection(held_sum))
-    assert same(terms.estimate().held(), whole.estimate())
-    assert same(terms.residual(grad_sum).held(), whole.residual(held_sum))
 
 
 class Counting:

@@ -22,10 +22,9 @@ from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
 from dualsft.storage.resume import Pieces
 from dualsft.system.progress import Reporter
-from dualsft.train import retention as module
-from dualsft.train.loop import Hooks, train
+from dualsft.train import loop as module
+from dualsft.train.loop import Hooks, Retention, train
 from dualsft.train.optimizer import SparseAdamW
-from dualsft.train.retention import Retention
 
 QUIET = Reporter(lambda _: None)
 ANCHORS = tiny_rows(5, 7)

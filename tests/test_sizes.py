@@ -17,7 +17,7 @@ from dualsft.lab.estimate.estimate import estimate
 from dualsft.runs import pipeline
 from dualsft.runs.preflight import FOLDERS
 from dualsft.system.progress import Reporter
-from dualsft.train.sizes import Sizes, sized
+from dualsft.train.loop import Sizes, sized
 
 AUTO = ["finetune.lr=auto", "finetune.epochs=auto", "finetune.batch_size=auto"]
 SETTINGS = ("finetune.lr", "finetune.epochs", "finetune.batch_size")

@@ -45,7 +45,7 @@ from dualsft.runs.stages.selection import num_trained
 from dualsft.runs.stages.warmup import warmup_plan
 from dualsft.system.paths import RunPath
 from dualsft.system.progress import Progress, Reporter
-from dualsft.train.sizes import MASKED, MOST_LR, sized
+from dualsft.train.loop import MASKED, MOST_LR, sized
 
 NUM_ROWS = 320
 """Rows of the pool in the pilot, unless --gain-rows is given."""

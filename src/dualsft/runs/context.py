@@ -53,7 +53,7 @@ from dualsft.storage.vectors import LazyVector, accumulation_dtype
 from dualsft.system.paths import Place, RunPath
 from dualsft.system.progress import Reporter
 from dualsft.system.usage import cache_root, limit_memory
-from dualsft.train.sizes import Sizes, sized
+from dualsft.train.loop import Sizes, sized
 
 Settings = dict[str, Any]
 """Settings and hashes that a stage's result depends on: part of its fingerprint."""

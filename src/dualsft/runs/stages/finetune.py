@@ -30,9 +30,8 @@ from dualsft.runs.preflight import reading
 from dualsft.runs.stages.selection import final_folder, num_trained, read_mask
 from dualsft.storage.manifest import sha256_file
 from dualsft.system.paths import RunPath
-from dualsft.train.loop import FEW_STEPS, Hooks, TrainingPlan, train
+from dualsft.train.loop import FEW_STEPS, Hooks, Retention, TrainingPlan, train
 from dualsft.train.optimizer import SparseAdamW, make_optimizer
-from dualsft.train.retention import Retention
 
 LITTLE = 5e-4  # warn if lr × steps is below it: no weight can move further than that
 DENSE = 0.2  # share of all parameters; with more changed entries only the model is saved

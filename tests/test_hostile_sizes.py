@@ -20,7 +20,7 @@ from typing import Any
 import malformed as m
 import pyarrow as pa
 import pytest
-from malformed_files import GOOD, HEAD, columns
+from malformed import GOOD, HEAD
 from test_malformed import read
 
 import dualsft
@@ -132,6 +132,10 @@ for line in sys.stdin:
 """
 """Imports once, then reads each file named on its standard input in a fork of its own."""
 MEGABYTE = 1 << 20
+
+
+def columns(**values: Any) -> pa.Table:
+    return pa.table(values)
 
 
 def write_long(path: Path, before: bytes, after: bytes, megabytes: int) -> None:

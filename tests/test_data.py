@@ -54,16 +54,6 @@ def test_labels_are_the_response_and_its_end(template: str) -> None:
         assert made.input_ids == [BOS, *text_ids("ask"), *response]
 
 
-def test_chat_labels_are_what_the_template_writes_after_the_prompt() -> None:
-    [made], report = encode([row("ask", "yes")], template="chat")
-    response = text_ids("yes</s>\n")
-    assert made.input_ids == text_ids("<s>[user]ask\n[assistant]") + response
-    assert made.input_ids.count(BOS) == 1
-    assert made.labels[-len(response) :] == response
-    assert made.num_response_tokens == len(response)
-    assert report.num_double_bos == 0
-
-
 def test_rows_that_the_chat_template_refuses_are_bad() -> None:
     picky = "{% if 'bad' in messages[0]['content'] %}{{ raise_exception('no') }}{% endif %}" + CHAT
     tokenizer = byte_tokenizer(chat_template=picky)
@@ -84,13 +74,10 @@ def test_doubled_bos_is_counted_and_said() -> None:
 @pytest.mark.parametrize(
     ("around", "max_length", "kept"),
     [
-        ("<s> $A", 100, "<s>abcdef"),
         ("<s> $A", 10, "<s>abcdef"),
         ("<s> $A", 9, "<s>bcdef"),
-        ("<s> $A", 5, "<s>f"),
         ("<s> $A", 4, "<s>"),
         ("$A", 9, "abcdef"),
-        ("$A", 8, "bcdef"),
         ("$A", 4, "f"),
     ],
 )
@@ -111,7 +98,6 @@ def test_long_rows_lose_prompt_tokens_after_the_bos(
     ("limits", "cure"),
     [
         ({"max_length": 3}, "data.max_length is 3; raise data.max_length or shorten"),
-        ({"max_length": 3, "max_positions": 9}, "data.max_length is 3; raise"),
         ({"max_positions": 3}, "the model has 3 positions; shorten the response"),
     ],
 )
@@ -162,12 +148,6 @@ def test_nothing_left_is_an_error_even_when_skipping() -> None:
         encode([])
 
 
-def test_many_rows_keep_their_order_across_chunks() -> None:
-    examples, _ = encode([row("p", str(i), i) for i in range(2500)])
-    assert [e.index for e in examples] == list(range(2500))
-    assert examples[2345].labels[-5:] == text_ids("2345") + [EOS]
-
-
 def test_identical_texts_share_a_key() -> None:
     examples, _ = encode([row("ab", "c", 0), row("ab", "c", 1), row("a", "bc", 2)])
     assert examples[0].input_ids == examples[2].input_ids
@@ -194,16 +174,10 @@ def labelled(made: Example) -> str:
     return shown.replace("][", "")
 
 
-def test_every_answer_is_labelled() -> None:
-    [made], _ = encode([talk("ab", "cd", "ef", "gh")])
-    assert labelled(made) == "^ab[cd|]ef[gh|]"
-
-
 @pytest.mark.parametrize(
     ("max_length", "expected", "cut"),
     [
         (11, "^ab[cd|]ef[gh|]", 0),
-        (10, "^b[cd|]ef[gh|]", 0),
         (9, "^[cd|]ef[gh|]", 0),
         (8, "^[d|]ef[gh|]", 1),
         (6, "^ef[gh|]", 1),
@@ -221,11 +195,6 @@ def test_long_conversations_are_cut_from_the_left(max_length: int, expected: str
 def test_the_first_token_is_never_labelled() -> None:
     [made], _ = encode([talk("ab", "cd", "ef", "gh")], byte_tokenizer("$A"), max_length=7)
     assert labelled(made) == "d[|]ef[gh|]"
-
-
-def test_a_last_answer_that_does_not_fit_makes_a_bad_row() -> None:
-    with pytest.raises(DataError, match="response has 3 tokens with its end"):
-        encode([talk("ab", "cd", "ef", "gh")], max_length=3)
 
 
 def test_a_whole_text_is_its_own_response() -> None:
@@ -252,10 +221,12 @@ def test_changed_rows_are_counted_and_said() -> None:
 
 def test_progress_is_reported_per_chunk() -> None:
     calls: list[tuple[int, int]] = []
-    rows = [row("p", "r", i) for i in range(1500)]
+    rows = [row("p", f"{i:04}", i) for i in range(1500)]
     config = DataConfig(path="c.jsonl", template="plain")
-    tokenize(rows, BYTES, config, progress=lambda done, tokens: calls.append((done, tokens)))
-    assert calls == [(1000, 4000), (500, 2000)]
+    examples, _ = tokenize(rows, BYTES, config, progress=lambda *done: calls.append(done))
+    assert calls == [(1000, 7000), (500, 3500)]
+    assert [e.index for e in examples] == list(range(1500))
+    assert examples[1234].labels[-5:] == text_ids("1234") + [EOS]
 
 
 def test_reading_progress_grows_to_the_end(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from matrices import matrix_of, run_all
 from places import place
 
 from dualsft.errors import ConfigError
-from dualsft.lab.compare.matrix import Choice, Matrix
+from dualsft.lab.compare.matrix import Matrix
 from dualsft.lab.compare.records import collect, tuned
 from dualsft.lab.compare.tables import write_tables
 
@@ -195,13 +195,3 @@ def test_a_frontier_needs_a_grid_and_a_grid_is_not_overridden(
         matrix_of(tmp_path, words, methods=["sft"], tables=TABLES)
     with pytest.raises(ConfigError, match="`tune` of the comparison sets method.lr_ratio"):
         matrix_of(tmp_path, [*words, "method.lr_ratio=3"], methods=["sft"], tune=TUNE)
-
-
-def test_without_a_grid_nothing_is_new(
-    model_folder: Callable[[str], Path], corpus: Path, tmp_path: Path
-) -> None:
-    matrix = matrix_of(tmp_path, words_of(model_folder("llama"), corpus, tmp_path), methods=["sft"])
-    (cell,) = matrix.cells()
-    assert cell.value == Choice("") and cell.path == Path(
-        "cells/default/default/default/sft/seed-42"
-    )

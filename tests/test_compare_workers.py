@@ -231,22 +231,6 @@ def test_a_stage_of_other_settings_is_not_taken_for_the_cells_own(
     assert [worker.is_past(stage) for stage in stages] == [True, True, True, True, False]
 
 
-def test_a_stage_without_its_files_will_be_computed_again(
-    tmp_path: Path, words: list[str], many: Path
-) -> None:
-    """`keep: results` leaves the manifests: a cell that needs the vectors again makes them."""
-    matrix = matrix_of(tmp_path, words, methods=["dualsft"])
-    (cell,) = matrix.cells()
-    config, folder = (
-        matrix.config(cell),
-        stages_of(many / cell.path, "evaluation", tmp_path / "run"),
-    )
-    (folder / "3_gradients/grad_sum.safetensors").unlink()
-    worker = running(cell, config, folder)
-    assert worker.is_past("warmup") and not worker.is_past("scores")
-    assert Finished(config, folder).up_to("evaluation")
-
-
 def test_looking_is_cheap_and_harmless(
     tmp_path: Path, words: list[str], many: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

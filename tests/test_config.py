@@ -333,6 +333,7 @@ def test_methods_are_found_by_axis_and_name(tmp_path: Path) -> None:
     assert problem("method=random").startswith("method: 'random' is not allowed; it is a section")
     assert "no such key" in problem("method.what=1")
     assert "both sides are dualsft" in problem("select.rounds=1", "method.params=random")
+    assert "did you mean 'piqa'" in problem("evaluation.tasks=piqaa")
     with pytest.raises(ConfigError) as caught:
         flags("method.data=random", "select.variant=param")
     assert "leave select.variant out" in str(caught.value)

@@ -126,21 +126,6 @@ def test_an_empty_prompt_needs_a_bos() -> None:
     assert "1 of 1 rows have an empty prompt" in report.notes()[0]
 
 
-def test_the_report_is_carried_on(tmp_path: Path) -> None:
-    path = tmp_path / "c.jsonl"
-    path.write_bytes(
-        b'{"prompt": "p", "response": "long one"}\n{\n{"prompt": "p", "response": "r"}'
-    )
-    config = DataConfig(path=str(path), template="plain", max_length=8, bad_rows="skip")
-    rows, read_report = read_rows(path, config)
-    examples, report = tokenize(rows, BYTES, config, read_report)
-    assert [e.index for e in examples] == [2]
-    assert [message.split(": ")[0][-6:] for message in report.bad] == ["line 1", "line 2"]
-    assert (report.num_rows, report.num_good, report.num_bad) == (3, 1, 2)
-    assert (read_report.num_good, read_report.num_bad, len(read_report.bad)) == (2, 1, 1)
-    assert report.numbers()["num_bad"] == 2 and "problems" not in report.numbers()
-
-
 def test_nothing_left_is_an_error_even_when_skipping() -> None:
     with pytest.raises(DataError, match="1 of 1 rows of corpus.jsonl are bad .*no row is left"):
         encode([row("a", "xyz")], max_length=2, bad_rows="skip")

@@ -160,38 +160,37 @@ def gpu(gib: float, dtype: torch.dtype = torch.bfloat16) -> Machine:
     )
 
 
-def test_bytes_an_entry_are_the_optimizers() -> None:
-    """Model 2, low half 2, moments 8, fp32 gradient sums 4, and 1 GiB for the batch."""
-    device, host, note = training().peak(gpu(100))
-    assert device / GIB == pytest.approx(2 + 2 + 8 + 4 + 1)
-    assert host == 0 and note == "1,000 tokens per micro-batch"
-    assert training(moments="int8").peak(gpu(100))[0] / GIB == pytest.approx(11)
-    wide = training().peak(gpu(100, dtype=torch.float32))[0]
-    assert wide / GIB == pytest.approx(4 + 8 + 4 + 1)
-    some = training(num_entries=2**30 // 32, whole=False).peak(gpu(100))[0]
-    assert some / GIB == pytest.approx(2 + (2 + 2 + 8 + 4) / 32 + 1)
+TEN = replace(training().plan, batch_size=10)
+WHOLE, CUT = "1,000 tokens per micro-batch", "activations recomputed"
 
 
-def test_one_micro_batch_keeps_its_gradients_in_the_weights_type() -> None:
-    plan = replace(training().plan, batch_size=10)
-    device, _, _ = training(plan=plan, num_examples=10).peak(gpu(100))
-    assert device / GIB == pytest.approx(2 + 2 + 8 + max(1, 2))
+@pytest.mark.parametrize(
+    ("changes", "machine", "device", "host", "note"),
+    [
+        # model 2, low half 2, moments 8, fp32 gradient sums 4, and 1 GiB for the batch
+        ({}, gpu(100), 2 + 2 + 8 + 4 + 1, 0, WHOLE),
+        ({"moments": "int8"}, gpu(100), 11, 0, WHOLE),
+        ({}, gpu(100, dtype=torch.float32), 4 + 8 + 4 + 1, 0, WHOLE),
+        ({"num_entries": 2**25, "whole": False}, gpu(100), 2 + (2 + 2 + 8 + 4) / 32 + 1, 0, WHOLE),
+        # one micro-batch keeps its gradients in the type of the weights
+        ({"plan": TEN, "num_examples": 10}, gpu(100), 2 + 2 + 8 + max(1, 2), 0, WHOLE),
+        ({"offload": True}, gpu(100), 2 + 3 * 10 / 32 + 4 + 1, 10, WHOLE),
+        # the loop saves memory by itself before anything must be set
+        ({}, gpu(17), 17, 0, WHOLE),
+        ({}, gpu(16.5), 16.25, 0, f"{WHOLE}, {CUT}"),
+        ({}, gpu(16.1), 16.1, 0, f"400 tokens per micro-batch, {CUT}"),
+    ],
+)
+def test_bytes_of_training(
+    changes: dict[str, object], machine: Machine, device: float, host: float, note: str
+) -> None:
+    found = training(**changes).peak(machine)
+    assert machine.fits(found[0])
+    assert (found[0] / GIB, found[1] / GIB) == pytest.approx((device, host))
+    assert found[2] == note
 
 
-def test_offloaded_state_is_in_the_host_memory() -> None:
-    device, host, _ = training(offload=True).peak(gpu(100))
-    assert host / GIB == pytest.approx(10)
-    assert device / GIB == pytest.approx(2 + 3 * 10 / 32 + 4 + 1)
-
-
-def test_the_loop_saves_memory_by_itself_before_anything_must_be_set() -> None:
-    assert training().peak(gpu(17))[2] == "1,000 tokens per micro-batch"
-    device, _, note = training().peak(gpu(16.5))
-    assert note == "1,000 tokens per micro-batch, activations recomputed"
-    assert device / GIB == pytest.approx(16.25)
-    tight = gpu(16.1)
-    device, _, note = training().peak(tight)
-    assert note == "400 tokens per micro-batch, activations recomputed" and tight.fits(device)
+def test_what_cannot_fit_does_not() -> None:
     assert not gpu(16).fits(training().peak(gpu(16))[0])
 
 
@@ -238,13 +237,6 @@ def test_one_and_two_layers_foretell_five(arch: str, model_folder: Folders) -> N
     for count in (24, 48, 480):
         assert foretold.at(count) == pytest.approx(real.at(count), rel=0.02)
     assert real.at(480) > 2 * line(1).at(480)
-
-
-def test_deeper_never_shrinks_and_keeps_the_form() -> None:
-    one, two, four = LinearFit(10, 2), LinearFit(9, 3), LinearFit(10, 5)
-    assert deeper(one, two, 4) == four
-    few, more = (Memory(Activations(line, line), None) for line in (one, two))
-    assert deeper(few, more, 4) == Memory(Activations(four, four), None)
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60), most=st.integers(1, 200))
@@ -330,12 +322,3 @@ def test_the_exit_code_is_1_and_the_cure_is_printed_when_it_does_not_fit(
     assert done.exit_code == 1
     (line,) = [text for text in said if text.startswith("warmup does not fit: ")]
     assert "a GPU with" in line
-
-
-def test_wrong_settings_are_refused_as_for_a_run(corpus: Path, tmp_path: Path) -> None:
-    done = command("model.path=nowhere", f"data.path={corpus}", "lr=1", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "model.path" in done.stderr and "lr" in done.stderr
-    assert "Traceback" not in done.stderr
-    done = command("--until", "scoring", cwd=tmp_path)
-    assert done.returncode == 2 and "--until" in done.stderr

@@ -157,18 +157,6 @@ def test_scores_alone_are_enough(make_run: Runner) -> None:
     assert "selection" not in found.summary["stages"]
 
 
-def test_batches_and_padding_do_not_change_influences(make_run: Runner) -> None:
-    found = []
-    for words in ((), ("score.batch_tokens=32",), ("data.padding_side=left",)):
-        run = make_run("model.dtype=float64", "score.rho=0.01", *CALIBRATED, *words, until="scores")
-        found.append(dualsft.explain(run, QUERIES, reporter=QUIET).influences)
-    for other in found[1:]:
-        assert other["id"].equals(found[0]["id"])
-        np.testing.assert_allclose(
-            other["score"].to_numpy(), found[0]["score"].to_numpy(), rtol=1e-6
-        )
-
-
 def test_the_examples_of_the_page(run: Path, tmp_path: Path, monkeypatch) -> None:
     """The commands and the Python of docs/explain.md, as printed."""
     page = (Path(__file__).parents[1] / "docs/explain.md").read_text(encoding="utf-8")

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conftest import Runner, write_jsonl
 from models import save_tiny_folder
 from test_cli import cli
 
-from dualsft.algorithm.calibration import half_cosine, rows_of
 from dualsft.config import settings
 from dualsft.errors import ConfigError
 from dualsft.lab import gain as gains
@@ -98,27 +96,6 @@ def test_a_homogeneous_corpus_is_not(place: Path) -> None:
 # --- the interval and the verdict ----------------------------------------------------------------
 
 
-def simulated(true_gain: float, rng: np.random.Generator) -> tuple[float, float, float]:
-    """Losses of a pilot in which training and rows are noisy."""
-    rows, level = 40, rng.normal(2, 0.5, 40)
-    levels = np.append(rng.normal(0, 0.02, gains.NUM_DRAWS), rng.normal(-true_gain, 0.02))
-    noise = rng.normal(0, 0.05, (gains.NUM_DRAWS + 1, rows))
-    losses = level + levels[:, None] + noise
-    return interval(losses[-1], losses[:-1], 0)
-
-
-@pytest.mark.parametrize("true_gain", [0.0, 0.05])
-def test_the_interval_covers_the_true_gain_four_times_of_five(true_gain: float) -> None:
-    rng, below, above = np.random.default_rng(5), 0, 0
-    for _ in range(400):
-        gain, draws, rows = simulated(true_gain, rng)
-        width = float(np.hypot(draws, rows))
-        below += gain + width < true_gain
-        above += gain - width > true_gain
-    assert 0.75 <= 1 - (below + above) / 400 <= 0.92
-    assert above / 400 <= 0.12  # at zero gain: how often chance alone says "help"
-
-
 def test_the_interval_by_hand() -> None:
     chosen = np.array([1.0, 2.0, 3.0, 4.0] * 50)
     draws = chosen + np.array([0.1, 0.2, 0.3, 0.4])[:, None]
@@ -166,20 +143,6 @@ def test_verdicts() -> None:
     assert "give more validation rows" in rows.advice
     assert made(0.0, 0.04, base=3.0).verdict == "random"  # random rows teach 1.2
     assert "cosine of its halves –" in made(0.0, 0.02).lines()[0]
-
-
-def test_half_cosine_is_the_mean_over_halves() -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(20, 64, generator=generator, dtype=torch.float64) + 0.5
-    found = half_cosine(rows_of(rows, exact=True), 3)
-    unit = (rows / rows.norm(dim=1, keepdim=True)).numpy()
-    rng, cosines = np.random.default_rng([3, 20]), []
-    for _ in range(8):
-        order = rng.permutation(20)
-        a, b = unit[order[:10]].mean(0), unit[order[10:]].mean(0)
-        cosines.append(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
-    assert found == pytest.approx(np.mean(cosines), rel=1e-9)
-    assert half_cosine(rows_of(rows[:7], exact=True), 3) is None
 
 
 # --- the pilot -----------------------------------------------------------------------------------

@@ -397,18 +397,6 @@ def test_squares_and_norms(
     np.testing.assert_allclose(found.dots, plain.dots, rtol=1e-12)
 
 
-@pytest.mark.parametrize("arch", ["llama", "llama_tied_bias", "gpt2"])
-def test_a_gradient_in_several_parts_is_refused(arch: str) -> None:
-    """Embeddings and heads: their squares are not the squares of the parts."""
-    engine = engine_of(tiny_model(arch), "all")
-    assert not engine.separable
-    with (
-        pytest.raises(AssertionError, match="squared needs engine.separable"),
-        engine.tapped(squared=True),
-    ):
-        pass
-
-
 def test_a_module_that_is_used_twice_is_refused() -> None:
     """A layer in two places of the decoder: the second part of its gradient would be lost."""
     model = tiny_model("llama")

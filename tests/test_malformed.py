@@ -573,6 +573,7 @@ FOLDERS: dict[str, tuple[Tree, dict[str, str], Words]] = {
     ),
     "info_samples": entry("num_samples -3 must be an integer of 1", num_samples=-3),
     "info_file_missing": entry("names 'b.json', which does not exist", file_name="b.json"),
+    "info_outside": entry("'../x.json'", OUTSIDE, file_name="../x.json"),
     "info_odd_suffix": entry(file_name="dataset_info.json"),
     "saved_broken": ({"state.json": b"nope"}, {}, ("state.json", "JSON")),
     "saved_without_files": (saved({}), {}, ("state.json", "no data file")),

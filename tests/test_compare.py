@@ -289,47 +289,6 @@ def test_names_of_dots_stay_inside_the_folder(tmp_path: Path, words: list[str]) 
     assert ".." not in cell.path.parts and (tmp_path / cell.path).resolve() == tmp_path / cell.path
 
 
-def test_two_models_with_one_tokenizer_are_two_models(
-    tmp_path: Path, words: list[str], model_folder: Callable[[str], Path]
-) -> None:
-    """Same tokenizer and shapes, other weights: nothing of one is taken for the other, and paired
-    differences stay within a model."""
-    first = model_folder("llama")
-    second = tmp_path / "second"
-    shutil.copytree(first, second)
-    tensors = load_file(str(second / "model.safetensors"))
-    save_file(
-        {n: t * 1.5 for n, t in tensors.items()},
-        str(second / "model.safetensors"),
-        {"format": "pt"},
-    )
-    words = [w for w in words if not w.startswith("model.path=")]
-    models = {"one": str(first), "two": str(second)}
-    matrix = matrix_of(tmp_path, words, methods=["sft", "random"], models=models, seeds=[1, 2])
-    out = tmp_path / "out"
-    run_all(matrix, out)
-    losses = {
-        (c.model.name, c.method.name, c.seed): json.loads(
-            (out / c.path / "7_evaluation/results.json").read_text()
-        )["files"]["extra"]
-        for c in matrix.cells()
-    }
-    assert losses["one", "sft", 1]["before"] != losses["two", "sft", 1]["before"]
-    assert losses["one", "sft", 1]["after"] != losses["two", "sft", 1]["after"]
-    records, missing = comparison.collect(matrix, place(out))
-    assert not missing
-    found = {(d.where, d.what): d for d in comparison.differences(records, "random")}
-    for model in models:
-        by_hand = [
-            losses[model, "sft", seed]["after"]["loss"]
-            - losses[model, "random", seed]["after"]["loss"]
-            for seed in (1, 2)
-        ]
-        one = found[model, "loss extra"]
-        assert one.mean == pytest.approx(np.mean(by_hand), rel=1e-6) and one.examples == 15
-        assert one.method == "sft" and one.low < one.mean < one.high
-
-
 def test_tables_are_means_and_places_of_the_cells(tmp_path: Path, words: list[str]) -> None:
     """Every figure again, from the run folders, by hand."""
     tables = [{"title": "T", "within": "table", "reference": ["sft"]}]

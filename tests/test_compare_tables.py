@@ -13,7 +13,6 @@ from places import place
 from typer.testing import CliRunner
 
 from dualsft.cli import app
-from dualsft.config import settings as config
 from dualsft.lab.compare import matrix as comparison_matrix
 from dualsft.lab.compare.matrix import Cell, Matrix, load_matrix
 from dualsft.lab.compare.records import CellRecord, changed_share
@@ -38,20 +37,6 @@ def test_every_recipe_is_parsed_and_dry_run(name: str, corpus: Path) -> None:
     assert result.output.count(" data: ") == len(matrix.cells())
     none = CliRunner().invoke(app, ["compare", name, "--dry-run", "--only", "no such", *given])
     assert none.exit_code != 0 and "no cell matches" in str(none.exception)
-
-
-def test_ablations_vary_what_they_are_named_after() -> None:
-    """Every row but the first differs from it, and only by its own settings."""
-    found = [name for name in comparison_matrix.comparison_names() if name.startswith("ablation_")]
-    assert len(found) == 5
-    for name in found:
-        matrix = load_matrix(name, CONSENT)
-        cells = [cell for cell in matrix.cells() if cell.seed == matrix.seeds[0]]
-        flats = [config.to_flat(matrix.config(cell)) for cell in cells]
-        for cell, flat in zip(cells[1:], flats[1:], strict=True):
-            words = {word.partition("=")[0] for word in (*cell.method.words, *cell.data.words)}
-            changed = {key for key in flat if flat[key] != flats[0][key]}
-            assert changed and changed <= words, (name, cell.title)
 
 
 @pytest.mark.parametrize("name", TABLES)

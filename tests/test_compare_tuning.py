@@ -158,16 +158,6 @@ def test_frontiers_run_from_the_base_over_the_grid(made: Any) -> None:
     assert "at the KL of dualsft" in (out / "comparison.md").read_text()
 
 
-def test_a_value_that_lacks_a_seed_does_not_compete(made: Any) -> None:
-    matrix, out, _ = made
-    records, _ = collect(matrix, place(out))
-    chosen = {r.cell.method.name: r.cell.value for r in tuned(matrix, records)[0]}
-    best = chosen["sft"]
-    short = [r for r in records if (r.cell.value, r.cell.seed) != (best, SEEDS[0])]
-    again = {r.cell.method.name: r.cell.value for r in tuned(matrix, short)[0]}
-    assert again["sft"] != best
-
-
 @pytest.mark.parametrize(
     ("tune", "said"),
     [

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from golden.setups import merging_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import BOS, CHAT, EOS, byte_tokenizer, text_ids
 
 from dualsft.config.settings import DataConfig
-from dualsft.data.examples import IGNORE, Example, collate, make_batches, tokenize
+from dualsft.data.examples import IGNORE, Example, make_batches, tokenize
 from dualsft.data.rows import DataReport, Row, read_rows
 from dualsft.errors import ConfigError, DataError
 
@@ -257,21 +256,3 @@ def test_batches_hold_the_budget_and_ignore_the_order(
 def test_a_budget_below_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="score.batch_tokens: 0"):
         make_batches([example(3)], 0)
-
-
-def test_collate_on_either_side() -> None:
-    pair = [Example("a", 0, [5, 6, 7], [IGNORE, 6, 7]), Example("b", 1, [8, 9], [IGNORE, 9])]
-    right = collate(pair, pad_id=3, padding_side="right")
-    assert right.input_ids.tolist() == [[5, 6, 7], [8, 9, 3]]
-    assert right.attention_mask.tolist() == [[1, 1, 1], [1, 1, 0]]
-    assert right.position_ids.tolist() == [[0, 1, 2], [0, 1, 2]]
-    assert right.padded_right
-    assert right.labels.tolist() == [[IGNORE, 6, 7], [IGNORE, 9, IGNORE]]
-    left = collate(pair, pad_id=3, padding_side="left", device=torch.device("cpu"))
-    assert left.input_ids.tolist() == [[5, 6, 7], [3, 8, 9]]
-    assert left.attention_mask.tolist() == [[1, 1, 1], [0, 1, 1]]
-    assert left.position_ids.tolist() == [[0, 1, 2], [0, 0, 1]]
-    assert not left.padded_right
-    assert left.labels.tolist() == [[IGNORE, 6, 7], [IGNORE, IGNORE, 9]]
-    for name in ("input_ids", "attention_mask", "position_ids", "labels"):
-        assert getattr(left, name).dtype == getattr(right, name).dtype == torch.int64

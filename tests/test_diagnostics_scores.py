@@ -23,7 +23,7 @@ from oracle_run import Run, candidate_names, load_run
 from transformers import AutoModelForCausalLM
 
 from dualsft.config import settings
-from dualsft.lab.diagnostics import Wanted, ranking, registry
+from dualsft.lab.diagnostics import Wanted, registry
 from dualsft.lab.diagnostics.ablations import anchor_sizes
 from dualsft.lab.diagnostics.job import DiagnosticJob, diagnose
 from dualsft.lab.diagnostics.ranking import (
@@ -574,18 +574,3 @@ def test_ranking() -> None:
         )
         assert len(values) == min(count, 50) == len(set(places.tolist()))
         assert (values == places).all() and (twice == 2 * values).all()
-
-
-def test_a_sample_is_spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block gives its share, every entry is as likely, nothing comes twice."""
-    monkeypatch.setattr(ranking, "BLOCK", 16)
-    vector, hits = ParamVector({"w": torch.arange(50.0)}), np.zeros(50)
-    for seed in range(2000):
-        _, places = sampled([vector], 20, np.random.default_rng(seed))
-        assert (np.diff(places) > 0).all()
-        hits[places] += 1
-    blocks = [hits[start : start + 16] for start in range(0, 50, 16)]
-    assert [int(block.sum()) // 2000 for block in blocks] == [6, 6, 7, 1]
-    for block in blocks:
-        rate = block.mean() / 2000
-        assert (np.abs(block - block.mean()) < 5 * (2000 * rate * (1 - rate)) ** 0.5).all()

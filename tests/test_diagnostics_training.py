@@ -608,14 +608,6 @@ def test_drift_follows_the_runs_own_fine_tuning_and_stays_under_its_bound(
             assert 0 < point[side]["max_drift"] <= point[side]["bound"]
 
 
-def test_drift_from_the_warmup_starts_at_zero(run: Path) -> None:
-    first = results(run, "drift", "start=warmup", "points=1")["points"][0]
-    assert first["distance"] == 0 and first["data"]["max_drift"] == 0
-    assert first["data"]["rho"] == pytest.approx(1.0) and first["param"]["pair"] == pytest.approx(
-        100.0, abs=1.0
-    )
-
-
 # ---------------------------------------------------------------- reverse selection
 
 

@@ -9,10 +9,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import corpus_rows, small_run, write_jsonl
@@ -31,7 +29,6 @@ from dualsft.lab.estimate.probe import Memory, deeper, saved_bytes
 from dualsft.lab.estimate.workload import Lengths, Machine, Training, Workload, batch_sizes, survey
 from dualsft.memory.plans import GIB, HEADROOM, Activations, LinearFit
 from dualsft.model.load import shallow_model
-from dualsft.runs import pipeline
 from dualsft.runs.preflight import FOLDERS
 from dualsft.train.loop import TrainingPlan
 
@@ -161,6 +158,7 @@ def gpu(gib: float, dtype: torch.dtype = torch.bfloat16) -> Machine:
 
 
 TEN = replace(training().plan, batch_size=10)
+ANCHORS = (10, Lengths(np.full(50, 100), 100))
 WHOLE, CUT = "1,000 tokens per micro-batch", "activations recomputed"
 
 
@@ -175,6 +173,9 @@ WHOLE, CUT = "1,000 tokens per micro-batch", "activations recomputed"
         # one micro-batch keeps its gradients in the type of the weights
         ({"plan": TEN, "num_examples": 10}, gpu(100), 2 + 2 + 8 + max(1, 2), 0, WHOLE),
         ({"offload": True}, gpu(100), 2 + 3 * 10 / 32 + 4 + 1, 10, WHOLE),
+        # retention holds a second model, and always sums gradients
+        ({"anchors": ANCHORS}, gpu(100), 2 + 17, 0, WHOLE),
+        ({"plan": TEN, "num_examples": 10, "anchors": ANCHORS}, gpu(100), 2 + 17, 0, WHOLE),
         # the loop saves memory by itself before anything must be set
         ({}, gpu(17), 17, 0, WHOLE),
         ({}, gpu(16.5), 16.25, 0, f"{WHOLE}, {CUT}"),
@@ -192,19 +193,6 @@ def test_bytes_of_training(
 
 def test_what_cannot_fit_does_not() -> None:
     assert not gpu(16).fits(training().peak(gpu(16))[0])
-
-
-def test_retention_holds_a_second_model_and_sums_gradients() -> None:
-    """The teacher's 2 GiB; 10 anchors of 100 tokens cost 4/3 of a batch of as many examples."""
-    anchors = (10, Lengths(np.full(50, 100), 100))
-    assert training(anchors=anchors).peak(gpu(100))[0] / GIB == pytest.approx(2 + 17)
-    plan = replace(training().plan, batch_size=10)
-    one = training(plan=plan, num_examples=10, anchors=anchors)
-    assert one.peak(gpu(100))[0] / GIB == pytest.approx(2 + 17)
-    probe = SimpleNamespace(step_seconds=LinearFit(0.0, 1e-3), update_seconds=0.0)
-    plain = replace(one, anchors=None).seconds(probe)  # pyright: ignore[reportArgumentType]
-    taught = one.seconds(probe)  # pyright: ignore[reportArgumentType]
-    assert (plain, taught) == pytest.approx((1.0, 1.0 + 4 / 3))
 
 
 def test_the_estimate_of_a_run_with_retention(config: Config, tmp_path: Path) -> None:
@@ -260,21 +248,6 @@ def test_a_sample_of_the_rows_has_the_longest_and_the_mean(
     assert some.counts == whole.counts
     assert some.longest.num_tokens == whole.longest.num_tokens
     assert some.num_tokens == pytest.approx(whole.num_tokens, rel=0.1)
-
-
-def test_a_small_corpus_is_known_role_by_role(config: Config, tmp_path: Path) -> None:
-    """The split is the run's own, so every role's lengths are those of its rows."""
-    ctx = estimation.RunContext(config, estimation.RunDir(tmp_path), estimation.Reporter(print))
-    work = survey(ctx)
-    pipeline.run(config, tmp_path / "run", "split", estimation.Reporter(lambda _: None))
-    table = pq.read_table(tmp_path / "run/1_split/tokens.parquet").to_pylist()
-    assert sum(work.counts.values()) == len(table) == 120
-    for role, count in work.counts.items():
-        real = sorted(len(row["input_ids"]) for row in table if row["role"] == role)
-        known = work.of(role)
-        assert known.sample.tolist() == real and known.longest == real[-1]
-        assert known.spread(count).tolist() == real[::-1]
-        assert known.batches(count, 50) == batch_sizes(np.array(real[::-1]), 50)
 
 
 def test_anchors_of_a_file_do_not_count_in_the_corpus(

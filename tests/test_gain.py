@@ -19,7 +19,6 @@ from dualsft.lab import gain as gains
 from dualsft.lab.gain import Gain, interval, measure_gain
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
-from dualsft.runs.stages.finetune import finetune_plan
 from dualsft.system.progress import Reporter
 
 WORDS = (
@@ -170,24 +169,6 @@ def test_rows_that_select_neither_judge_nor_train(place: Path, tmp_path: Path) -
         assert pilot.config.split.val is None and pilot.config.data.val_path is not None
 
 
-def test_the_pilot_moves_the_weights_as_far_as_the_run(place: Path, tmp_path: Path) -> None:
-    """lr x steps of the run, where the rate that takes is not too high."""
-    slow = ("finetune.lr=2e-5", "finetune.epochs=20", "finetune.batch_size=4")
-    for words, most in ((slow, 3e-4), (("finetune.lr=1e-2",), 1e-2)):
-        (folder := tmp_path / str(most)).mkdir()
-        config = config_of(place, "mixed.jsonl", *words)
-        pilot = pilot_of(config, folder)
-        ctx = RunContext(config, RunDir("."), Reporter(), split_counts=pilot.ctx.counts)
-        run, small = finetune_plan(ctx, pilot.b), pilot.config.finetune
-        ratio = pilot.config.method.lr_ratio
-        assert ratio is not None and small.lr == ctx.base_lr() and small.lr != "auto"
-        steps = pilot.plan.num_steps(pilot.num_chosen)
-        wanted = run.lr * run.num_steps(pilot.b) / steps
-        assert small.lr * ratio == pytest.approx(min(most, max(run.lr, wanted)))
-        assert pilot.config.evaluation.tasks is None
-        assert abs(pilot.num_chosen / 100 - pilot.b / pilot.ctx.counts["pool"]) < 0.02
-
-
 def test_what_the_pilot_refuses(place: Path, tmp_path: Path) -> None:
     for method in ("random", "all"):
         config = config_of(place, "mixed.jsonl", f"method.data={method}")
@@ -217,21 +198,12 @@ def test_columns_that_only_a_description_names_are_refused(place: Path, tmp_path
 
 
 def test_another_draw_is_another_selection_of_the_same_split(make_run: Runner) -> None:
-    def chosen(run: Path) -> list[str]:
-        return json.loads((run / "5_selection/ids.json").read_text())
-
-    def settings_of(run: Path) -> dict[str, object]:
-        manifest = json.loads((run / "5_selection/manifest.json").read_text())
-        return manifest["fingerprint"]["settings"]
-
     run = make_run("method.data=random", until="selection")
-    first = chosen(run)
-    assert "method.random.draw" not in settings_of(run)  # runs made before stay valid
+    first = (run / "5_selection/ids.json").read_bytes()
     said: list[str] = []
     make_run("method.data=random", "method.random.draw=0", until="selection", said=said)
-    assert any(line.startswith("[selection] reused") for line in said)
+    assert any(line.startswith("[selection] reused") for line in said)  # as before it existed
     said.clear()
     make_run("method.data=random", "method.random.draw=2", until="selection", said=said)
-    assert chosen(run) != first and settings_of(run)["method.random.draw"] == 2
-    for stage in ("split", "warmup", "gradients", "scores"):
-        assert any(line.startswith(f"[{stage}] reused") for line in said)
+    assert (run / "5_selection/ids.json").read_bytes() != first
+    assert sum("] reused" in line for line in said) == 4

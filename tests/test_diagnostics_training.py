@@ -18,7 +18,6 @@ import pytest
 import torch
 from conftest import Runner, small_run
 from oracle_run import load_run, recompute
-from places import place
 from test_diagnostics_scores import stage_hashes
 from torch import Tensor
 from torch.func import functional_call
@@ -31,7 +30,7 @@ from dualsft.lab.diagnostics import Wanted, registry
 from dualsft.lab.diagnostics import fidelity as fidelity_module
 from dualsft.lab.diagnostics import hessian as hessian_module
 from dualsft.lab.diagnostics import job as job_module
-from dualsft.lab.diagnostics.job import DiagnosticJob, diagnose, draw
+from dualsft.lab.diagnostics.job import DiagnosticJob, diagnose
 from dualsft.lab.diagnostics.ranking import (
     Bootstrap,
     pair_agreement,
@@ -671,19 +670,6 @@ def test_training_that_is_more_than_a_mask_is_refused(make_run: Runner) -> None:
 
 
 # ---------------------------------------------------------------- all of them
-
-
-@pytest.mark.slow
-def test_figures_need_the_json_alone(run: Path, tmp_path: Path) -> None:
-    for name in NAMES:
-        results(run, name)
-        shutil.copy(run / "diagnostics" / f"{name}.json", tmp_path / f"{name}.json")
-        files = draw(registry()[name], place(tmp_path / f"{name}.json"))
-        assert {f.suffix for f in files} == {".svg", ".png"}
-        assert all(f.location.parent == tmp_path and f.size > 2000 for f in files)
-    text = (tmp_path / "fidelity.svg").read_text()
-    again = draw(registry()["fidelity"], place(tmp_path / "fidelity.json"))
-    assert len(again) == 6 and "<svg" in text
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from conftest import corpus_rows, small_run, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
+from worlds import short_training
 
 import dualsft
 from dualsft import cli
@@ -30,7 +31,6 @@ from dualsft.lab.estimate.workload import Lengths, Machine, Training, Workload, 
 from dualsft.memory.plans import GIB, HEADROOM, Activations, LinearFit
 from dualsft.model.load import shallow_model
 from dualsft.runs.preflight import FOLDERS
-from dualsft.train.loop import TrainingPlan
 
 Folders = Callable[[str], Path]
 
@@ -121,18 +121,7 @@ def training(**changes: object) -> Training:
     """A billion whole parameters; a micro-batch of 1,000 tokens takes 1 GiB, or a quarter."""
     line = LinearFit(0.0, GIB / 1000)
     small = LinearFit(0.0, GIB / 4000)
-    plan = TrainingPlan(
-        lr=1e-5,
-        epochs=1,
-        batch_size=40,
-        warmup_ratio=0.0,
-        max_grad_norm=0.0,
-        micro_batch_size=None,
-        batch_tokens=1000,
-        seed=0,
-        pad_id=0,
-        padding_side="right",
-    )
+    plan = short_training(lr=1e-5, batch_size=40, max_grad_norm=0.0, micro_batch_size=None)
     base = Training(
         num_entries=2**30,
         whole=True,

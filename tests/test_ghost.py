@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from models import ARCHITECTURES, tiny_examples, tiny_model
+from models import ARCHITECTURES, tiny_model, tiny_rows
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,8 +35,7 @@ def settings(batch_tokens: int = 64, side: str = "right") -> PassSettings:
 
 
 def examples_for(model: nn.Module, count: int = 9, seed: int = 1) -> list[Example]:
-    rows = tiny_examples(count, 97, seed)
-    return [Example(e.id, e.index, list(e.input_ids), list(e.labels)) for e in rows]
+    return tiny_rows(count, seed)
 
 
 def random_direction(engine: GhostEngine, seed: int = 3) -> ParamVector:

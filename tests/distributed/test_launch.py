@@ -132,22 +132,6 @@ def test_an_error_of_all_is_said_once(model_folder: Folders, tmp_path: Path) -> 
     assert all(line.startswith("error: ") for line in lines), done.stderr
 
 
-def test_an_error_of_one_is_said_with_its_rank(
-    model_folder: Folders, corpus: Path, tmp_path: Path
-) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import os, time\nif os.environ['RANK'] == '0':\n"
-        "    time.sleep(60)  # what ends at once when the agent asks for it\n"
-        "os.environ['DUALSFT_COLLECTIVE_TIMEOUT'] = 'soon'\n"
-        "from dualsft.cli import main\nmain()\n"
-    )
-    words = ["run", "--out", str(tmp_path / "run"), *small_run(model_folder("llama"), corpus)]
-    done = python(*TORCHRUN, str(program), *words, OMP_NUM_THREADS="1")
-    assert done.returncode == 1
-    assert "[rank 1] error: DUALSFT_COLLECTIVE_TIMEOUT: 'soon'" in done.stderr, done.stderr
-
-
 # --- the work -------------------------------------------------------------------------------------
 
 

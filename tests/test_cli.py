@@ -160,25 +160,6 @@ def test_evaluation_of_given_files(make_run: Runner, tmp_path: Path) -> None:
     assert facts["before"]["perplexity"] > 1 and results["prompt"]["before"] != ""
 
 
-def test_bad_rows_are_named_with_their_lines(
-    model_folder: Folders, corpus: Path, tmp_path: Path, make_run: Runner
-) -> None:
-    lines = corpus.read_text().splitlines()
-    lines[4] = '{"prompt": "x"'
-    lines[9] = '{"prompt": "x", "response": ""}'
-    source = tmp_path / "bad.jsonl"
-    source.write_text("\n".join(lines) + "\n")
-    words = small_run(model_folder("llama"), source)
-    done = cli("run", "--out", str(tmp_path / "run"), *words, code=2)
-    assert "line 5" in done.stderr and "line 10" in done.stderr
-    assert not list((tmp_path / "run").glob("1_split*"))
-    said: list[str] = []
-    make_run(f"data.path={source}", "data.bad_rows=skip", until="split", said=said)
-    assert any("2 of 120 rows are bad and left out" in line for line in said)
-    facts = json.loads((tmp_path / "run/1_split/summary.json").read_text())
-    assert facts["num_examples"] == 118
-
-
 def test_an_unforeseen_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def fails(problem: Exception) -> Callable[[], None]:
         def action() -> None:

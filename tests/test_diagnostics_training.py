@@ -49,7 +49,6 @@ from dualsft.system.progress import Reporter
 from dualsft.system.signals import Interrupted
 from dualsft.train.loop import train
 
-NAMES = ("fidelity", "hessian", "drift", "reverse")
 CLOSE = 1e-5  # transformers' norms compute in float32: two correct ways differ by 1e-7 or so
 SMALL = {
     "fidelity": ["subsets=3", "masks=3", "subset_size=6", "horizons=1,3", "bootstrap=50"],

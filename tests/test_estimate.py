@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +13,12 @@ import torch
 from conftest import corpus_rows, small_run, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
+from test_cli import cli
 from typer.testing import CliRunner
 from worlds import short_training
 
 import dualsft
-from dualsft import cli
+from dualsft import cli as command_line
 from dualsft.config import settings
 from dualsft.config.settings import Config
 from dualsft.data.examples import Example, collate, make_batches
@@ -257,18 +255,11 @@ def test_anchors_of_a_file_do_not_count_in_the_corpus(
 # --- the command ----------------------------------------------------------------------------------
 
 
-def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    source = str(Path(dualsft.__file__).parents[1])
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source, "COLUMNS": "200"}
-    words = (sys.executable, "-m", "dualsft", "estimate", *words)
-    return subprocess.run(words, capture_output=True, text=True, env=env, cwd=cwd, check=False)
-
-
 def test_the_command_shows_a_table_and_writes_json_alone(
     model_folder: Folders, corpus: Path, tmp_path: Path
 ) -> None:
-    done = command(*small_run(model_folder("llama"), corpus), "--json", "e.json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    words = small_run(model_folder("llama"), corpus)
+    done = cli("estimate", *words, "--json", "e.json", cwd=tmp_path)
     assert all(name in done.stdout for name in FOLDERS)
     assert [path.name for path in tmp_path.iterdir()] == ["e.json"]
     assert json.loads((tmp_path / "e.json").read_text())["fits"] is True
@@ -279,8 +270,10 @@ def test_the_exit_code_is_1_and_the_cure_is_printed_when_it_does_not_fit(
 ) -> None:
     pretend_gpu(0.001, monkeypatch)
     said: list[str] = []
-    monkeypatch.setattr(cli.console, "print", lambda text, **_: said.append(str(text)))
-    done = CliRunner().invoke(cli.app, ["estimate", *small_run(model_folder("llama"), corpus)])
+    monkeypatch.setattr(command_line.console, "print", lambda text, **_: said.append(str(text)))
+    done = CliRunner().invoke(
+        command_line.app, ["estimate", *small_run(model_folder("llama"), corpus)]
+    )
     assert done.exit_code == 1
     (line,) = [text for text in said if text.startswith("warmup does not fit: ")]
     assert "a GPU with" in line

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from matrices import GREEDY, evaluated_run, matrix_of, quiet, run_all, write_matrix
 
 from dualsft.config import settings
-from dualsft.config.settings import Config
+from dualsft.config.settings import Config, DataConfig
 from dualsft.lab.compare import cells as comparing
 from dualsft.lab.compare import tables as comparison
 from dualsft.lab.compare.cells import run_matrix
@@ -208,6 +209,8 @@ def test_a_stage_of_other_settings_is_not_taken_for_the_cells_own(
     worker = running(cell, matrix.config(cell), RunPath(folder))
     stages = ("split", "warmup", "scores", "selection", "finetune")
     assert [worker.is_past(stage) for stage in stages] == [True, True, True, False, False]
+    gone = replace(matrix.config(cell), data=DataConfig(path=str(tmp_path / "gone.jsonl")))
+    assert not running(cell, gone, RunPath(folder)).is_past("split"), "the cell itself tells why"
     assert run_matrix(matrix, tmp_path / "out", quiet(), until="selection") == {}
     assert [worker.is_past(stage) for stage in stages] == [True, True, True, True, False]
 

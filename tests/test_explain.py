@@ -149,6 +149,14 @@ def test_from_python_with_rows_and_without_a_query(run: Path) -> None:
     assert again.queries.num_rows == 1 and (again.folder / "queries.parquet").is_file()
 
 
+def test_scores_alone_are_enough(make_run: Runner) -> None:
+    """No selection yet: whether a row is selected is not known."""
+    run = make_run(*CALIBRATED, until="scores")
+    found = dualsft.explain(run, QUERIES, reporter=QUIET)
+    assert found.suspects["selected"].null_count == found.suspects.num_rows
+    assert "selection" not in found.summary["stages"]
+
+
 def test_the_examples_of_the_page(run: Path, tmp_path: Path, monkeypatch) -> None:
     """The commands and the Python of docs/explain.md, as printed."""
     page = (Path(__file__).parents[1] / "docs/explain.md").read_text(encoding="utf-8")

@@ -62,22 +62,6 @@ def test_scores_are_those_of_the_dense_formula(count: int, dim: int, rho: float)
     assert got.residual <= 1e-12
 
 
-def test_lengths_repeats_and_order_do_not_change_the_ranking() -> None:
-    pool, val = gradients(30, 50), gradients(16, 50, seed=1)
-    base = calibrate(rows_of(pool, exact=True), rows_of(val, exact=True), 0, CPU)
-    lengths = torch.logspace(2, -2, 30, dtype=torch.float64)[:, None]
-    longer = calibrate(rows_of(pool * lengths, exact=True), rows_of(val, exact=True), 0, CPU)
-    np.testing.assert_allclose(longer.scores, base.scores, rtol=1e-6, atol=1e-8)
-    twice = calibrate(rows_of(torch.cat([pool, pool]), True), rows_of(val, True), 0, CPU, base.rho)
-    np.testing.assert_allclose(
-        twice.scores[:30], base.scores, rtol=1e-6, atol=1e-8
-    )  # now solved in p x p
-    np.testing.assert_allclose(twice.scores[30:], base.scores, rtol=1e-6, atol=1e-8)
-    order = torch.randperm(30, generator=torch.Generator().manual_seed(3))
-    moved = calibrate(rows_of(pool[order], True), rows_of(val, True), 0, CPU, base.rho)
-    np.testing.assert_allclose(moved.scores, base.scores[order.numpy()], rtol=1e-6, atol=1e-8)
-
-
 def test_both_sides_agree_on_rho_and_on_the_curve() -> None:
     pool, val = gradients(24, 23), gradients(20, 23, seed=1)
     primal = calibrate(rows_of(pool, True), rows_of(val, True), 5, CPU)

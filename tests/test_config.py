@@ -166,6 +166,8 @@ select:
     assert from_text(tmp_path, to_yaml(config)) == config
     (tmp_path / "bom.yaml").write_bytes(b"\xef\xbb\xbfmodel.path: m\ndata.path: d\n")
     assert load_yaml(tmp_path / "bom.yaml").model.path == "m"
+    with pytest.raises(ConfigError, match="model.path: missing"):
+        from_text(tmp_path, "")
 
 
 def test_words_of_flags() -> None:
@@ -216,6 +218,8 @@ def test_python_values_are_normalised() -> None:
     ("key", "value", "cure"),
     [
         ("score.lam", "0.5", "write 0.5 without quotes"),
+        ("select.data_budget", "0.5", "write 0.5 without quotes"),
+        ("score.lam", None, "default"),
         ("score.lam", True, "default"),
         ("finetune.epochs", True, "default"),
         ("score.lam", float("nan"), "default"),

@@ -277,3 +277,10 @@ def test_the_exit_code_is_1_and_the_cure_is_printed_when_it_does_not_fit(
     assert done.exit_code == 1
     (line,) = [text for text in said if text.startswith("warmup does not fit: ")]
     assert "a GPU with" in line
+
+
+def test_wrong_settings_are_refused_as_for_a_run(corpus: Path, tmp_path: Path) -> None:
+    words = ("model.path=nowhere", f"data.path={corpus}", "lr=1")
+    said = cli("estimate", *words, code=2, cwd=tmp_path).stderr
+    assert "model.path" in said and "lr" in said
+    assert "--until" in cli("estimate", "--until", "scoring", code=2, cwd=tmp_path).stderr

@@ -26,17 +26,19 @@ import socket
 import stat
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 from faults import Launcher
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dualsft.runs.preflight import FOLDERS
@@ -299,6 +301,79 @@ def poison(folder: Path, canary: Path) -> None:
         path = folder / name
         content = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(content | {"auto_map": code}))
+
+
+# --- stages changed and sealed again -------------------------------------------------------------
+
+Change = Callable[[Path], None]
+"""Changes the folder of a stage."""
+
+
+def in_manifest(act: Callable[[dict[str, Any]], object]) -> Change:
+    def change(stage: Path) -> None:
+        body = json.loads((stage / "manifest.json").read_text())
+        del body["seal"]
+        act(body)
+        (stage / "manifest.json").write_text(render_manifest(body))
+
+    return change
+
+
+def in_table(file: str, column: str, value: Any) -> Change:
+    """Give all rows of a column one value (or what a function makes of them), or drop it."""
+
+    def change(stage: Path) -> None:
+        table = pq.read_table(stage / file)
+        at = table.column_names.index(column)
+        if value is None:
+            table = table.remove_column(at)
+        else:
+            made = value(table[column].to_pylist()) if callable(value) else [value] * len(table)
+            table = table.set_column(at, column, pa.array(made))
+        pq.write_table(table, stage / file)
+        reseal(stage)
+
+    return change
+
+
+def in_json(file: str, value: Any, sealed: bool = True) -> Change:
+    """Give an object other values; anything else, and {}, takes the place of the content."""
+
+    def change(stage: Path) -> None:
+        path = stage / file
+        stored = json.loads(path.read_text()) if path.exists() else {}
+        both = isinstance(stored, dict) and isinstance(value, dict) and value
+        path.write_text(json.dumps(stored | value if both else value))
+        if sealed:
+            reseal(stage)
+
+    return change
+
+
+def in_tensors(file: str, act: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Change every tensor of a file."""
+    return in_file(file, lambda tensors: {name: act(one) for name, one in tensors.items()})
+
+
+def in_file(file: str, act: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Change:
+    def change(stage: Path) -> None:
+        with safe_open(stage / file, "pt") as stored:
+            header = stored.metadata()
+        changed = act(load_file(stage / file))
+        save_file({n: t.contiguous() for n, t in changed.items()}, stage / file, metadata=header)
+        reseal(stage)
+
+    return change
+
+
+def without(file: str) -> Change:
+    """Remove a file, and from the manifest too."""
+
+    def change(stage: Path) -> None:
+        (stage / file).unlink()
+        reseal(stage)
+
+    return change
 
 
 # --- content -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import oracle
 import pytest
 import torch
 from conftest import Runner
-from models import tiny_examples, tiny_model, tiny_tokenizer
+from models import tiny_model, tiny_rows, tiny_tokenizer
 from places import place
 
 import dualsft
@@ -26,17 +26,12 @@ from dualsft.system.progress import Reporter
 QUIET = Reporter(lambda _: None)
 
 
-def examples(count: int, seed: int) -> list[Example]:
-    rows = tiny_examples(count, 97, seed)
-    return [Example(f"{seed}-{e.id}", e.index, list(e.input_ids), list(e.labels)) for e in rows]
-
-
 @pytest.mark.parametrize("scale", [1.0, 1e6])
 @pytest.mark.parametrize("relative", [False, True])
 def test_score_and_select_equal_the_oracle(relative: bool, scale: float) -> None:
     """From an invisible to a dominating second-order term; the mask trains with SparseAdamW."""
     old, bar = tiny_model("qwen3", seed=0).eval(), tiny_model("qwen3", seed=4).eval()
-    pool, val, anchors = examples(40, 1), examples(6, 2), examples(7, 3)
+    pool, val, anchors = tiny_rows(40, 1), tiny_rows(6, 2), tiny_rows(7, 3)
     names = [n for n, p in bar.named_parameters() if ".layers." in n and p.ndim == 2]
     generator = torch.Generator().manual_seed(0)
     curvature = {
@@ -92,9 +87,9 @@ def test_score_and_select_equal_the_oracle(relative: bool, scale: float) -> None
 def test_score_wants_both_or_neither_of_teacher_and_anchors() -> None:
     model = tiny_model("llama").eval()
     with pytest.raises(dualsft.ConfigError, match="both theta_old and anchors"):
-        dualsft.score(model, examples(3, 1), examples(2, 2), eta_ft=1e-3, anchors=examples(2, 3))
+        dualsft.score(model, tiny_rows(3, 1), tiny_rows(2, 2), eta_ft=1e-3, anchors=tiny_rows(2, 3))
     with pytest.raises(dualsft.ConfigError, match="must not be empty"):
-        dualsft.score(model, [], examples(2, 2), eta_ft=1e-3)
+        dualsft.score(model, [], tiny_rows(2, 2), eta_ft=1e-3)
 
 
 def test_apply_and_extract_delta_are_inverse() -> None:
@@ -180,7 +175,7 @@ def test_examples_of_the_api_are_checked(change: dict[str, Any], message: str) -
 
 def test_lambda_by_the_parameter_scores() -> None:
     old, bar = tiny_model("qwen3", seed=0).eval(), tiny_model("qwen3", seed=4).eval()
-    pool, val, anchors = examples(20, 1), examples(6, 2), examples(7, 3)
+    pool, val, anchors = tiny_rows(20, 1), tiny_rows(6, 2), tiny_rows(7, 3)
     given = {"eta_ft": 1e-3, "anchors": anchors, "theta_old": old, "lam": 0.7, "reporter": QUIET}
     with pytest.raises(ConfigError, match="give form='calibrated'"):
         dualsft.score(bar, pool, val, lam_relative="scores", **given)
@@ -201,9 +196,9 @@ def test_lambda_by_the_parameter_scores() -> None:
 
 
 def test_scores_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = examples(12, 1)
+    pool = tiny_rows(12, 1)
     model = tiny_model("llama", torch.float32)
-    scores = dualsft.score(model, pool, examples(4, 2), eta_ft=1e-3, reporter=QUIET)
+    scores = dualsft.score(model, pool, tiny_rows(4, 2), eta_ft=1e-3, reporter=QUIET)
     table = scores.to_table()
     assert table.column_names == ["id", "index", "score", "bound", "loss"]
     assert table["id"].to_pylist() == [e.id for e in pool]

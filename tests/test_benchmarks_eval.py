@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
-import os
 import random
 import sys
 from collections.abc import Callable
@@ -27,7 +25,7 @@ from dualsft.lab.compare.matrix import load_matrix
 from dualsft.lab.compare.tables import write_tables
 from dualsft.lab.evaluation import benchmarks as benchmarking
 from dualsft.lab.evaluation import tasks as benchmark_tasks
-from dualsft.lab.evaluation.sandbox import run_candidate, run_candidates
+from dualsft.lab.evaluation.sandbox import run_candidate
 from dualsft.lab.evaluation.tasks import (
     BENCHMARKS,
     build_tasks,
@@ -310,25 +308,6 @@ def test_damaged_shared_answers_are_not_read(damage: bytes, tmp_path: Path) -> N
         assert shared.read() is None and "piqa-0.json: damaged" in said.pop()
 
 
-def test_the_model_and_the_tokenizer_are_left_as_they_were(long_model: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    from dualsft.model.load import load_tokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(long_model).train()
-    tokenizer = load_tokenizer(long_model)
-    tokenizer.pad_token = None
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    evaluation = SimpleNamespace(task_batch_size=3)
-    ctx: Any = SimpleNamespace(
-        answers=None, tokenizer=tokenizer, config=SimpleNamespace(evaluation=evaluation)
-    )
-    with benchmarking.harness_model(ctx, model) as lm:
-        assert lm.model is model and not model.training and lm.batch_size == 3
-    assert model.training and tokenizer.pad_token is None
-    assert all((before[name] == value).all() for name, value in model.state_dict().items())
-
-
 @pytest.mark.parametrize(("device", "sizes"), [("cuda", [32, 16, 8]), ("cpu", [2, 1])])
 def test_generated_answers_go_in_larger_batches_on_a_gpu(device: str, sizes: list[int]) -> None:
     """Lack of memory halves them; the batches of the other benchmarks are as before."""
@@ -374,18 +353,6 @@ def test_wilson_against_published_values() -> None:
     assert benchmarking.wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["evaluation.tasks=piqaa"], "did you mean 'piqa'"),
-        (["evaluation.backend=vlm"], "did you mean 'vllm'"),
-    ],
-)
-def test_wrong_settings_are_told_with_a_cure(overrides: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        settings.load(None, ["model.path=m", "data.path=d", *overrides])
-
-
 def test_what_is_missing_is_said_before_any_stage(
     tmp_path: Path, data_dir: Path, long_model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,16 +387,12 @@ def _mmlu(choices: str, answer: str) -> str:
             '{"question": "x", "choices": ["a"], "labels": ["A"], "answerKey": "B"}',
             "answerKey 'B' is not one",
         ),
-        ("arc_challenge", '{"question": "x", "choices": "ab", "answerKey": "B"}', "'choices' must"),
         ("arc_challenge", '{"question": "x", "choices": ["a"], "answerKey": "B"}', "a label"),
         ("piqa", '{"goal": "x", "sol1": "y", "sol2": "z", "label": -1}', "'label' is -1"),
-        ("piqa", '{"goal": null, "sol1": "y", "sol2": "z", "label": 1}', "'goal' is None"),
         ("gsm8k", '{"question": "x", "answer": "4"}', "no number after ####"),
         ("humaneval", '{"task_id": "1", "prompt": 3, "test": "", "entry_point": ""}', "'prompt'"),
         ("mmlu", _mmlu('["a", "b", "c"]', "1"), "four strings"),
         ("mmlu", _mmlu('["a", "b", "c", "d"]', "4"), "'answer' is 4"),
-        ("mmlu", _mmlu('["a", "b", "c", "d"]', '"2"'), "'answer' is '2'"),
-        ("piqa", "[" * 100_000, "2: not valid JSON"),
     ],
 )
 def test_a_wrong_row_is_named(name: str, line: str, words: str, tmp_path: Path) -> None:
@@ -506,26 +469,3 @@ def test_the_flag_is_the_setting() -> None:
     for until in ("evaluation", None):
         with pytest.raises(ConfigError, match="allow-code-execution"):
             check_consent(config, until)
-
-
-if "DUALSFT_DATA" in os.environ:  # a folder with the real rows; without it there is no such test
-    COUNTS = {"humaneval": 164, "piqa": 1838, "arc_challenge": 1172, "mmlu": 14042, "gsm8k": 1319}
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", COUNTS)
-    def test_real_rows_make_the_whole_benchmark(name: str) -> None:
-        tasks = build_tasks(name, os.environ["DUALSFT_DATA"], lambda **_: {"pass@1": 0.0})
-        assert sum(len(task.eval_docs) for task in tasks) == COUNTS[name]
-
-    @pytest.mark.slow
-    def test_the_canonical_solutions_pass() -> None:
-        folder = Path(os.environ["DUALSFT_DATA"])
-        path = benchmark_tasks.task_files(["humaneval"], str(folder))["humaneval"]
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            problems = [json.loads(line) for line in lines]
-        (task,) = build_tasks("humaneval", str(folder), lambda **_: {"pass@1": 0.0})
-        pairs = [(p["prompt"] + p["canonical_solution"], task.doc_to_target(p)) for p in problems]
-        verdicts = run_candidates(pairs)
-        assert [v.reason for v in verdicts] == ["passed"] * 164
-        broken = [(p["prompt"] + "    pass\n", task.doc_to_target(p)) for p in problems]
-        assert not any(v.passed for v in run_candidates(broken))

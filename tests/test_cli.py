@@ -112,48 +112,6 @@ def test_same_seed_same_bits(
     assert splits[0] != splits[1]
 
 
-def test_recipe_file_flags_and_python_are_one_definition(
-    reference: Path, model_folder: Folders, corpus: Path, tmp_path: Path
-) -> None:
-    """The run's own config.yaml replays it; Python gives the same bits."""
-    cli("run", str(reference / "config.yaml"), "--out", str(tmp_path / "yaml"), "--until", "scores")
-    config = dualsft.Config(
-        model=dualsft.ModelConfig(path=str(model_folder("llama")), device="cpu"),
-        data=dualsft.DataConfig(path=str(corpus), template="plain"),
-        split=dualsft.SplitConfig(val=0.1, anchor=0.1, warm=0.1),
-        finetune=dualsft.FinetuneConfig(lr=1e-3, batch_size=4, epochs=2),
-    )
-    dualsft.run(config, tmp_path / "python", until="scores")
-    for name in ("yaml", "python"):
-        got = (tmp_path / name / "4_scores/examples.parquet").read_bytes()
-        assert got == (reference / "4_scores/examples.parquet").read_bytes()
-
-
-@pytest.mark.slow
-def test_stage_commands_work_on_a_run_folder(
-    model_folder: Folders, corpus: Path, tmp_path: Path
-) -> None:
-    out = str(tmp_path / "run")
-    words = small_run(model_folder("qwen3"), corpus)
-    done = cli("split", out, *words)
-    assert "[split] done" in done.stdout
-    stages = {
-        "warmup": "[warmup] done",
-        "score": "[scores] done",
-        "select": "[selection] done",
-        "finetune": "[finetune] done",
-        "evaluate": "[evaluation] done",
-    }
-    for command, line in stages.items():
-        said = cli(command, out).stdout
-        assert line in said and "[split] reused" in said
-    cli("report", out)
-    text = (tmp_path / "run/report.md").read_text()
-    assert "## Before and after" in text and "## Selection" in text
-    said = cli("select", out, "select.param_budget=0.1").stdout
-    assert "[selection] again (select.param_budget: 0.05 -> 0.1)" in said
-
-
 def test_export_merge_and_extract(reference: Path, model_folder: Folders, tmp_path: Path) -> None:
     """base + delta is the merged model bit for bit, and extracting finds the delta again."""
     base, delta = str(model_folder("llama")), str(reference / "6_finetune/delta.safetensors")
@@ -200,25 +158,6 @@ def test_evaluation_of_given_files(make_run: Runner, tmp_path: Path) -> None:
     facts = results["files"]["extra"]
     assert facts["examples"] == 20 and facts["after"]["kl_to_base"] > 0
     assert facts["before"]["perplexity"] > 1 and results["prompt"]["before"] != ""
-
-
-def test_bad_rows_are_named_with_their_lines(
-    model_folder: Folders, corpus: Path, tmp_path: Path, make_run: Runner
-) -> None:
-    lines = corpus.read_text().splitlines()
-    lines[4] = '{"prompt": "x"'
-    lines[9] = '{"prompt": "x", "response": ""}'
-    source = tmp_path / "bad.jsonl"
-    source.write_text("\n".join(lines) + "\n")
-    words = small_run(model_folder("llama"), source)
-    done = cli("run", "--out", str(tmp_path / "run"), *words, code=2)
-    assert "line 5" in done.stderr and "line 10" in done.stderr
-    assert not list((tmp_path / "run").glob("1_split*"))
-    said: list[str] = []
-    make_run(f"data.path={source}", "data.bad_rows=skip", until="split", said=said)
-    assert any("2 of 120 rows are bad and left out" in line for line in said)
-    facts = json.loads((tmp_path / "run/1_split/summary.json").read_text())
-    assert facts["num_examples"] == 118
 
 
 def test_an_unforeseen_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -196,65 +196,52 @@ def test_each_layer_holds_by_itself(take: str, holds: set[str], tmp_path: Path) 
 @pytest.mark.parametrize(
     "line",
     [
-        "open({path!r}, 'w').write('x')",
-        "__import__('os').close(__import__('os').open({path!r}, 65))",
-        "__import__('pathlib').Path({path!r}).touch()",
-        "__import__('os').mkdir({path!r})",
-        "__import__('os').symlink('/', {path!r})",
-    ],
-)
-def test_nothing_is_written_outside(line: str, tmp_path: Path) -> None:
-    target = tmp_path / "written"
-    verdict = judge(line.format(path=str(target)) + "\n" + GOOD, CALM)
-    assert not verdict.passed and not os.path.lexists(target)
-
-
-@pytest.mark.parametrize("call", ["os.remove", "os.truncate", "shutil.rmtree"])
-def test_nothing_outside_is_removed(call: str, tmp_path: Path) -> None:
-    kept = tmp_path / "folder/kept"
-    kept.parent.mkdir()
-    kept.write_text("kept")
-    argument = str(kept.parent if call == "shutil.rmtree" else kept)
-    more = ", 0" if call == "os.truncate" else ""
-    verdict = judge(
-        f"import os, shutil\n{call}({argument!r}{more})\n" + GOOD, SandboxLimits(seconds=10)
-    )
-    assert not verdict.passed and kept.read_text() == "kept"
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
+        "open({new!r}, 'w').write('x')",
+        "os.close(os.open({new!r}, 65))",
+        "pathlib.Path({new!r}).touch()",
+        "os.mkdir({new!r})",
+        "os.symlink('/', {new!r})",
+        "os.remove({path!r})",
+        "os.truncate({path!r}, 0)",
+        "shutil.rmtree({folder!r})",
         "os.fchmod(os.open({path!r}, os.O_RDONLY), 0)",
-        "os.chmod({name!r}, 0, dir_fd=os.open({folder!r}, os.O_RDONLY))",
+        "os.chmod('kept', 0, dir_fd=os.open({folder!r}, os.O_RDONLY))",
         "import ctypes; ctypes.pythonapi.chmod({path!r}.encode(), 0)",
         "os.utime({path!r}, (1, 1))",
         "os.utime(os.open({path!r}, os.O_RDONLY), (1, 1))",
         "os.setxattr({path!r}, 'user.x', b'y')",
     ],
 )
-def test_nothing_outside_is_changed(line: str, tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
+def test_nothing_outside_is_written_removed_or_changed(line: str, tmp_path: Path) -> None:
+    kept = tmp_path / "folder/kept"
+    kept.parent.mkdir()
     kept.write_text("kept")
-    before = kept.stat()
-    words = {"path": str(kept), "name": kept.name, "folder": str(tmp_path)}
-    verdict = judge(f"import os\n{line.format(**words)}\n" + GOOD, CALM)
-    after = kept.stat()
-    assert (after.st_mode, after.st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
-    assert not os.listxattr(kept)
+    words = {"path": str(kept), "folder": str(kept.parent), "new": str(kept.parent / "written")}
+
+    def seen() -> list[object]:
+        state = kept.stat()
+        facts = [state.st_mode, state.st_mtime_ns, kept.read_text(), os.listxattr(kept)]
+        return [*facts, os.listdir(kept.parent)]
+
+    before = seen()
+    imports = "import os, pathlib, shutil\n"
+    verdict = judge(f"{imports}{line.format(**words)}\n" + GOOD, CALM)
+    assert seen() == before
     assert "ctypes" in line or not verdict.passed
 
 
-def test_the_folder_is_empty_writable_and_removed(tmp_path: Path) -> None:
+def test_the_folder_is_empty_writable_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     said = (
         "import os\nassert os.listdir('.') == [] and os.getcwd() == os.environ['HOME']\n"
         "open('mine', 'w').write('x')\nassert open('mine').read() == 'x'\n"
     )
-    before = set(os.listdir(tmp_path.parent))
     assert judge(said + GOOD, CALM).passed
     large = "open('mine', 'wb').write(b'x' * 2**22)\n"
     assert judge(large + GOOD, CALM).reason == "failed: OSError"
-    assert set(os.listdir(tmp_path.parent)) == before
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_environment_is_scrubbed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,18 +156,6 @@ def test_only_the_same_question_has_the_same_answer(
     assert (taken in said) == lent
 
 
-def test_another_parameter_side_in_the_same_folder_keeps_the_examples(
-    tmp_path: Path, words: list[str]
-) -> None:
-    words, out, said = [*words, "method.data=less"], tmp_path / "run", []
-    pipeline.run(config.load(None, [*words, "method.params=random"]), out, "selection", quiet())
-    before = (out / "5_selection/selected.jsonl").read_bytes()
-    other = config.load(None, [*words, "method.params=s2ft", "select.param_budget=0.1"])
-    pipeline.run(other, out, "selection", quiet(said))
-    assert any("the examples of less are reused from" in line for line in said)
-    assert (out / "5_selection/selected.jsonl").read_bytes() == before
-
-
 @pytest.mark.parametrize(
     "break_it",
     [
@@ -198,29 +186,6 @@ def test_a_lender_that_is_not_understood_is_passed_over(
     assert not any("are reused from" in line for line in said)
     assert any(f"{folder}: its selection of examples cannot be reused" in x for x in said)
     assert (out / "5_selection/ids.json").read_bytes() == (folder / "ids.json").read_bytes()
-
-
-def test_a_leftover_warmup_that_is_not_read_may_be_damaged(
-    tmp_path: Path, words: list[str]
-) -> None:
-    words, out = [*words, "method.data=top_loss", "method.params=random"], tmp_path / "run"
-    pipeline.run(config.load(None, words), out, "selection", quiet())
-    (out / "2_warmup/manifest.json").write_text("{}")
-    wanted = config.load(None, [*words, "method.top_loss.at=base"])
-    pipeline.run(wanted, out, "selection", quiet())
-
-
-def test_a_second_call_makes_only_what_is_missing(tmp_path: Path, words: list[str]) -> None:
-    matrix = matrix_of(tmp_path, words, methods=["random", "sft"], seeds=[1, 2])
-    out = tmp_path / "out"
-    run_all(matrix, out, only="random*seed 1")
-    assert [(out / c.path).is_dir() for c in matrix.cells()] == [True, False, False, False]
-    run_all(matrix, out)
-    said: list[str] = []
-    run_all(matrix, out, said)
-    assert not [line for line in said if line.endswith(" started")]
-    status = json.loads((out / "cells.json").read_text())["cells"]
-    assert len(status) == 4 and not any(cell["failed"] for cell in status.values())
 
 
 def test_only_results_are_kept_when_asked(tmp_path: Path, words: list[str]) -> None:
@@ -324,47 +289,6 @@ def test_names_of_dots_stay_inside_the_folder(tmp_path: Path, words: list[str]) 
     assert ".." not in cell.path.parts and (tmp_path / cell.path).resolve() == tmp_path / cell.path
 
 
-def test_two_models_with_one_tokenizer_are_two_models(
-    tmp_path: Path, words: list[str], model_folder: Callable[[str], Path]
-) -> None:
-    """Same tokenizer and shapes, other weights: nothing of one is taken for the other, and paired
-    differences stay within a model."""
-    first = model_folder("llama")
-    second = tmp_path / "second"
-    shutil.copytree(first, second)
-    tensors = load_file(str(second / "model.safetensors"))
-    save_file(
-        {n: t * 1.5 for n, t in tensors.items()},
-        str(second / "model.safetensors"),
-        {"format": "pt"},
-    )
-    words = [w for w in words if not w.startswith("model.path=")]
-    models = {"one": str(first), "two": str(second)}
-    matrix = matrix_of(tmp_path, words, methods=["sft", "random"], models=models, seeds=[1, 2])
-    out = tmp_path / "out"
-    run_all(matrix, out)
-    losses = {
-        (c.model.name, c.method.name, c.seed): json.loads(
-            (out / c.path / "7_evaluation/results.json").read_text()
-        )["files"]["extra"]
-        for c in matrix.cells()
-    }
-    assert losses["one", "sft", 1]["before"] != losses["two", "sft", 1]["before"]
-    assert losses["one", "sft", 1]["after"] != losses["two", "sft", 1]["after"]
-    records, missing = comparison.collect(matrix, place(out))
-    assert not missing
-    found = {(d.where, d.what): d for d in comparison.differences(records, "random")}
-    for model in models:
-        by_hand = [
-            losses[model, "sft", seed]["after"]["loss"]
-            - losses[model, "random", seed]["after"]["loss"]
-            for seed in (1, 2)
-        ]
-        one = found[model, "loss extra"]
-        assert one.mean == pytest.approx(np.mean(by_hand), rel=1e-6) and one.examples == 15
-        assert one.method == "sft" and one.low < one.mean < one.high
-
-
 def test_tables_are_means_and_places_of_the_cells(tmp_path: Path, words: list[str]) -> None:
     """Every figure again, from the run folders, by hand."""
     tables = [{"title": "T", "within": "table", "reference": ["sft"]}]
@@ -394,17 +318,6 @@ def test_tables_are_means_and_places_of_the_cells(tmp_path: Path, words: list[st
     text = (out / "comparison.tex").read_text()
     assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
     assert text.count("{") == text.count("}") and r"\textbf{" in text
-
-
-def test_weights_of_examples_count_as_passes(tmp_path: Path, words: list[str]) -> None:
-    """FLOW looks at the data once to weigh it, in the fine-tuning stage."""
-    matrix = matrix_of(tmp_path, words, methods=["sft", "flow"])
-    run_all(matrix, tmp_path / "out")
-    records, _ = comparison.collect(matrix, place(tmp_path / "out"))
-    passes = {r.cell.method.name: r.values["passes"] for r in records}
-    assert passes["sft"] == 0.0
-    assert passes["flow"] == pytest.approx(records[1].values["data_share"])
-    assert (records[1].values["selection_seconds"] or 0) > 0
 
 
 @pytest.mark.parametrize("odd", ["\u2028", "\u2029", "\u0085", "\x0b"])

@@ -13,8 +13,6 @@ from places import place
 from typer.testing import CliRunner
 
 from dualsft.cli import app
-from dualsft.config import methods
-from dualsft.config import settings as config
 from dualsft.lab.compare import matrix as comparison_matrix
 from dualsft.lab.compare.matrix import Cell, Matrix, load_matrix
 from dualsft.lab.compare.records import CellRecord, changed_share
@@ -24,8 +22,6 @@ from dualsft.system.progress import Reporter
 
 CONSENT = ["evaluation.allow_code_execution=true"]
 TABLES = [name for name in comparison_matrix.comparison_names() if name.startswith("table_")]
-HERE = [f"{model}_{data}" for model in ("smollm2", "gemma3") for data in ("code", "gsm8k")]
-
 # --- recipes ------------------------------------------------------------------------------------
 
 
@@ -41,20 +37,6 @@ def test_every_recipe_is_parsed_and_dry_run(name: str, corpus: Path) -> None:
     assert result.output.count(" data: ") == len(matrix.cells())
     none = CliRunner().invoke(app, ["compare", name, "--dry-run", "--only", "no such", *given])
     assert none.exit_code != 0 and "no cell matches" in str(none.exception)
-
-
-def test_ablations_vary_what_they_are_named_after() -> None:
-    """Every row but the first differs from it, and only by its own settings."""
-    found = [name for name in comparison_matrix.comparison_names() if name.startswith("ablation_")]
-    assert len(found) == 5
-    for name in found:
-        matrix = load_matrix(name, CONSENT)
-        cells = [cell for cell in matrix.cells() if cell.seed == matrix.seeds[0]]
-        flats = [config.to_flat(matrix.config(cell)) for cell in cells]
-        for cell, flat in zip(cells[1:], flats[1:], strict=True):
-            words = {word.partition("=")[0] for word in (*cell.method.words, *cell.data.words)}
-            changed = {key for key in flat if flat[key] != flats[0][key]}
-            assert changed and changed <= words, (name, cell.title)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -76,64 +58,6 @@ def test_the_papers_corpora_are_read_in_the_hubs_form(
     )
     run = pipeline.run(local, tmp_path / "run", "split", Reporter([].append))
     assert (run / "1_split/split.parquet").is_file()
-
-
-def test_the_papers_lora_has_no_budget() -> None:
-    """r 64 and alpha 128 where the paper's tables have it; a budget's rank elsewhere."""
-    found = set()
-    for name in TABLES:
-        matrix = load_matrix(name, CONSENT)
-        for cell in matrix.cells():
-            chosen = methods.compose(config.to_flat(matrix.config(cell)))
-            if cell.method.name == "lora":
-                found.add(name)
-                options = chosen.options_of("params")
-                assert (options.r, options.alpha, options.dropout) == (64, 128, 0.05)
-            else:
-                assert chosen.preset == "default"
-    assert {"table_magicoder", "table_metamathqa"} <= found
-
-
-def test_learning_rates_of_the_packaged_tables_are_the_papers() -> None:
-    """docs/methods.md: the paper's own rates, by model, data and what trains."""
-    wanted = {
-        ("table_magicoder", "llama-3.2-3b"): (2e-5, 2e-4, 5e-5, 4e-5, 4e-5, 3e-5),
-        ("table_magicoder", "gemma-3-4b"): (2e-5, 2e-4, 5e-5, 4e-5, 4e-5, 3e-5),
-        ("table_magicoder", "qwen-3.5-9b"): (1e-5, 2e-4, 2e-5, 2e-5, 1.5e-5, 2e-5),
-        ("table_metamathqa", "llama-3.2-3b"): (1e-5, 2e-4, 5e-5, 4e-5, 3e-5, 3e-5),
-        ("table_metamathqa", "gemma-3-4b"): (1e-5, 2e-4, 5e-5, 4e-5, 3e-5, 3e-5),
-    }
-    names = ("sft", "lora", "s2ft", "smt", "lift", "nanoadam")
-    for (recipe, model), rates in wanted.items():
-        matrix = load_matrix(recipe, CONSENT)
-        cells = {c.method.name: c for c in matrix.cells() if c.model.name == model}
-        found = [comparison_matrix.effective_rate(matrix.config(cells[n])) for n in names]
-        assert found == pytest.approx(rates), (recipe, model)
-        own = comparison_matrix.effective_rate(matrix.config(cells["dualsft"]))
-        assert own == pytest.approx(rates[0])
-        hybrid = comparison_matrix.effective_rate(matrix.config(cells["less+s2ft"]))
-        assert hybrid == pytest.approx(rates[2])
-
-
-@pytest.mark.parametrize("name", HERE)
-def test_models_that_run_here_have_the_papers_tables(name: str) -> None:
-    """Main, resources, the 2 x 2 grid, forgetting with the third marked, and with what it took."""
-    matrix = load_matrix(name, ["data.path=x"])
-    tables = {table.title: table for table in matrix.tables}
-    assert [table.kind for table in matrix.tables].count("resources") == 1
-    forgetting = tables["Forgetting-specific methods"]
-    assert forgetting.mark == 3 and forgetting.reference == ("sft", "lora")
-    paper = load_matrix("table_forgetting", CONSENT)
-    assert {m for g in forgetting.groups.values() for m in g} == {
-        c.name for c in paper.methods if c.name not in ("sft", "lora")
-    }
-    grid = load_matrix("table_sequential", CONSENT)
-    [both] = tables["Sequential combinations"].groups.values()
-    assert set(both) == {c.name for c in grid.methods}
-    taking = tables["Efficiency-aware forgetting"]
-    aware = load_matrix("table_forgetting_efficiency", CONSENT)
-    assert (taking.kind, taking.mark) == ("forgetting", aware.tables[0].mark)
-    assert {m for g in taking.groups.values() for m in g} == {c.name for c in aware.methods}
 
 
 # --- ranking and marking --------------------------------------------------------------------------

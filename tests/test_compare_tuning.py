@@ -15,7 +15,7 @@ from matrices import matrix_of, run_all
 from places import place
 
 from dualsft.errors import ConfigError
-from dualsft.lab.compare.matrix import Choice, Matrix
+from dualsft.lab.compare.matrix import Matrix
 from dualsft.lab.compare.records import collect, tuned
 from dualsft.lab.compare.tables import write_tables
 
@@ -158,16 +158,6 @@ def test_frontiers_run_from_the_base_over_the_grid(made: Any) -> None:
     assert "at the KL of dualsft" in (out / "comparison.md").read_text()
 
 
-def test_a_value_that_lacks_a_seed_does_not_compete(made: Any) -> None:
-    matrix, out, _ = made
-    records, _ = collect(matrix, place(out))
-    chosen = {r.cell.method.name: r.cell.value for r in tuned(matrix, records)[0]}
-    best = chosen["sft"]
-    short = [r for r in records if (r.cell.value, r.cell.seed) != (best, SEEDS[0])]
-    again = {r.cell.method.name: r.cell.value for r in tuned(matrix, short)[0]}
-    assert again["sft"] != best
-
-
 @pytest.mark.parametrize(
     ("tune", "said"),
     [
@@ -195,13 +185,3 @@ def test_a_frontier_needs_a_grid_and_a_grid_is_not_overridden(
         matrix_of(tmp_path, words, methods=["sft"], tables=TABLES)
     with pytest.raises(ConfigError, match="`tune` of the comparison sets method.lr_ratio"):
         matrix_of(tmp_path, [*words, "method.lr_ratio=3"], methods=["sft"], tune=TUNE)
-
-
-def test_without_a_grid_nothing_is_new(
-    model_folder: Callable[[str], Path], corpus: Path, tmp_path: Path
-) -> None:
-    matrix = matrix_of(tmp_path, words_of(model_folder("llama"), corpus, tmp_path), methods=["sft"])
-    (cell,) = matrix.cells()
-    assert cell.value == Choice("") and cell.path == Path(
-        "cells/default/default/default/sft/seed-42"
-    )

@@ -27,7 +27,6 @@ from dualsft.lab.compare.matrix import Cell, Matrix, load_matrix
 from dualsft.runs.folder import RunDir
 from dualsft.runs.pipeline import Finished
 from dualsft.runs.preflight import FOLDERS
-from dualsft.runs.stages import split
 from dualsft.system.paths import RunPath
 
 METHODS = ["dualsft", "dualsft-param", "less", "less+s2ft", "random"]
@@ -85,23 +84,6 @@ def test_the_same_comparison_as_in_turn(tmp_path: Path, words: list[str], many: 
     assert "taken_over" in facts
     status = json.loads((out / "cells.json").read_text())["cells"]
     assert list(status) == [cell.title for cell in matrix.cells()]
-
-
-def test_only_results_are_kept_and_failures_are_told(tmp_path: Path, words: list[str]) -> None:
-    """Nothing is pruned that a later cell takes over; one that fails does not stop the rest."""
-    methods = [GREEDY, *METHODS[:2]]
-    matrix, out = matrix_of(tmp_path, words, methods=methods, keep="results"), tmp_path / "out"
-    [(title, why)] = run_matrix(matrix, out, quiet(), workers=2).items()
-    assert "greedy" in title and "select.data_budget" in why
-    kept = {p.name for p in out.rglob("*.safetensors")}
-    assert kept == {"mask.safetensors", "delta.safetensors"}
-    assert os.path.samefile(*out.glob("cells/**/3_gradients/manifest.json"))
-    status = json.loads((out / "cells.json").read_text())["cells"]
-    assert [bool(cell["failed"]) for cell in status.values()] == [True, False, False]
-    made = {path: path.stat().st_ino for path in out.glob("cells/**/[1-7]_*/manifest.json")}
-    run_matrix(matrix, out, quiet(), only="*dualsft*", workers=2)
-    assert made == {path: path.stat().st_ino for path in made}, "nothing is made again"
-    assert kept == {p.name for p in out.rglob("*.safetensors")}
 
 
 def start(path: Path, out: Path, words: list[str]) -> subprocess.Popen[str]:
@@ -227,52 +209,10 @@ def test_a_stage_of_other_settings_is_not_taken_for_the_cells_own(
     worker = running(cell, matrix.config(cell), RunPath(folder))
     stages = ("split", "warmup", "scores", "selection", "finetune")
     assert [worker.is_past(stage) for stage in stages] == [True, True, True, False, False]
+    gone = replace(matrix.config(cell), data=DataConfig(path=str(tmp_path / "gone.jsonl")))
+    assert not running(cell, gone, RunPath(folder)).is_past("split"), "the cell itself tells why"
     assert run_matrix(matrix, tmp_path / "out", quiet(), until="selection") == {}
     assert [worker.is_past(stage) for stage in stages] == [True, True, True, True, False]
-
-
-def test_a_stage_without_its_files_will_be_computed_again(
-    tmp_path: Path, words: list[str], many: Path
-) -> None:
-    """`keep: results` leaves the manifests: a cell that needs the vectors again makes them."""
-    matrix = matrix_of(tmp_path, words, methods=["dualsft"])
-    (cell,) = matrix.cells()
-    config, folder = (
-        matrix.config(cell),
-        stages_of(many / cell.path, "evaluation", tmp_path / "run"),
-    )
-    (folder / "3_gradients/grad_sum.safetensors").unlink()
-    worker = running(cell, config, folder)
-    assert worker.is_past("warmup") and not worker.is_past("scores")
-    assert Finished(config, folder).up_to("evaluation")
-
-
-def test_looking_is_cheap_and_harmless(
-    tmp_path: Path, words: list[str], many: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The corpus is hashed once a cell, and only when there is a manifest to compare with."""
-    hashed, source_hash = list[str](), split.source_hash
-
-    def counted(path: str, *more: Any) -> str:
-        hashed.append(path)
-        return source_hash(path, *more)
-
-    monkeypatch.setattr(split, "source_hash", counted)
-    matrix = matrix_of(tmp_path, words, methods=["random"])
-    (cell,) = matrix.cells()
-    target = tmp_path / "run"
-    worker = running(cell, matrix.config(cell), RunPath(target))
-    assert not any(worker.is_past("split") for _ in range(3)) and not hashed
-    stages_of(many / cell.path, "split", target)
-    (target / "1_split/manifest.json").rename(target / "manifest")
-    assert not worker.is_past("split") and not hashed
-    (target / "manifest").rename(target / "1_split/manifest.json")
-    assert worker.is_past("split") and not worker.is_past("selection")
-    shutil.rmtree(target)
-    assert worker.is_past("split") and len(hashed) == 1
-    missing = replace(matrix.config(cell), data=DataConfig(path=str(tmp_path / "gone.jsonl")))
-    folder = stages_of(many / cell.path, "split", target)
-    assert not running(cell, missing, folder).is_past("split"), "the cell itself says what is wrong"
 
 
 def test_the_progress_of_a_running_cell(tmp_path: Path, words: list[str]) -> None:
@@ -294,17 +234,6 @@ def test_the_progress_of_a_running_cell(tmp_path: Path, words: list[str]) -> Non
     run.log_metrics("evaluation", work="losses", percentage=75.0)
     told = worker.progress()
     assert all(part in told for part in ("finetune", "epoch 1", "25.0", "1:00"))
-
-
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_cells_that_no_budget_tells_apart_are_made_once(
-    tmp_path: Path, words: list[str], workers: int
-) -> None:
-    budgets = [{"data": 0.1, "params": 0.05}, {"data": 0.2, "params": 0.05}]
-    matrix = matrix_of(tmp_path, words, methods=["sft"], budgets=budgets)
-    out = tmp_path / "out"
-    run_all(matrix, out, workers=workers)
-    assert os.path.samefile(*out.glob("cells/**/6_finetune/manifest.json"))
 
 
 def test_a_file_with_the_name_of_a_module_is_not_imported(

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from golden.setups import merging_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import BOS, CHAT, EOS, byte_tokenizer, text_ids
 
 from dualsft.config.settings import DataConfig
-from dualsft.data.examples import IGNORE, Example, collate, make_batches, tokenize
+from dualsft.data.examples import IGNORE, Example, make_batches, tokenize
 from dualsft.data.rows import DataReport, Row, read_rows
 from dualsft.errors import ConfigError, DataError
 
@@ -54,16 +53,6 @@ def test_labels_are_the_response_and_its_end(template: str) -> None:
         assert made.input_ids == [BOS, *text_ids("ask"), *response]
 
 
-def test_chat_labels_are_what_the_template_writes_after_the_prompt() -> None:
-    [made], report = encode([row("ask", "yes")], template="chat")
-    response = text_ids("yes</s>\n")
-    assert made.input_ids == text_ids("<s>[user]ask\n[assistant]") + response
-    assert made.input_ids.count(BOS) == 1
-    assert made.labels[-len(response) :] == response
-    assert made.num_response_tokens == len(response)
-    assert report.num_double_bos == 0
-
-
 def test_rows_that_the_chat_template_refuses_are_bad() -> None:
     picky = "{% if 'bad' in messages[0]['content'] %}{{ raise_exception('no') }}{% endif %}" + CHAT
     tokenizer = byte_tokenizer(chat_template=picky)
@@ -84,13 +73,10 @@ def test_doubled_bos_is_counted_and_said() -> None:
 @pytest.mark.parametrize(
     ("around", "max_length", "kept"),
     [
-        ("<s> $A", 100, "<s>abcdef"),
         ("<s> $A", 10, "<s>abcdef"),
         ("<s> $A", 9, "<s>bcdef"),
-        ("<s> $A", 5, "<s>f"),
         ("<s> $A", 4, "<s>"),
         ("$A", 9, "abcdef"),
-        ("$A", 8, "bcdef"),
         ("$A", 4, "f"),
     ],
 )
@@ -111,7 +97,6 @@ def test_long_rows_lose_prompt_tokens_after_the_bos(
     ("limits", "cure"),
     [
         ({"max_length": 3}, "data.max_length is 3; raise data.max_length or shorten"),
-        ({"max_length": 3, "max_positions": 9}, "data.max_length is 3; raise"),
         ({"max_positions": 3}, "the model has 3 positions; shorten the response"),
     ],
 )
@@ -140,32 +125,11 @@ def test_an_empty_prompt_needs_a_bos() -> None:
     assert "1 of 1 rows have an empty prompt" in report.notes()[0]
 
 
-def test_the_report_is_carried_on(tmp_path: Path) -> None:
-    path = tmp_path / "c.jsonl"
-    path.write_bytes(
-        b'{"prompt": "p", "response": "long one"}\n{\n{"prompt": "p", "response": "r"}'
-    )
-    config = DataConfig(path=str(path), template="plain", max_length=8, bad_rows="skip")
-    rows, read_report = read_rows(path, config)
-    examples, report = tokenize(rows, BYTES, config, read_report)
-    assert [e.index for e in examples] == [2]
-    assert [message.split(": ")[0][-6:] for message in report.bad] == ["line 1", "line 2"]
-    assert (report.num_rows, report.num_good, report.num_bad) == (3, 1, 2)
-    assert (read_report.num_good, read_report.num_bad, len(read_report.bad)) == (2, 1, 1)
-    assert report.numbers()["num_bad"] == 2 and "problems" not in report.numbers()
-
-
 def test_nothing_left_is_an_error_even_when_skipping() -> None:
     with pytest.raises(DataError, match="1 of 1 rows of corpus.jsonl are bad .*no row is left"):
         encode([row("a", "xyz")], max_length=2, bad_rows="skip")
     with pytest.raises(DataError, match="no row to tokenize"):
         encode([])
-
-
-def test_many_rows_keep_their_order_across_chunks() -> None:
-    examples, _ = encode([row("p", str(i), i) for i in range(2500)])
-    assert [e.index for e in examples] == list(range(2500))
-    assert examples[2345].labels[-5:] == text_ids("2345") + [EOS]
 
 
 def test_identical_texts_share_a_key() -> None:
@@ -194,16 +158,10 @@ def labelled(made: Example) -> str:
     return shown.replace("][", "")
 
 
-def test_every_answer_is_labelled() -> None:
-    [made], _ = encode([talk("ab", "cd", "ef", "gh")])
-    assert labelled(made) == "^ab[cd|]ef[gh|]"
-
-
 @pytest.mark.parametrize(
     ("max_length", "expected", "cut"),
     [
         (11, "^ab[cd|]ef[gh|]", 0),
-        (10, "^b[cd|]ef[gh|]", 0),
         (9, "^[cd|]ef[gh|]", 0),
         (8, "^[d|]ef[gh|]", 1),
         (6, "^ef[gh|]", 1),
@@ -221,11 +179,6 @@ def test_long_conversations_are_cut_from_the_left(max_length: int, expected: str
 def test_the_first_token_is_never_labelled() -> None:
     [made], _ = encode([talk("ab", "cd", "ef", "gh")], byte_tokenizer("$A"), max_length=7)
     assert labelled(made) == "d[|]ef[gh|]"
-
-
-def test_a_last_answer_that_does_not_fit_makes_a_bad_row() -> None:
-    with pytest.raises(DataError, match="response has 3 tokens with its end"):
-        encode([talk("ab", "cd", "ef", "gh")], max_length=3)
 
 
 def test_a_whole_text_is_its_own_response() -> None:
@@ -252,10 +205,12 @@ def test_changed_rows_are_counted_and_said() -> None:
 
 def test_progress_is_reported_per_chunk() -> None:
     calls: list[tuple[int, int]] = []
-    rows = [row("p", "r", i) for i in range(1500)]
+    rows = [row("p", f"{i:04}", i) for i in range(1500)]
     config = DataConfig(path="c.jsonl", template="plain")
-    tokenize(rows, BYTES, config, progress=lambda done, tokens: calls.append((done, tokens)))
-    assert calls == [(1000, 4000), (500, 2000)]
+    examples, _ = tokenize(rows, BYTES, config, progress=lambda *done: calls.append(done))
+    assert calls == [(1000, 7000), (500, 3500)]
+    assert [e.index for e in examples] == list(range(1500))
+    assert examples[1234].labels[-5:] == text_ids("1234") + [EOS]
 
 
 def test_reading_progress_grows_to_the_end(tmp_path: Path) -> None:
@@ -301,21 +256,3 @@ def test_batches_hold_the_budget_and_ignore_the_order(
 def test_a_budget_below_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="score.batch_tokens: 0"):
         make_batches([example(3)], 0)
-
-
-def test_collate_on_either_side() -> None:
-    pair = [Example("a", 0, [5, 6, 7], [IGNORE, 6, 7]), Example("b", 1, [8, 9], [IGNORE, 9])]
-    right = collate(pair, pad_id=3, padding_side="right")
-    assert right.input_ids.tolist() == [[5, 6, 7], [8, 9, 3]]
-    assert right.attention_mask.tolist() == [[1, 1, 1], [1, 1, 0]]
-    assert right.position_ids.tolist() == [[0, 1, 2], [0, 1, 2]]
-    assert right.padded_right
-    assert right.labels.tolist() == [[IGNORE, 6, 7], [IGNORE, 9, IGNORE]]
-    left = collate(pair, pad_id=3, padding_side="left", device=torch.device("cpu"))
-    assert left.input_ids.tolist() == [[5, 6, 7], [3, 8, 9]]
-    assert left.attention_mask.tolist() == [[1, 1, 1], [0, 1, 1]]
-    assert left.position_ids.tolist() == [[0, 1, 2], [0, 0, 1]]
-    assert not left.padded_right
-    assert left.labels.tolist() == [[IGNORE, 6, 7], [IGNORE, IGNORE, 9]]
-    for name in ("input_ids", "attention_mask", "position_ids", "labels"):
-        assert getattr(left, name).dtype == getattr(right, name).dtype == torch.int64

@@ -17,22 +17,18 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from conftest import Runner, small_run
+from conftest import small_run
 from models import exact_norms
 from oracle_run import Run, candidate_names, load_run
 from transformers import AutoModelForCausalLM
 
 from dualsft.config import settings
-from dualsft.errors import ConfigError
-from dualsft.lab.diagnostics import Wanted, ranking, registry
+from dualsft.lab.diagnostics import Wanted, registry
 from dualsft.lab.diagnostics.ablations import anchor_sizes
-from dualsft.lab.diagnostics.boundary import add_hessian_product
 from dualsft.lab.diagnostics.job import DiagnosticJob, diagnose
 from dualsft.lab.diagnostics.ranking import (
-    counts,
     jaccard,
     mask_overlap,
-    numbers,
     sampled,
     spearman,
 )
@@ -164,12 +160,12 @@ def lab(
     config = settings.load(None, [*small_run(model_folder("llama"), corpus), *words])
     out = tmp_path_factory.mktemp("diagnosed") / "run"
     pipeline.run(config, out, None, Reporter(lambda _: None))
-    before = _digest(out)
+    before = stage_hashes(out)
     yield Lab(load_run(out))
-    assert _digest(out) == before, "a diagnostic changed a stage"
+    assert stage_hashes(out) == before, "a diagnostic changed a stage"
 
 
-def _digest(run: Path) -> dict[str, str]:
+def stage_hashes(run: Path) -> dict[str, str]:
     files = [p for p in sorted(run.glob("[0-9]_*/**/*")) if p.is_file()]
     return {str(p.relative_to(run)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
@@ -286,13 +282,6 @@ def test_data_statistics(lab: Lab) -> None:
         near(mine, alignment=aligned, loss=losses[rows].mean(), diversity=np.mean(pairs))
     assert groups["random"]["examples"] == lab.b
     assert groups["selected"]["alignment"] > groups["pool"]["alignment"]
-
-
-def test_data_statistics_samples_large_groups(lab: Lab) -> None:
-    groups = lab.diagnose("data_statistics", "diagnose.data_statistics.limit=5")["groups"]
-    assert {g["alignment_examples"] for g in groups.values()} == {5}
-    assert groups["pool"]["examples"] == len(lab.pool)
-    assert groups["pool"]["diversity"] is not None
 
 
 def test_param_statistics(lab: Lab) -> None:
@@ -499,27 +488,6 @@ def test_boundary(lab: Lab) -> None:
         assert facts["certified_by_error"] == (facts["gap"] > facts["twice_largest_error"])
 
 
-def test_hessian_product_of_a_known_function() -> None:
-    """x₁³ x₂² + sin(x₃ x₁): its Hessian is written by hand."""
-    x = torch.tensor([0.7, -1.3, 0.4], dtype=torch.float64)
-    a, b = (x[:2].clone().requires_grad_(), x[2:].clone().requires_grad_())
-    loss = a[0] ** 3 * a[1] ** 2 + torch.sin(b[0] * a[0])
-    total = ParamVector.zeros({"a": a, "b": b})
-    v = {"a": torch.tensor([1.0, 2.0]).double(), "b": torch.tensor([-3.0]).double()}
-    add_hessian_product({"a": a, "b": b}, loss, ParamVector(v), total, 0.5)
-    p, q, r = x.tolist()
-    s, c = np.sin(p * r), np.cos(p * r)
-    hessian = np.array(
-        [
-            [6 * p * q**2 - r * r * s, 6 * p * p * q, c - p * r * s],
-            [6 * p * p * q, 2 * p**3, 0],
-            [c - p * r * s, 0, -p * p * s],
-        ]
-    )
-    got = np.concatenate([total["a"].numpy(), total["b"].numpy()])
-    assert got == pytest.approx(0.5 * hessian @ [1, 2, -3], rel=1e-12)
-
-
 def test_a_damaged_result_is_computed_again(lab: Lab) -> None:
     folder, said = lab.run.folder, list[str]()
     expected = lab.diagnose("heatmap")
@@ -528,18 +496,6 @@ def test_a_damaged_result_is_computed_again(lab: Lab) -> None:
     diagnose(folder, Wanted.of(["heatmap"], []), Reporter(said.append))
     assert any("cannot be read; it is computed again" in line for line in said)
     assert json.loads(path.read_text())["result"] == expected
-
-
-def test_costs_are_completed_when_the_fine_tuning_is_there(make_run: Runner) -> None:
-    """Diagnosed before it, the cost from end to end is not known yet."""
-    ends = []
-    for until in ("selection", "finetune"):
-        run = make_run(out="grows", until=until)
-        wanted = Wanted.of(["reselection"], ["diagnose.reselection.rounds=0,1"])
-        diagnose(run, wanted, Reporter(lambda _: None))
-        result = json.loads((run / "diagnostics/reselection.json").read_text())["result"]
-        ends.append(result["orders"]["data_to_param"][1]["relative_end_to_end"])
-    assert ends[0] is None and ends[1] > 1.0
 
 
 def test_second_call_reuses_and_a_stop_loses_no_finished_walk(lab: Lab, tmp_path: Path) -> None:
@@ -618,26 +574,3 @@ def test_ranking() -> None:
         )
         assert len(values) == min(count, 50) == len(set(places.tolist()))
         assert (values == places).all() and (twice == 2 * values).all()
-
-
-def test_a_sample_is_spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block gives its share, every entry is as likely, nothing comes twice."""
-    monkeypatch.setattr(ranking, "BLOCK", 16)
-    vector, hits = ParamVector({"w": torch.arange(50.0)}), np.zeros(50)
-    for seed in range(2000):
-        _, places = sampled([vector], 20, np.random.default_rng(seed))
-        assert (np.diff(places) > 0).all()
-        hits[places] += 1
-    blocks = [hits[start : start + 16] for start in range(0, 50, 16)]
-    assert [int(block.sum()) // 2000 for block in blocks] == [6, 6, 7, 1]
-    for block in blocks:
-        rate = block.mean() / 2000
-        assert (np.abs(block - block.mean()) < 5 * (2000 * rate * (1 - rate)) ** 0.5).all()
-
-
-def test_lists_of_numbers_are_checked() -> None:
-    assert numbers("0.5, 1", "x") == [0.5, 1.0] and counts("5,0,1,1", "x") == [0, 1, 5]
-    with pytest.raises(ConfigError, match=r"diagnose\.a\.b: 'two' is not a number"):
-        numbers("1,two", "diagnose.a.b")
-    with pytest.raises(ConfigError, match="whole numbers"):
-        counts("1.5", "x")

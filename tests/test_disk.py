@@ -21,7 +21,7 @@ from dualsft.errors import RunError
 from dualsft.runs import pipeline
 from dualsft.storage.resume import Pieces
 from dualsft.system import usage as disk
-from dualsft.system.usage import check_room, human, storage_errno
+from dualsft.system.usage import check_room, storage_errno
 
 CODES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
@@ -39,15 +39,6 @@ CODES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 )
 def test_errors_of_the_disk_are_told_from_others(problem: Exception, expected: int | None) -> None:
     assert storage_errno(problem) == expected
-
-
-def test_sizes_are_exact_and_readable() -> None:
-    assert [human(n) for n in (0, 999, 1234, 5_400_000_000)] == [
-        "0 bytes",
-        "999 bytes",
-        "1,234 bytes (1.2 KB)",
-        "5,400,000,000 bytes (5.4 GB)",
-    ]
 
 
 def test_need_is_foreseen(
@@ -127,11 +118,6 @@ def check_points(bench: Bench, points: int, seed: int) -> None:
             assert digest in [known[name] for known in either if name in known], name
         assert bench.launcher.run(bench.words(out, *second)) == 0, bench.launcher.said
         assert content(out) == expected[second]
-
-
-@pytest.mark.slow
-def test_the_disk_fails_at_some_points(bench: Bench) -> None:
-    check_points(bench, points=8, seed=1)
 
 
 @pytest.mark.slow

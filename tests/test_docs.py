@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from conftest import corpus_rows, write_jsonl
 
-import dualsft
 from dualsft.config.settings import recipe_names
 from dualsft.lab.compare.matrix import load_matrix
 from dualsft.runs.preflight import STAGE_NAMES
@@ -177,8 +176,3 @@ def test_algorithm_page_names_functions_that_exist() -> None:
     for file, name in named:
         source = (ROOT / "src/dualsft" / file).read_text(encoding="utf-8")
         assert re.search(rf"^(def|class) {name}\b", source, re.M), f"{file}: {name}"
-
-
-def test_public_names_exist() -> None:
-    assert dualsft.__all__
-    assert all(getattr(dualsft, name) is not None for name in dualsft.__all__)

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import corpus_rows, small_run, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
+from test_cli import cli
 from typer.testing import CliRunner
+from worlds import short_training
 
 import dualsft
-from dualsft import cli
+from dualsft import cli as command_line
 from dualsft.config import settings
 from dualsft.config.settings import Config
 from dualsft.data.examples import Example, collate, make_batches
@@ -31,9 +28,7 @@ from dualsft.lab.estimate.probe import Memory, deeper, saved_bytes
 from dualsft.lab.estimate.workload import Lengths, Machine, Training, Workload, batch_sizes, survey
 from dualsft.memory.plans import GIB, HEADROOM, Activations, LinearFit
 from dualsft.model.load import shallow_model
-from dualsft.runs import pipeline
 from dualsft.runs.preflight import FOLDERS
-from dualsft.train.loop import TrainingPlan
 
 Folders = Callable[[str], Path]
 
@@ -124,18 +119,7 @@ def training(**changes: object) -> Training:
     """A billion whole parameters; a micro-batch of 1,000 tokens takes 1 GiB, or a quarter."""
     line = LinearFit(0.0, GIB / 1000)
     small = LinearFit(0.0, GIB / 4000)
-    plan = TrainingPlan(
-        lr=1e-5,
-        epochs=1,
-        batch_size=40,
-        warmup_ratio=0.0,
-        max_grad_norm=0.0,
-        micro_batch_size=None,
-        batch_tokens=1000,
-        seed=0,
-        pad_id=0,
-        padding_side="right",
-    )
+    plan = short_training(lr=1e-5, batch_size=40, max_grad_norm=0.0, micro_batch_size=None)
     base = Training(
         num_entries=2**30,
         whole=True,
@@ -160,52 +144,42 @@ def gpu(gib: float, dtype: torch.dtype = torch.bfloat16) -> Machine:
     )
 
 
-def test_bytes_an_entry_are_the_optimizers() -> None:
-    """Model 2, low half 2, moments 8, fp32 gradient sums 4, and 1 GiB for the batch."""
-    device, host, note = training().peak(gpu(100))
-    assert device / GIB == pytest.approx(2 + 2 + 8 + 4 + 1)
-    assert host == 0 and note == "1,000 tokens per micro-batch"
-    assert training(moments="int8").peak(gpu(100))[0] / GIB == pytest.approx(11)
-    wide = training().peak(gpu(100, dtype=torch.float32))[0]
-    assert wide / GIB == pytest.approx(4 + 8 + 4 + 1)
-    some = training(num_entries=2**30 // 32, whole=False).peak(gpu(100))[0]
-    assert some / GIB == pytest.approx(2 + (2 + 2 + 8 + 4) / 32 + 1)
+TEN = replace(training().plan, batch_size=10)
+ANCHORS = (10, Lengths(np.full(50, 100), 100))
+WHOLE, CUT = "1,000 tokens per micro-batch", "activations recomputed"
 
 
-def test_one_micro_batch_keeps_its_gradients_in_the_weights_type() -> None:
-    plan = replace(training().plan, batch_size=10)
-    device, _, _ = training(plan=plan, num_examples=10).peak(gpu(100))
-    assert device / GIB == pytest.approx(2 + 2 + 8 + max(1, 2))
+@pytest.mark.parametrize(
+    ("changes", "machine", "device", "host", "note"),
+    [
+        # model 2, low half 2, moments 8, fp32 gradient sums 4, and 1 GiB for the batch
+        ({}, gpu(100), 2 + 2 + 8 + 4 + 1, 0, WHOLE),
+        ({"moments": "int8"}, gpu(100), 11, 0, WHOLE),
+        ({}, gpu(100, dtype=torch.float32), 4 + 8 + 4 + 1, 0, WHOLE),
+        ({"num_entries": 2**25, "whole": False}, gpu(100), 2 + (2 + 2 + 8 + 4) / 32 + 1, 0, WHOLE),
+        # one micro-batch keeps its gradients in the type of the weights
+        ({"plan": TEN, "num_examples": 10}, gpu(100), 2 + 2 + 8 + max(1, 2), 0, WHOLE),
+        ({"offload": True}, gpu(100), 2 + 3 * 10 / 32 + 4 + 1, 10, WHOLE),
+        # retention holds a second model, and always sums gradients
+        ({"anchors": ANCHORS}, gpu(100), 2 + 17, 0, WHOLE),
+        ({"plan": TEN, "num_examples": 10, "anchors": ANCHORS}, gpu(100), 2 + 17, 0, WHOLE),
+        # the loop saves memory by itself before anything must be set
+        ({}, gpu(17), 17, 0, WHOLE),
+        ({}, gpu(16.5), 16.25, 0, f"{WHOLE}, {CUT}"),
+        ({}, gpu(16.1), 16.1, 0, f"400 tokens per micro-batch, {CUT}"),
+    ],
+)
+def test_bytes_of_training(
+    changes: dict[str, object], machine: Machine, device: float, host: float, note: str
+) -> None:
+    found = training(**changes).peak(machine)
+    assert machine.fits(found[0])
+    assert (found[0] / GIB, found[1] / GIB) == pytest.approx((device, host))
+    assert found[2] == note
 
 
-def test_offloaded_state_is_in_the_host_memory() -> None:
-    device, host, _ = training(offload=True).peak(gpu(100))
-    assert host / GIB == pytest.approx(10)
-    assert device / GIB == pytest.approx(2 + 3 * 10 / 32 + 4 + 1)
-
-
-def test_the_loop_saves_memory_by_itself_before_anything_must_be_set() -> None:
-    assert training().peak(gpu(17))[2] == "1,000 tokens per micro-batch"
-    device, _, note = training().peak(gpu(16.5))
-    assert note == "1,000 tokens per micro-batch, activations recomputed"
-    assert device / GIB == pytest.approx(16.25)
-    tight = gpu(16.1)
-    device, _, note = training().peak(tight)
-    assert note == "400 tokens per micro-batch, activations recomputed" and tight.fits(device)
+def test_what_cannot_fit_does_not() -> None:
     assert not gpu(16).fits(training().peak(gpu(16))[0])
-
-
-def test_retention_holds_a_second_model_and_sums_gradients() -> None:
-    """The teacher's 2 GiB; 10 anchors of 100 tokens cost 4/3 of a batch of as many examples."""
-    anchors = (10, Lengths(np.full(50, 100), 100))
-    assert training(anchors=anchors).peak(gpu(100))[0] / GIB == pytest.approx(2 + 17)
-    plan = replace(training().plan, batch_size=10)
-    one = training(plan=plan, num_examples=10, anchors=anchors)
-    assert one.peak(gpu(100))[0] / GIB == pytest.approx(2 + 17)
-    probe = SimpleNamespace(step_seconds=LinearFit(0.0, 1e-3), update_seconds=0.0)
-    plain = replace(one, anchors=None).seconds(probe)  # pyright: ignore[reportArgumentType]
-    taught = one.seconds(probe)  # pyright: ignore[reportArgumentType]
-    assert (plain, taught) == pytest.approx((1.0, 1.0 + 4 / 3))
 
 
 def test_the_estimate_of_a_run_with_retention(config: Config, tmp_path: Path) -> None:
@@ -240,13 +214,6 @@ def test_one_and_two_layers_foretell_five(arch: str, model_folder: Folders) -> N
     assert real.at(480) > 2 * line(1).at(480)
 
 
-def test_deeper_never_shrinks_and_keeps_the_form() -> None:
-    one, two, four = LinearFit(10, 2), LinearFit(9, 3), LinearFit(10, 5)
-    assert deeper(one, two, 4) == four
-    few, more = (Memory(Activations(line, line), None) for line in (one, two))
-    assert deeper(few, more, 4) == Memory(Activations(four, four), None)
-
-
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60), most=st.integers(1, 200))
 def test_batches_are_cut_as_the_walk_cuts_them(lengths: list[int], most: int) -> None:
     examples = [tokens(length, str(i)) for i, length in enumerate(lengths)]
@@ -270,21 +237,6 @@ def test_a_sample_of_the_rows_has_the_longest_and_the_mean(
     assert some.num_tokens == pytest.approx(whole.num_tokens, rel=0.1)
 
 
-def test_a_small_corpus_is_known_role_by_role(config: Config, tmp_path: Path) -> None:
-    """The split is the run's own, so every role's lengths are those of its rows."""
-    ctx = estimation.RunContext(config, estimation.RunDir(tmp_path), estimation.Reporter(print))
-    work = survey(ctx)
-    pipeline.run(config, tmp_path / "run", "split", estimation.Reporter(lambda _: None))
-    table = pq.read_table(tmp_path / "run/1_split/tokens.parquet").to_pylist()
-    assert sum(work.counts.values()) == len(table) == 120
-    for role, count in work.counts.items():
-        real = sorted(len(row["input_ids"]) for row in table if row["role"] == role)
-        known = work.of(role)
-        assert known.sample.tolist() == real and known.longest == real[-1]
-        assert known.spread(count).tolist() == real[::-1]
-        assert known.batches(count, 50) == batch_sizes(np.array(real[::-1]), 50)
-
-
 def test_anchors_of_a_file_do_not_count_in_the_corpus(
     model_folder: Folders, corpus: Path, tmp_path: Path
 ) -> None:
@@ -303,18 +255,11 @@ def test_anchors_of_a_file_do_not_count_in_the_corpus(
 # --- the command ----------------------------------------------------------------------------------
 
 
-def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    source = str(Path(dualsft.__file__).parents[1])
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source, "COLUMNS": "200"}
-    words = (sys.executable, "-m", "dualsft", "estimate", *words)
-    return subprocess.run(words, capture_output=True, text=True, env=env, cwd=cwd, check=False)
-
-
 def test_the_command_shows_a_table_and_writes_json_alone(
     model_folder: Folders, corpus: Path, tmp_path: Path
 ) -> None:
-    done = command(*small_run(model_folder("llama"), corpus), "--json", "e.json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    words = small_run(model_folder("llama"), corpus)
+    done = cli("estimate", *words, "--json", "e.json", cwd=tmp_path)
     assert all(name in done.stdout for name in FOLDERS)
     assert [path.name for path in tmp_path.iterdir()] == ["e.json"]
     assert json.loads((tmp_path / "e.json").read_text())["fits"] is True
@@ -325,17 +270,17 @@ def test_the_exit_code_is_1_and_the_cure_is_printed_when_it_does_not_fit(
 ) -> None:
     pretend_gpu(0.001, monkeypatch)
     said: list[str] = []
-    monkeypatch.setattr(cli.console, "print", lambda text, **_: said.append(str(text)))
-    done = CliRunner().invoke(cli.app, ["estimate", *small_run(model_folder("llama"), corpus)])
+    monkeypatch.setattr(command_line.console, "print", lambda text, **_: said.append(str(text)))
+    done = CliRunner().invoke(
+        command_line.app, ["estimate", *small_run(model_folder("llama"), corpus)]
+    )
     assert done.exit_code == 1
     (line,) = [text for text in said if text.startswith("warmup does not fit: ")]
     assert "a GPU with" in line
 
 
 def test_wrong_settings_are_refused_as_for_a_run(corpus: Path, tmp_path: Path) -> None:
-    done = command("model.path=nowhere", f"data.path={corpus}", "lr=1", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "model.path" in done.stderr and "lr" in done.stderr
-    assert "Traceback" not in done.stderr
-    done = command("--until", "scoring", cwd=tmp_path)
-    assert done.returncode == 2 and "--until" in done.stderr
+    words = ("model.path=nowhere", f"data.path={corpus}", "lr=1")
+    said = cli("estimate", *words, code=2, cwd=tmp_path).stderr
+    assert "model.path" in said and "lr" in said
+    assert "--until" in cli("estimate", "--until", "scoring", code=2, cwd=tmp_path).stderr

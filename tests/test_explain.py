@@ -18,10 +18,9 @@ import pytest
 import torch
 from browser import Page, chromium
 from conftest import Runner, corpus_rows, small_run, write_jsonl
-from hostile import reseal
+from hostile import Change, in_file, in_json, in_table
 from places import place
-from report_pages import ARABIC, HOSTILE, blocks, replaced, rows_with_strangers
-from safetensors.torch import load_file, save_file
+from report_pages import ARABIC, HOSTILE, blocks, rows_with_strangers
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -158,18 +157,6 @@ def test_scores_alone_are_enough(make_run: Runner) -> None:
     assert "selection" not in found.summary["stages"]
 
 
-def test_batches_and_padding_do_not_change_influences(make_run: Runner) -> None:
-    found = []
-    for words in ((), ("score.batch_tokens=32",), ("data.padding_side=left",)):
-        run = make_run("model.dtype=float64", "score.rho=0.01", *CALIBRATED, *words, until="scores")
-        found.append(dualsft.explain(run, QUERIES, reporter=QUIET).influences)
-    for other in found[1:]:
-        assert other["id"].equals(found[0]["id"])
-        np.testing.assert_allclose(
-            other["score"].to_numpy(), found[0]["score"].to_numpy(), rtol=1e-6
-        )
-
-
 def test_the_examples_of_the_page(run: Path, tmp_path: Path, monkeypatch) -> None:
     """The commands and the Python of docs/explain.md, as printed."""
     page = (Path(__file__).parents[1] / "docs/explain.md").read_text(encoding="utf-8")
@@ -210,9 +197,7 @@ def test_runs_without_sketches_are_refused(make_run: Runner) -> None:
     ("given", "words"),
     [
         ({"top": 0}, "--top: 0 is not allowed"),
-        ({"top": True}, "--top: True is not allowed"),
         ({"name": "../up"}, "--name: '../up' is not allowed"),
-        ({"name": ".hidden"}, "--name: '.hidden' is not allowed"),
         ({"query": "nowhere.jsonl"}, "--query: 'nowhere.jsonl'"),
         ({"query": []}, "no row"),
         ({"query": [{"prompt": "Say", "response": 3}]}, "rows.jsonl, line 1"),
@@ -230,60 +215,49 @@ def test_other_settings_are_refused_on_the_command_line(run: Path) -> None:
     assert "explain: 'score.rho=0.1' is not allowed" in str(done.exception)
 
 
-def in_sketches(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
-    def act(run: Path) -> None:
-        file = run / "3_gradients/sketches.safetensors"
-        tensors = load_file(file)
-        change(tensors)
-        save_file({name: t.contiguous() for name, t in tensors.items()}, file)
-        reseal(run / "3_gradients")
-
-    return act
-
-
-def in_summary(**values: Any) -> Callable[[Path], None]:
-    return lambda run: replaced(run, "scores", "summary.json", values)
-
-
-def in_scores(column: str, value: Callable[[list[Any]], list[Any]]) -> Callable[[Path], None]:
-    def act(run: Path) -> None:
-        file = run / "4_scores/examples.parquet"
-        table = pq.read_table(file)
-        at = table.column_names.index(column)
-        pq.write_table(table.set_column(at, column, [value(table[column].to_pylist())]), file)
-        reseal(run / "4_scores")
-
-    return act
-
-
 SKETCHES = r"3_gradients/sketches\.safetensors"
 SUMMARY, EXAMPLES = r"4_scores/summary\.json", r"4_scores/examples\.parquet"
+UNRELATED = "4_scores.*do not follow"
+
+
+def in_sketches(**act: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return in_file(
+        "sketches.safetensors", lambda t: t | {name: one(t[name]) for name, one in act.items()}
+    )
+
+
+def in_scores(column: str, value: Callable[[list[Any]], list[Any]]) -> Change:
+    return in_table("examples.parquet", column, value)
+
+
+def in_summary(**values: Any) -> Change:
+    return in_json("summary.json", values)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("stage", "change", "words"),
     [
-        (in_sketches(lambda t: t.pop("pool_norms")), SKETCHES),
-        (in_sketches(lambda t: t.update(pool=t["pool"][:-1])), f"{SKETCHES}.*pool has shape"),
-        (in_sketches(lambda t: t.update(pool=t["pool"] * 2)), f"{SKETCHES}.*unit length"),
-        (in_sketches(lambda t: t["pool"].fill_(torch.nan)), f"{SKETCHES}.*unit length"),
-        (in_sketches(lambda t: t["pool_norms"].fill_(torch.nan)), f"{SKETCHES}.*not lengths"),
-        (in_sketches(lambda t: t.update(pool=t["pool"].flip(0))), "4_scores.*do not follow"),
-        (in_summary(rho=1.0), "4_scores.*do not follow"),
-        (in_summary(rho="0.01"), f"{SUMMARY}.*rho is '0.01'"),
-        (in_summary(rho=-1.0), f"{SUMMARY}.*rho is -1.0"),
-        (in_summary(rho=None), f"{SUMMARY}.*rho is None"),
-        (in_summary(sketch_dim=9), f"{SUMMARY}.*sketch_dim 9"),
-        (in_summary(form="literal"), f"{SUMMARY}.*literal"),
-        (in_scores("score", lambda v: v[::-1]), "4_scores.*do not follow"),
-        (in_scores("score", lambda v: [None, *v[1:]]), EXAMPLES),
-        (in_scores("score", lambda v: [str(x) for x in v]), EXAMPLES),
-        (in_scores("loss", lambda v: [float("inf"), *v[1:]]), f"{EXAMPLES}.*not finite"),
-        (in_scores("id", lambda v: v[::-1]), f"{EXAMPLES}.*not those of the pool"),
+        ("3_gradients", in_sketches(pool=lambda t: t * torch.nan), f"{SKETCHES}.*unit length"),
+        ("3_gradients", in_sketches(pool=lambda t: t.flip(0)), UNRELATED),
+        ("4_scores", in_summary(rho=1.0), UNRELATED),
+        ("4_scores", in_summary(rho="0.01"), f"{SUMMARY}.*rho is '0.01'"),
+        ("4_scores", in_summary(rho=-1.0), f"{SUMMARY}.*rho is -1.0"),
+        ("4_scores", in_summary(sketch_dim=9), f"{SUMMARY}.*sketch_dim 9"),
+        ("4_scores", in_summary(form="literal"), f"{SUMMARY}.*literal"),
+        ("4_scores", in_scores("score", lambda v: v[::-1]), UNRELATED),
+        ("4_scores", in_scores("score", lambda v: [str(x) for x in v]), EXAMPLES),
+        (
+            "4_scores",
+            in_scores("loss", lambda v: [float("inf"), *v[1:]]),
+            f"{EXAMPLES}.*finite",
+        ),
+        ("4_scores", in_scores("id", lambda v: v[::-1]), f"{EXAMPLES}.*not those of the pool"),
     ],
 )
-def test_forged_files_are_refused_by_name(change: Any, words: str, run: Path) -> None:
-    change(run)
+def test_forged_files_are_refused_by_name(
+    stage: str, change: Change, words: str, run: Path
+) -> None:
+    change(run / stage)
     with pytest.raises(RunError, match=words):
         dualsft.explain(run, reporter=QUIET)
     assert not (run / "explain").exists()
@@ -291,22 +265,11 @@ def test_forged_files_are_refused_by_name(change: Any, words: str, run: Path) ->
 
 def test_sketches_of_another_seed_are_refused(run: Path) -> None:
     """Everything in the folder fits, but θ̄ and the sketches do not: the queries notice."""
-    file = run / "3_gradients/sketches.safetensors"
-    tensors = load_file(file)
-    for role in ("pool", "val"):  # one rotation of all sketches changes no score of the run
-        tensors[role] = tensors[role].roll(1, dims=1)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, file)
-    reseal(run / "3_gradients")
+    rolled = dict.fromkeys(("pool", "val"), lambda t: t.roll(1, dims=1))
+    in_sketches(**rolled)(run / "3_gradients")  # one rotation of all changes no score of the run
     dualsft.explain(run, reporter=QUIET)
     with pytest.raises(RunError, match=f"{SKETCHES}: the stored sketch of example"):
         dualsft.explain(run, QUERIES, reporter=QUIET)
-
-
-def test_damage_is_seen(run: Path) -> None:
-    with (run / "3_gradients/sketches.safetensors").open("ab") as file:
-        file.write(b"x")
-    with pytest.raises(RunError, match=SKETCHES.replace("/", ".*")):
-        dualsft.explain(run, reporter=QUIET)
 
 
 @pytest.mark.parametrize("place_of", ["explain", "explain/suspects", "explain/.suspects.part"])
@@ -327,17 +290,16 @@ def test_a_link_is_not_written_through(place_of: str, run: Path, tmp_path: Path)
     assert [path.name for path in outside.iterdir()] == ["kept"]
 
 
-@pytest.mark.parametrize(
-    "entry",
-    ["3_gradients/sketches.safetensors", "4_scores/examples.parquet", "1_split/tokens.parquet"],
-)
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_an_input_that_leads_elsewhere(entry: str, kind: str, run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["damage", "link", "pipe"])
+@pytest.mark.parametrize("entry", ["3_gradients/sketches.safetensors", "4_scores/examples.parquet"])
+def test_an_input_that_is_not_the_runs(entry: str, kind: str, run: Path, tmp_path: Path) -> None:
     (run / entry).rename(tmp_path / "theirs")
     if kind == "link":
         (run / entry).symlink_to(tmp_path / "theirs")
-    else:
+    elif kind == "pipe":
         os.mkfifo(run / entry)
+    else:
+        (run / entry).write_bytes((tmp_path / "theirs").read_bytes() + b"x")
     with pytest.raises(RunError, match=Path(entry).name):
         dualsft.explain(run, reporter=QUIET)
     assert not (run / "explain").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -28,149 +28,64 @@ def said(*pairs: tuple[str, str]) -> list[dict[str, str]]:
     return [{"from": speaker, "value": text} for speaker, text in pairs]
 
 
-def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
-    return [{"role": role, "content": text} for role, text in pairs]
+class Case(NamedTuple):
+    """A row, the turns that it is (none: a plain pair), the format that is told, the settings."""
+
+    row: dict[str, Any]
+    turns: list[dict[str, Any]]
+    format: str = "messages"
+    config: dict[str, str] = {}
 
 
-CONVERSATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str, list[dict[str, Any]]]] = {
-    "messages": ({"messages": [USER, ANSWER]}, {}, "messages", [USER, ANSWER]),
-    "openai": ({"messages": [USER, ANSWER]}, {"format": "openai"}, "messages", [USER, ANSWER]),
-    "rounds": (
-        {"messages": [SYSTEM, USER, ANSWER, USER, ANSWER], "prompt": "x"},
-        {},
-        "messages",
-        [SYSTEM, USER, ANSWER, USER, ANSWER],
+PAIR, SPOKEN = [USER, ANSWER], said(("human", "q"), ("gpt", "a"))
+ROUNDS = [SYSTEM, USER, ANSWER, USER, ANSWER]
+CALLING = {"role": "assistant", "content": "", "tool_calls": CALLS}
+CALLED = [USER, CALLING, {"role": "tool", "content": "1"}, ANSWER]
+FUNCTION = ("function_call", '{"name": "f", "arguments": {"x": 1}}')
+CONVERSATIONS: dict[str, Case] = {
+    "rounds": Case({"messages": ROUNDS, "prompt": "x"}, ROUNDS),
+    "own_field": Case({"chat": PAIR}, PAIR, config={"messages_field": "chat"}),
+    "own_field_sharegpt": Case({"chat": SPOKEN}, PAIR, "sharegpt", {"messages_field": "chat"}),
+    "own_system": Case(
+        {"messages": PAIR, "persona": "s"}, [SYSTEM, *PAIR], config={"system_field": "persona"}
     ),
-    "own_field": ({"chat": [USER, ANSWER]}, {"messages_field": "chat"}, "messages", [USER, ANSWER]),
-    "own_field_sharegpt": (
-        {"chat": said(("human", "q"), ("gpt", "a"))},
-        {"messages_field": "chat"},
+    "null_keys": Case({"messages": [{**USER, "name": None, "tool_calls": None}, ANSWER]}, PAIR),
+    "parts": Case(
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, ANSWER]}, PAIR
+    ),
+    "calls": Case({"messages": [USER, {**CALLING, "content": None}, *CALLED[2:]]}, CALLED),
+    "sharegpt": Case(
+        {"conversations": [*SPOKEN, *said(("human", "r"), ("gpt", "b"))]},
+        [*PAIR, {"role": "user", "content": "r"}, {"role": "assistant", "content": "b"}],
         "sharegpt",
-        [USER, ANSWER],
     ),
-    "own_system": (
-        {"messages": [USER, ANSWER], "persona": "s"},
-        {"system_field": "persona"},
-        "messages",
-        [SYSTEM, USER, ANSWER],
+    "sharegpt_system": Case(
+        {"conversations": [*said(("system", "s")), *SPOKEN]}, [SYSTEM, *PAIR], "sharegpt"
     ),
-    "own_system_of_a_pair": (
-        {"prompt": "q", "response": "a", "persona": "s"},
-        {"system_field": "persona"},
-        "prompt_response",
-        [SYSTEM, USER, ANSWER],
-    ),
-    "null_keys": (
-        {"messages": [{**USER, "name": None, "tool_calls": None}, ANSWER]},
-        {},
-        "messages",
-        [USER, ANSWER],
-    ),
-    "parts": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, ANSWER]},
-        {},
-        "messages",
-        [USER, ANSWER],
-    ),
-    "calls": (
+    "sharegpt_tools": Case(
         {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": None, "tool_calls": CALLS},
-                {"role": "tool", "content": "1"},
-                ANSWER,
-            ]
-        },
-        {},
-        "messages",
-        [
-            USER,
-            {"role": "assistant", "content": "", "tool_calls": CALLS},
-            {"role": "tool", "content": "1"},
-            ANSWER,
-        ],
-    ),
-    "sharegpt": (
-        {"conversations": said(("human", "q"), ("gpt", "a"), ("human", "r"), ("gpt", "b"))},
-        {},
-        "sharegpt",
-        turns(("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")),
-    ),
-    "sharegpt_system": (
-        {"conversations": said(("system", "s"), ("human", "q"), ("gpt", "a"))},
-        {},
-        "sharegpt",
-        [SYSTEM, USER, ANSWER],
-    ),
-    "sharegpt_system_column": (
-        {"conversations": said(("human", "q"), ("gpt", "a")), "system": "s"},
-        {},
-        "sharegpt",
-        [SYSTEM, USER, ANSWER],
-    ),
-    "sharegpt_tools": (
-        {
-            "conversations": said(
-                ("human", "q"),
-                ("function_call", '{"name": "f", "arguments": {"x": 1}}'),
-                ("observation", "1"),
-                ("gpt", "a"),
-            ),
+            "conversations": said(("human", "q"), FUNCTION, ("observation", "1"), ("gpt", "a")),
             "tools": '[{"name": "f"}]',
         },
-        {},
+        CALLED,
         "sharegpt",
-        [
-            USER,
-            {"role": "assistant", "content": "", "tool_calls": CALLS},
-            {"role": "tool", "content": "1"},
-            ANSWER,
-        ],
     ),
-    "conversations_of_messages": (
-        {"conversations": [USER, ANSWER]},
-        {},
-        "messages",
-        [USER, ANSWER],
-    ),
-    "messages_of_sharegpt": (
-        {"messages": said(("human", "q"), ("gpt", "a"))},
-        {},
-        "sharegpt",
-        [USER, ANSWER],
-    ),
-    "alpaca_history": (
-        {"instruction": "r", "input": "x", "output": "b", "history": [["q", "a"]], "system": "s"},
-        {},
-        "alpaca",
-        [SYSTEM, USER, ANSWER, *turns(("user", "r\nx"), ("assistant", "b"))],
-    ),
-    "alpaca_empty_history": (
-        {"instruction": "q", "output": "a", "history": [], "system": ""},
-        {},
-        "alpaca",
-        [],
-    ),
-    "completion": (
-        {"prompt": [USER], "completion": [ANSWER]},
-        {},
-        "prompt_completion",
-        [USER, ANSWER],
+    "conversations_of_messages": Case({"conversations": PAIR}, PAIR),
+    "messages_of_sharegpt": Case({"messages": SPOKEN}, PAIR, "sharegpt"),
+    "alpaca_empty_history": Case(
+        {"instruction": "q", "output": "a", "history": [], "system": ""}, [], "alpaca"
     ),
 }
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_conversations(tmp_path: Path, name: str) -> None:
-    values, config, form, expected = CONVERSATIONS[name]
-    [row], report = read(tmp_path, values, **config)
-    assert list(row.turns) == expected
-    assert report.format == form
-    if expected:
-        assert row.response == expected[-1]["content"]
-        assert row.prompt == [turn for turn in expected if turn["role"] == "user"][-1]["content"]
-    else:
-        assert (row.prompt, row.response) == ("q", "a")
+    case = CONVERSATIONS[name]
+    [row], report = read(tmp_path, case.row, **case.config)
+    assert list(row.turns) == case.turns
+    assert report.format == case.format
+    users = [turn["content"] for turn in case.turns if turn["role"] == "user"] or ["q"]
+    assert (row.prompt, row.response) == (users[-1], [*PAIR, *case.turns][-1]["content"])
 
 
 def test_tools_come_as_schemas(tmp_path: Path) -> None:

@@ -9,19 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conftest import Runner, write_jsonl
 from models import save_tiny_folder
 from test_cli import cli
 
-from dualsft.algorithm.calibration import half_cosine, rows_of
 from dualsft.config import settings
 from dualsft.errors import ConfigError
 from dualsft.lab import gain as gains
 from dualsft.lab.gain import Gain, interval, measure_gain
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
-from dualsft.runs.stages.finetune import finetune_plan
 from dualsft.system.progress import Reporter
 
 WORDS = (
@@ -98,27 +95,6 @@ def test_a_homogeneous_corpus_is_not(place: Path) -> None:
 # --- the interval and the verdict ----------------------------------------------------------------
 
 
-def simulated(true_gain: float, rng: np.random.Generator) -> tuple[float, float, float]:
-    """Losses of a pilot in which training and rows are noisy."""
-    rows, level = 40, rng.normal(2, 0.5, 40)
-    levels = np.append(rng.normal(0, 0.02, gains.NUM_DRAWS), rng.normal(-true_gain, 0.02))
-    noise = rng.normal(0, 0.05, (gains.NUM_DRAWS + 1, rows))
-    losses = level + levels[:, None] + noise
-    return interval(losses[-1], losses[:-1], 0)
-
-
-@pytest.mark.parametrize("true_gain", [0.0, 0.05])
-def test_the_interval_covers_the_true_gain_four_times_of_five(true_gain: float) -> None:
-    rng, below, above = np.random.default_rng(5), 0, 0
-    for _ in range(400):
-        gain, draws, rows = simulated(true_gain, rng)
-        width = float(np.hypot(draws, rows))
-        below += gain + width < true_gain
-        above += gain - width > true_gain
-    assert 0.75 <= 1 - (below + above) / 400 <= 0.92
-    assert above / 400 <= 0.12  # at zero gain: how often chance alone says "help"
-
-
 def test_the_interval_by_hand() -> None:
     chosen = np.array([1.0, 2.0, 3.0, 4.0] * 50)
     draws = chosen + np.array([0.1, 0.2, 0.3, 0.4])[:, None]
@@ -168,20 +144,6 @@ def test_verdicts() -> None:
     assert "cosine of its halves –" in made(0.0, 0.02).lines()[0]
 
 
-def test_half_cosine_is_the_mean_over_halves() -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(20, 64, generator=generator, dtype=torch.float64) + 0.5
-    found = half_cosine(rows_of(rows, exact=True), 3)
-    unit = (rows / rows.norm(dim=1, keepdim=True)).numpy()
-    rng, cosines = np.random.default_rng([3, 20]), []
-    for _ in range(8):
-        order = rng.permutation(20)
-        a, b = unit[order[:10]].mean(0), unit[order[10:]].mean(0)
-        cosines.append(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
-    assert found == pytest.approx(np.mean(cosines), rel=1e-9)
-    assert half_cosine(rows_of(rows[:7], exact=True), 3) is None
-
-
 # --- the pilot -----------------------------------------------------------------------------------
 
 
@@ -205,24 +167,6 @@ def test_rows_that_select_neither_judge_nor_train(place: Path, tmp_path: Path) -
         assert not texts["corpus"] & (texts["select"] | texts["judge"])
         assert len(pilot.select) == len(pilot.judge) >= 25
         assert pilot.config.split.val is None and pilot.config.data.val_path is not None
-
-
-def test_the_pilot_moves_the_weights_as_far_as_the_run(place: Path, tmp_path: Path) -> None:
-    """lr x steps of the run, where the rate that takes is not too high."""
-    slow = ("finetune.lr=2e-5", "finetune.epochs=20", "finetune.batch_size=4")
-    for words, most in ((slow, 3e-4), (("finetune.lr=1e-2",), 1e-2)):
-        (folder := tmp_path / str(most)).mkdir()
-        config = config_of(place, "mixed.jsonl", *words)
-        pilot = pilot_of(config, folder)
-        ctx = RunContext(config, RunDir("."), Reporter(), split_counts=pilot.ctx.counts)
-        run, small = finetune_plan(ctx, pilot.b), pilot.config.finetune
-        ratio = pilot.config.method.lr_ratio
-        assert ratio is not None and small.lr == ctx.base_lr() and small.lr != "auto"
-        steps = pilot.plan.num_steps(pilot.num_chosen)
-        wanted = run.lr * run.num_steps(pilot.b) / steps
-        assert small.lr * ratio == pytest.approx(min(most, max(run.lr, wanted)))
-        assert pilot.config.evaluation.tasks is None
-        assert abs(pilot.num_chosen / 100 - pilot.b / pilot.ctx.counts["pool"]) < 0.02
 
 
 def test_what_the_pilot_refuses(place: Path, tmp_path: Path) -> None:
@@ -254,21 +198,12 @@ def test_columns_that_only_a_description_names_are_refused(place: Path, tmp_path
 
 
 def test_another_draw_is_another_selection_of_the_same_split(make_run: Runner) -> None:
-    def chosen(run: Path) -> list[str]:
-        return json.loads((run / "5_selection/ids.json").read_text())
-
-    def settings_of(run: Path) -> dict[str, object]:
-        manifest = json.loads((run / "5_selection/manifest.json").read_text())
-        return manifest["fingerprint"]["settings"]
-
     run = make_run("method.data=random", until="selection")
-    first = chosen(run)
-    assert "method.random.draw" not in settings_of(run)  # runs made before stay valid
+    first = (run / "5_selection/ids.json").read_bytes()
     said: list[str] = []
     make_run("method.data=random", "method.random.draw=0", until="selection", said=said)
-    assert any(line.startswith("[selection] reused") for line in said)
+    assert any(line.startswith("[selection] reused") for line in said)  # as before it existed
     said.clear()
     make_run("method.data=random", "method.random.draw=2", until="selection", said=said)
-    assert chosen(run) != first and settings_of(run)["method.random.draw"] == 2
-    for stage in ("split", "warmup", "gradients", "scores"):
-        assert any(line.startswith(f"[{stage}] reused") for line in said)
+    assert (run / "5_selection/ids.json").read_bytes() != first
+    assert sum("] reused" in line for line in said) == 4

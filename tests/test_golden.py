@@ -65,13 +65,6 @@ def test_ids_and_labels_are_those_of_trl_with_smollm2(tmp_path: Path) -> None:
         check_equal(ours(fixture["row"], tokenizer, tmp_path, **fixture["settings"]), fixture)
 
 
-def test_there_are_enough_fixtures() -> None:
-    found = fixtures("trl.json")
-    assert len(found) >= 40 and len({fixture["tokenizer"] for fixture in found}) >= 2
-    assert any(IGNORE in fixture["labels"] for fixture in found)
-    assert len(fixtures("llamafactory.json")) >= 10
-
-
 # --- LLaMA-Factory -------------------------------------------------------------------------------
 
 

@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -35,6 +33,10 @@ from hostile import (
     clear,
     forge,
     hide_in_weights,
+    in_json,
+    in_manifest,
+    in_table,
+    in_tensors,
     leaks,
     marked,
     poison,
@@ -42,14 +44,13 @@ from hostile import (
     seen,
     stored_consent,
     swap_vocabulary,
+    without,
     write_gguf,
 )
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import dualsft
 from dualsft.runs.preflight import FOLDERS
-from dualsft.storage.manifest import render_manifest
 
 Folders = Callable[[str], Path]
 STAGES = tuple(FOLDERS.values())
@@ -100,12 +101,14 @@ def finished(
 
 
 @pytest.fixture
-def scene(
-    launcher: Launcher, finished: Path, model_folder: Folders, corpus: Path, tmp_path: Path
-) -> Scene:
-    made = Scene(tmp_path, launcher, model_folder("llama"), corpus)
-    shutil.copytree(finished, made.run)
-    return made
+def bare(launcher: Launcher, model_folder: Folders, corpus: Path, tmp_path: Path) -> Scene:
+    return Scene(tmp_path, launcher, model_folder("llama"), corpus)
+
+
+@pytest.fixture
+def scene(bare: Scene, finished: Path) -> Scene:
+    shutil.copytree(finished, bare.run)
+    return bare
 
 
 CHANGES = {
@@ -252,13 +255,6 @@ def test_settings_given_as_a_pipe(scene: Scene) -> None:
     assert scene.attempt("run", str(scene.run / "config.yaml"), "--out", out).code != 0
 
 
-@pytest.mark.parametrize("command", ["report", "finetune"])
-def test_several_stages_that_are_links(command: str, scene: Scene) -> None:
-    for stage in STAGES:
-        scene.plant("moved out", stage)
-    scene.attempt(*words_for(command, scene.run), names=STAGES)
-
-
 def test_side_by_side_with_an_honest_run(scene: Scene, finished: Path) -> None:
     scene.plant("moved out", "5_selection")
     shutil.copytree(finished, scene.root / "honest")
@@ -285,8 +281,7 @@ def test_a_selection_that_says_it_is_elsewhere(command: str, final: str, scene: 
     mask = load_file(stage / "mask.safetensors")
     mask = {f"model.layers.0.{SECRET}.weight": next(iter(mask.values())).clone()} | mask
     save_file(mask, scene.outside / "mask.safetensors")
-    change("summary.json", final=final.format(outside=scene.outside))(stage)
-    reseal(stage)
+    in_json("summary.json", {"final": final.format(outside=scene.outside)})(stage)
     clear(scene.run / "diagnostics")
     words = words_for(command, scene.run)
     if command == "diagnose":
@@ -298,157 +293,92 @@ def test_a_selection_that_says_it_is_elsewhere(command: str, final: str, scene: 
 # --- content that no run writes, sealed again ----------------------------------------------------
 
 
-def in_manifest(act: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Change the manifest of a stage and seal it."""
-
-    def change(stage: Path) -> None:
-        body = json.loads((stage / "manifest.json").read_text())
-        del body["seal"]
-        act(body)
-        (stage / "manifest.json").write_text(render_manifest(body))
-
-    return change
+Case = tuple[str, str, Callable[[Path], None], str]
 
 
-def in_mask(act: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
-    """Change the first indices of the mask."""
-
-    def change(stage: Path) -> None:
-        mask = load_file(stage / "mask.safetensors")
-        name = next(iter(mask))
-        save_file(mask | {name: act(mask[name]).contiguous()}, stage / "mask.safetensors")
-        reseal(stage)
-
-    return change
+def each(stage: str, command: str, named: str, *acts: Callable[[Path], None]) -> Iterator[Case]:
+    """One case for each way to change the stage; the refusal must name this."""
+    return ((stage, command, act, named) for act in acts)
 
 
-def without_mask(stage: Path) -> None:
-    """A mask that selects no entry."""
-    mask = load_file(stage / "mask.safetensors")
-    save_file({name: index[:0] for name, index in mask.items()}, stage / "mask.safetensors")
-    reseal(stage)
-
-
-def in_table(file: str, column: str, value: Any) -> Callable[[Path], None]:
-    """Give all rows of a column one value, or drop the column."""
-
-    def change(stage: Path) -> None:
-        table = pq.read_table(stage / file)
-        at = table.column_names.index(column)
-        if value is None:
-            table = table.remove_column(at)
-        else:
-            table = table.set_column(at, column, pa.array([value] * len(table)))
-        pq.write_table(table, stage / file)
-        reseal(stage)
-
-    return change
-
-
-def in_json(file: str, value: Any) -> Callable[[Path], None]:
-    def change(stage: Path) -> None:
-        stored = json.loads((stage / file).read_text())
-        both = isinstance(stored, dict) and isinstance(value, dict) and value
-        (stage / file).write_text(json.dumps(stored | value if both else value))
-        reseal(stage)
-
-    return change
-
-
-def in_tensors(file: str, act: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
-    """Change every tensor of a file."""
-
-    def change(stage: Path) -> None:
-        with safe_open(stage / file, "pt") as stored:
-            header = stored.metadata()
-        changed = {name: act(one).contiguous() for name, one in load_file(stage / file).items()}
-        save_file(changed, stage / file, metadata=header)
-        reseal(stage)
-
-    return change
-
-
-def without(file: str) -> Callable[[Path], None]:
-    """Remove a file, and from the manifest too."""
-
-    def change(stage: Path) -> None:
-        (stage / file).unlink()
-        reseal(stage)
-
-    return change
-
-
-MALFORMED: list[tuple[str, str, Callable[[Path], None], str]] = [
-    (
-        "5_selection",
-        "report",
+MASK, TOKENS, EXAMPLES = "mask.safetensors", "tokens.parquet", "examples.parquet"
+MALFORMED: list[Case] = [
+    *each(
+        *("5_selection", "report", "5_selection/manifest.json"),
         in_manifest(lambda body: body["fingerprint"].pop("hash")),
-        "manifest",
-    ),
-    ("5_selection", "report", in_manifest(lambda body: body.pop("facts")), "manifest"),
-    ("5_selection", "report", in_manifest(lambda body: body.update(facts=[1])), "manifest"),
-    ("5_selection", "report", in_manifest(lambda body: body["facts"].update(warnings=3)), "run"),
-    ("5_selection", "report", in_manifest(lambda body: body.update(seconds="x")), "run"),
-    ("5_selection", "finetune", in_json("summary.json", {"final": 3}), "summary.json"),
-    ("5_selection", "finetune", in_json("summary.json", [1]), "summary.json"),
-    (
-        "5_selection",
-        "report",
-        in_json("summary.json", {"b": "x", "final": 3}),
-        "5_selection/summary.json",
-    ),
-    ("5_selection", "finetune", in_json("ids.json", [[1]]), "ids.json"),
-    ("5_selection", "finetune", in_json("ids.json", ["of no row"]), "ids.json"),
-    ("5_selection", "finetune", in_json("ids.json", []), "ids.json"),
-    ("5_selection", "finetune", in_mask(lambda index: index.float()), "mask.safetensors"),
-    ("5_selection", "finetune", without_mask, "mask.safetensors"),
-    ("5_selection", "report", in_mask(lambda index: index + 2**40), "mask.safetensors"),
-    ("5_selection", "report", in_mask(lambda index: index - 10**6), "mask.safetensors"),
-    ("5_selection", "finetune", in_mask(lambda index: index[None]), "mask.safetensors"),
-    ("5_selection", "finetune", in_mask(lambda index: index.flip(0)), "mask.safetensors"),
-    ("5_selection", "finetune", in_mask(lambda index: index - 10**6), "mask.safetensors"),
-    ("5_selection", "finetune", in_mask(lambda index: index + 2**40), "mask.safetensors"),
-    ("1_split", "finetune", in_table("split.parquet", "index", None), "1_split/split.parquet"),
-    ("1_split", "finetune", in_table("split.parquet", "role", "evil"), "1_split/split.parquet"),
-    (
-        "1_split",
-        "finetune",
-        in_table("tokens.parquet", "input_ids", ["text"]),
-        "1_split/tokens.parquet",
-    ),
-    (
-        "1_split",
-        "finetune",
-        in_table("tokens.parquet", "input_ids", [2**30]),
-        "1_split/tokens.parquet",
-    ),
-    ("1_split", "score", in_table("tokens.parquet", "labels", [-7]), "1_split/tokens.parquet"),
-    ("4_scores", "select", in_table("examples.parquet", "bound", None), "examples.parquet"),
-    ("4_scores", "select", in_table("examples.parquet", "score", "x"), "examples.parquet"),
-    ("4_scores", "select", in_json("summary.json", {}), "4_scores/summary.json"),
-    ("4_scores", "select", in_table("examples.parquet", "score", float("nan")), "examples.parquet"),
-    ("4_scores", "select", in_table("examples.parquet", "bound", -1.0), "examples.parquet"),
-    ("4_scores", "select", in_table("examples.parquet", "id", "same"), "examples.parquet"),
-    ("4_scores", "boundary", in_table("examples.parquet", "score", "x"), "examples.parquet"),
-    ("7_evaluation", "report", in_json("results.json", [1]), "7_evaluation/results.json"),
-    ("1_split", "report", in_json("summary.json", {"counts": "x"}), "1_split/summary.json"),
-    *(
-        ("5_selection", "report", in_manifest(act), "5_selection/manifest.json")
-        for act in (
-            lambda body: body.update(seconds=10**400),
-            lambda body: body.update(peak_memory={"cuda": "x"}),
-            lambda body: body.update(versions=3),
-            lambda body: body["facts"].update(warning_codes=3),
+        in_manifest(lambda body: body.pop("facts")),
+        in_manifest(lambda body: body.update(facts=[1])),
+        in_manifest(lambda body: body.update(seconds=10**400)),
+        in_manifest(lambda body: body.update(peak_memory={"cuda": "x"})),
+        in_manifest(lambda body: body.update(versions=3)),
+        in_manifest(lambda body: body["facts"].update(warning_codes=3)),
+        in_manifest(
             lambda body: body["fingerprint"]["reads"].update(
                 {f"f{i}": "x" for i in range(3 * 10**5)}
-            ),
+            )
+        ),
+        in_manifest(
             lambda body: body["files"].update(
                 {f"f{i}": {"size": 1, "sha256": ""} for i in range(10**5)}
-            ),
-        )
+            )
+        ),
     ),
+    *each(
+        *("5_selection", "report", "run"),
+        in_manifest(lambda body: body["facts"].update(warnings=3)),
+        in_manifest(lambda body: body.update(seconds="x")),
+    ),
+    *each(
+        *("5_selection", "finetune", "summary.json"),
+        in_json("summary.json", {"final": 3}),
+        in_json("summary.json", [1]),
+    ),
+    *each(
+        *("5_selection", "report", "5_selection/summary.json"),
+        in_json("summary.json", {"b": "x", "final": 3}),
+        without("summary.json"),
+    ),
+    *each(
+        *("5_selection", "finetune", "ids.json"),
+        *(in_json("ids.json", ids) for ids in ([[1]], ["of no row"], [])),
+    ),
+    *each("5_selection", "report", MASK, in_tensors(MASK, lambda index: index + 2**40)),
+    *each(
+        *("5_selection", "finetune", MASK),
+        in_tensors(MASK, lambda index: index.float()),
+        in_tensors(MASK, lambda index: index[:0]),
+        in_tensors(MASK, lambda index: index[None]),
+        in_tensors(MASK, lambda index: index.flip(0)),
+        in_tensors(MASK, lambda index: index - 10**6),
+        in_tensors(MASK, lambda index: index + 2**40),
+    ),
+    *each(
+        *("1_split", "finetune", "1_split/split.parquet"),
+        in_table("split.parquet", "index", None),
+        in_table("split.parquet", "role", "evil"),
+    ),
+    *each(
+        *("1_split", "finetune", "1_split/tokens.parquet"),
+        in_table(TOKENS, "input_ids", ["text"]),
+        in_table(TOKENS, "input_ids", [2**30]),
+        without(TOKENS),
+    ),
+    *each("1_split", "score", "1_split/tokens.parquet", in_table(TOKENS, "labels", [-7])),
+    *each("1_split", "report", "1_split/summary.json", in_json("summary.json", {"counts": "x"})),
+    *each(
+        *("4_scores", "select", "4_scores/examples.parquet"),
+        in_table(EXAMPLES, "bound", None),
+        in_table(EXAMPLES, "bound", -1.0),
+        in_table(EXAMPLES, "score", "x"),
+        in_table(EXAMPLES, "score", float("nan")),
+        in_table(EXAMPLES, "id", "same"),
+        without(EXAMPLES),
+    ),
+    *each("4_scores", "select", "4_scores/summary.json", in_json("summary.json", {})),
+    *each("4_scores", "boundary", EXAMPLES, in_table(EXAMPLES, "score", "x")),
+    *each("7_evaluation", "report", "7_evaluation/results.json", in_json("results.json", [1])),
     *(
-        (stage, command, in_tensors(file, act), f"{stage}/{file}")
+        case
         for stage, file, command in (
             ("2_warmup", "curvature.safetensors", "select"),
             ("3_gradients", "grad_sum.safetensors", "rescore"),
@@ -456,21 +386,20 @@ MALFORMED: list[tuple[str, str, Callable[[Path], None], str]] = [
             ("3_gradients", "val_grad.safetensors", "rescore"),
             ("3_gradients", "prior_grad.safetensors", "select"),
         )
-        for act in (
-            lambda one: one * float("nan"),
-            lambda one: one.reshape(-1),
-            lambda one: one[:1],
-            lambda one: one.double(),
+        for case in each(
+            *(stage, command, f"{stage}/{file}"),
+            in_tensors(file, lambda one: one * float("nan")),
+            in_tensors(file, lambda one: one.reshape(-1)),
+            in_tensors(file, lambda one: one[:1]),
+            in_tensors(file, lambda one: one.double()),
         )
     ),
-    *(
-        ("2_warmup", "score", in_tensors("theta_bar/model.safetensors", act), "model.safetensors")
-        for act in (lambda one: one * float("nan"), lambda one: one[:1])
+    *each(
+        *("2_warmup", "score", "model.safetensors"),
+        in_tensors("theta_bar/model.safetensors", lambda one: one * float("nan")),
+        in_tensors("theta_bar/model.safetensors", lambda one: one[:1]),
     ),
-    ("1_split", "finetune", without("tokens.parquet"), "1_split/tokens.parquet"),
-    ("4_scores", "select", without("examples.parquet"), "4_scores/examples.parquet"),
-    ("5_selection", "report", without("summary.json"), "5_selection/summary.json"),
-    ("3_gradients", "rescore", in_table("pool.parquet", "loss", "x"), "pool.parquet"),
+    *each("3_gradients", "rescore", "pool.parquet", in_table("pool.parquet", "loss", "x")),
 ]
 
 
@@ -514,19 +443,13 @@ def hollow(run: Path, entry: str, size: int = 1 << 40) -> None:
 
 HOLLOW = [
     ("1_split/tokens.parquet", "report"),
-    ("1_split/summary.json", "report"),
-    ("4_scores/examples.parquet", "report"),
     ("5_selection/ids.json", "report"),
     ("6_finetune/model/tokenizer.json", "report"),
     ("3_gradients/grad_sum.safetensors", "report"),
     ("config.yaml", "report"),
-    ("diagnostics/heatmap.json", "report"),
     ("diagnostics/heatmap.svg", "report"),
     ("2_warmup/theta_bar/model.safetensors", "evaluate"),
-    ("3_gradients/pool.parquet", "evaluate"),
-    ("5_selection/selected.jsonl", "evaluate"),
     ("metrics.jsonl", "evaluate"),
-    ("manifest.json", "evaluate"),
     (".lock", "evaluate"),
 ]
 
@@ -633,8 +556,8 @@ COUNTS: dict[str, dict[str, Any]] = {
 )
 def test_a_model_of_absurd_size(name: str, place: str, command: str, scene: Scene) -> None:
     """Refused by folder and key before any part of it is built; the report needs no model."""
-    change("config.json", **COUNTS[name])(scene.run / place)
-    reseal((scene.run / place).parent)
+    stage, _, folder = place.partition("/")
+    in_json(f"{folder}/config.json", COUNTS[name])(scene.run / stage)
     words = words_for(command, scene.run)
     if command == "gap":
         words = ["diagnose", str(scene.run), "coordination_gap"]
@@ -644,9 +567,8 @@ def test_a_model_of_absurd_size(name: str, place: str, command: str, scene: Scen
 
 def test_a_model_that_asks_for_a_million_beams(scene: Scene) -> None:
     """The answer to a prompt is greedy, whatever the generation_config.json of the model says."""
-    model = scene.run / "6_finetune/model"
-    change("generation_config.json", num_beams=10**6, num_return_sequences=10**6)(model)
-    reseal(model.parent)
+    many = {"num_beams": 10**6, "num_return_sequences": 10**6}
+    in_json("model/generation_config.json", many)(scene.run / "6_finetune")
     assert scene.attempt(*words_for("evaluate", scene.run)).code == 0
 
 
@@ -696,81 +618,19 @@ def test_figures_that_no_page_can_hold(what: str, scene: Scene) -> None:
     assert said.code == 1, said.text
 
 
-@pytest.fixture(scope="module")
-def calibrated(
-    launcher: Launcher,
-    tmp_path_factory: pytest.TempPathFactory,
-    model_folder: Folders,
-    corpus: Path,
-) -> Path:
-    run = tmp_path_factory.mktemp("calibrated") / "run"
-    words = [*small_run(model_folder("llama"), corpus), "score.form=calibrated"]
-    words += ["score.sketch_dim=64"]
-    must(launcher, "run", "--out", str(run), "--until", "selection", *words)
-    return run
-
-
-Tensors = dict[str, torch.Tensor]
-SKETCHES: dict[str, Callable[[Tensors], Tensors]] = {
-    "shape": lambda t: t | {"pool": t["pool"][:, :8]},
-    "rows": lambda t: t | {"pool": t["pool"][:3]},
-    "dtype": lambda t: t | {"pool": t["pool"].float()},
-    "missing": lambda t: {name: one for name, one in t.items() if name != "val"},
-    "length": lambda t: t | {"pool": t["pool"] * 2},
-    "nan": lambda t: t | {"pool": t["pool"] * float("nan")},
-    "nan of val": lambda t: t | {"val": t["val"] * float("nan")},
-    "infinite": lambda t: t | {"pool": t["pool"] * float("inf")},
-    "nan norms": lambda t: t | {"pool_norms": t["pool_norms"] * float("nan")},
-    "infinite norms": lambda t: t | {"val_norms": t["val_norms"] * float("inf")},
-    "negative norms": lambda t: t | {"pool_norms": -t["pool_norms"]},
-    "hidden length": lambda t: t | {"val": t["val"] * 9, "val_norms": t["val_norms"] * 0},
-}
-
-
-@pytest.mark.parametrize("name", SKETCHES)
-def test_sketches_that_no_run_writes(
-    name: str,
-    calibrated: Path,
-    launcher: Launcher,
-    model_folder: Folders,
-    tmp_path: Path,
-    corpus: Path,
-) -> None:
-    scene = Scene(tmp_path, launcher, model_folder("llama"), corpus)
-    shutil.copytree(calibrated, scene.run)
-    path = scene.run / "3_gradients/sketches.safetensors"
-    with safe_open(path, "pt") as file:
-        header = file.metadata()
-    changed = {n: t.contiguous() for n, t in SKETCHES[name](load_file(path)).items()}
-    save_file(changed, path, metadata=header)
-    reseal(path.parent)
-    words = ["score", str(scene.run), "score.rho=0.5"]
-    said = scene.attempt(*words, names=["3_gradients/sketches.safetensors"])
-    assert said.code == 1, said.text
-
-
 # --- what is shown is what was written -----------------------------------------------------------
-
-
-def change(name: str, **values: Any) -> Callable[[Path], None]:
-    def act(folder: Path) -> None:
-        path = folder / name
-        content = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(content | values))
-
-    return act
 
 
 def unlist(name: str) -> Callable[[Path], None]:
     """The file is there and its manifest, sealed again, does not know it."""
+    return lambda folder: in_manifest(lambda body: body["files"].pop(f"{folder.name}/{name}"))(
+        folder.parent
+    )
 
-    def act(folder: Path) -> None:
-        path = folder.parent / "manifest.json"
-        body = json.loads(path.read_text())
-        del body["seal"], body["files"][f"{folder.name}/{name}"]
-        path.write_text(render_manifest(body))
 
-    return act
+def shown(file: str, **values: Any) -> tuple[str, Callable[[Path], object]]:
+    """The file with other values, beside a seal that is no longer right."""
+    return file, in_json(file, values, sealed=False)
 
 
 SHOWN: dict[str, tuple[str, Callable[[Path], object]]] = {
@@ -778,20 +638,14 @@ SHOWN: dict[str, tuple[str, Callable[[Path], object]]] = {
         "tokenizer.json",
         lambda folder: swap_vocabulary(folder / "tokenizer.json", "PWNED"),
     ),
-    "other settings": (
-        "tokenizer_config.json",
-        change("tokenizer_config.json", clean_up_tokenization_spaces=True, eos_token="PWNED"),
-    ),
+    "other settings": shown("tokenizer_config.json", eos_token="PWNED"),
     "other template": (
         "chat_template.jinja",
         lambda folder: (folder / "chat_template.jinja").write_text("PWNED"),
     ),
-    "added tokens": ("added_tokens.json", change("added_tokens.json", PWNED=300)),
-    "special tokens": (
-        "special_tokens_map.json",
-        change("special_tokens_map.json", eos_token="PWNED"),
-    ),
-    "vocabulary of another kind": ("vocab.json", change("vocab.json", PWNED=1)),
+    "added tokens": shown("added_tokens.json", PWNED=300),
+    "special tokens": shown("special_tokens_map.json", eos_token="PWNED"),
+    "vocabulary of another kind": shown("vocab.json", PWNED=1),
     "unlisted tokenizer": ("tokenizer.json", unlist("tokenizer.json")),
     "unlisted settings": ("tokenizer_config.json", unlist("tokenizer_config.json")),
     "unlisted template": ("chat_template.jinja", unlist("chat_template.jinja")),
@@ -898,16 +752,13 @@ def test_consent_to_run_what_models_write(command: str, sealed: bool, scene: Sce
     assert said.code == 2, said.text
 
 
-def test_a_run_of_ones_own_with_consent(
-    launcher: Launcher, model_folder: Folders, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_run_of_ones_own_with_consent(bare: Scene) -> None:
     """Given with each command it works; it is stored nowhere; the report never needs it."""
-    scene = Scene(tmp_path, launcher, model_folder("llama"), corpus)
-    count, custom = tmp_path / "imports", tmp_path / "custom"
+    scene, count, custom = bare, bare.root / "imports", bare.root / "custom"
     shutil.copytree(scene.model, custom)
     poison(custom, count)  # its own code, which leaves a trace
     run, out = str(scene.run), ["--out", str(scene.run)]
-    words = small_run(custom, corpus)
+    words = small_run(custom, scene.corpus)
     refused = scene.attempt("run", *out, *words, names=["auto_map", "trust_remote_code"])
     assert refused.code == 2 and not count.exists()
 
@@ -962,12 +813,9 @@ def compared(
 
 
 @pytest.fixture
-def comparing(
-    launcher: Launcher, compared: Path, model_folder: Folders, corpus: Path, tmp_path: Path
-) -> Scene:
-    made = Scene(tmp_path, launcher, model_folder("llama"), corpus)
-    shutil.copytree(compared, made.out)
-    return made
+def comparing(bare: Scene, compared: Path) -> Scene:
+    shutil.copytree(compared, bare.out)
+    return bare
 
 
 def compare(scene: Scene, *more: str, **content: Any) -> list[str]:
@@ -1157,12 +1005,9 @@ def adapter_beside(scene: Scene, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["code", "code of the tokenizer", "adapter"])
-def test_what_lies_beside_a_gguf_file(
-    name: str, launcher: Launcher, model_folder: Folders, corpus: Path, tmp_path: Path
-) -> None:
+def test_what_lies_beside_a_gguf_file(name: str, bare: Scene, tmp_path: Path) -> None:
     """No code, no question that "y" would answer, no other weights; refused or converted alone."""
-    scene = Scene(tmp_path, launcher, model_folder("llama"), corpus)
-    folder = tmp_path / "downloads"
+    scene, folder = bare, tmp_path / "downloads"
     folder.mkdir()
     file = folder / "tiny.gguf"
     write_gguf(scene.model, file)
@@ -1182,7 +1027,7 @@ def test_what_lies_beside_a_gguf_file(
         "HF_HOME": str(tmp_path / "hub"),
         "DUALSFT_CACHE": str(tmp_path / "cache"),
     }
-    words = ["run", "--out", str(scene.run), "--until", "split", *small_run(file, corpus)]
+    words = ["run", "--out", str(scene.run), "--until", "split", *small_run(file, scene.corpus)]
     done = subprocess.run(
         [sys.executable, "-m", "dualsft", *words],
         input="y\n" * 20,

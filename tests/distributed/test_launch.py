@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +20,6 @@ from dualsft.errors import ConfigError
 Folders = Callable[[str], Path]
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-LONG = ("finetune.epochs=4000", "resume.every=0.2")
 DONE_ALONE = [
     ("report", "run"),
     ("check",),
@@ -116,11 +112,6 @@ def test_one_process_of_a_launcher_is_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert CliRunner().invoke(cli.app, ["methods"]).exit_code == 0
 
 
-def test_the_command_without_gpus() -> None:
-    words = ["run", "--gpus", "4", "x=1", "--gpus=2", "--out", "gpus"]
-    assert launch.without_gpus(words) == ["run", "x=1", "--out", "gpus"]
-
-
 # --- one voice ------------------------------------------------------------------------------------
 
 
@@ -139,22 +130,6 @@ def test_an_error_of_all_is_said_once(model_folder: Folders, tmp_path: Path) -> 
     lines = done.stderr.splitlines()
     assert "rows.jsonl" in done.stderr and len(lines) == len(set(lines)), done.stderr
     assert all(line.startswith("error: ") for line in lines), done.stderr
-
-
-def test_an_error_of_one_is_said_with_its_rank(
-    model_folder: Folders, corpus: Path, tmp_path: Path
-) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import os, time\nif os.environ['RANK'] == '0':\n"
-        "    time.sleep(60)  # what ends at once when the agent asks for it\n"
-        "os.environ['DUALSFT_COLLECTIVE_TIMEOUT'] = 'soon'\n"
-        "from dualsft.cli import main\nmain()\n"
-    )
-    words = ["run", "--out", str(tmp_path / "run"), *small_run(model_folder("llama"), corpus)]
-    done = python(*TORCHRUN, str(program), *words, OMP_NUM_THREADS="1")
-    assert done.returncode == 1
-    assert "[rank 1] error: DUALSFT_COLLECTIVE_TIMEOUT: 'soon'" in done.stderr, done.stderr
 
 
 # --- the work -------------------------------------------------------------------------------------
@@ -178,56 +153,3 @@ def test_a_run_on_two_processes(model_folder: Folders, corpus: Path, tmp_path: P
     assert (out / name).read_bytes() == (alone / name).read_bytes()
     done = python("-m", "dualsft", "evaluate", str(out), "--gpus", "2")
     assert done.returncode == 0 and "[evaluation] reused" in done.stdout, done.stderr
-
-
-class Running:
-    """`dualsft run --gpus 2` in the middle of its fine-tuning."""
-
-    def __init__(self, out: Path, words: list[str]) -> None:
-        command = [sys.executable, "-m", "dualsft", "run", "--gpus", "2", "--out", str(out)]
-        self._log = out.with_suffix(".log")
-        with open(self._log, "w") as log:
-            self.launcher = subprocess.Popen(
-                [*command, *words], env=environment(), stdout=log, stderr=subprocess.STDOUT
-            )
-        deadline = time.monotonic() + 90
-        while (
-            not re.search(r"fine-tuning: [1-9][0-9,]*/", self.said)
-            or not (out / "6_finetune.work").exists()
-        ):
-            assert self.launcher.poll() is None and time.monotonic() < deadline, self.said
-            time.sleep(0.05)
-
-    @property
-    def said(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def ranks(self) -> list[int]:
-        """The processes that the launcher has started, by rank."""
-        children = Path(f"/proc/{self.launcher.pid}/task/{self.launcher.pid}/children")
-        return sorted(int(pid) for pid in children.read_text().split())
-
-    def end(self, pid: int, signum: int) -> int:
-        """Send a signal; the exit code of the launcher."""
-        os.kill(pid, signum)
-        try:
-            return self.launcher.wait(60)
-        finally:
-            self.launcher.kill()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
-def test_a_run_on_two_processes_is_killed_stopped_and_taken_up(
-    model_folder: Folders, corpus: Path, tmp_path: Path
-) -> None:
-    words = [*small_run(model_folder("llama"), corpus), *LONG]
-    run = Running(tmp_path / "run", words)
-    victim = run.ranks()[1]
-    assert run.end(victim, signal.SIGKILL) == 128 + signal.SIGKILL, run.said
-    assert f"error: rank 1 (process {victim} on " in run.said and "gloo" not in run.said
-    assert f"error: rank 1 (process {victim}) was killed by SIGKILL" in run.said
-    run = Running(tmp_path / "run", words)
-    assert "resuming after" in run.said
-    assert run.end(run.launcher.pid, signal.SIGINT) == 130, run.said
-    assert run.said.count("stopped by SIGINT: saved") == 1 and "Traceback" not in run.said

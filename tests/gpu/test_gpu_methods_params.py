@@ -34,14 +34,6 @@ def test_float64_selection_equals_the_cpu_s(make_run: Runner, name: str, arch: s
     assert summary(there, "6_finetune")["trained_entries"] == summary(here)["k"]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_bfloat16_run_ends(make_run: Runner, name: str) -> None:
-    folder = make_run(*choosing(name, "model.dtype=bfloat16", *CARD), until="finetune")
-    facts = summary(folder)
-    assert 0 < facts["k"] <= facts["budget_entries"]
-    assert summary(folder, "6_finetune")["changed_entries"] > 0
-
-
 @pytest.mark.parametrize("name", MOVING)
 def test_a_killed_run_with_a_moving_mask_resumes_to_the_same_bits(
     make_run: Runner, monkeypatch: pytest.MonkeyPatch, name: str

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import Runner
-from hostile import in_file
+from hostile import in_file, reseal
 from models import ARCHITECTURES, tiny_examples, tiny_model
 from transformers import AutoModelForCausalLM
 

@@ -689,6 +689,87 @@ def test_a_private_file_named_in_the_settings(command: str, key: str, scene: Sce
     assert said.code == 2 and "give it on this command line" in said.text, said.text
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.path", "builtin:zeno/corpus,PRIVATE"),
+        ("data.val_path", "builtin:zeno/trusted, PRIVATE"),
+        ("evaluation.files", "builtin:PRIVATE"),  # a file of the name builtin
+        ("evaluation.files", "{mine: 'builtin:zeno/held_out,PRIVATE'}"),
+        ("evaluation.data_dir", "builtin:PRIVATE"),
+        ("data.template_file", "builtin:PRIVATE"),
+    ],
+)
+def test_a_private_file_behind_a_packaged_name(key: str, value: str, scene: Scene) -> None:
+    private = scene.outside / "private.jsonl"
+    row = {"prompt": SECRET, "response": f"{SECRET} and more"}
+    private.write_text(json.dumps(row) + "\n")
+    scene.settings(f"{key}={value.replace('PRIVATE', str(private))}", sealed=True)
+    words = [*words_for("select", scene.run), f"model.path={scene.model}"]
+    words += [] if key == "data.path" else [f"data.path={scene.corpus}"]
+    said = scene.attempt(*words, names=[f"{key}/config.yaml"])
+    assert said.code == 2 and f"{key}: " in said.text, said.text
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_private_file_in_settings_that_the_user_names(sealed: bool, scene: Scene) -> None:
+    """`dualsft run RUN/config.yaml --out RUN`, which refusals give as their cure."""
+    private = scene.outside / "private.jsonl"
+    row = {"prompt": SECRET, "response": f"{SECRET} and more"}
+    private.write_text((json.dumps(row) + "\n") * 60)
+    scene.settings(f"data.path={private}", sealed=sealed)
+    words = ["run", str(scene.run / "config.yaml"), "--out", str(scene.run)]
+    said = scene.attempt(*words, names=["data.path"])
+    assert said.code == 2 and "give it on this command line" in said.text, said.text
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless", "link"])
+@pytest.mark.parametrize("name", ["config.json", "my_config_2.json"])
+def test_special_files_beside_a_gguf_file(
+    name: str, kind: str, bare: Scene, tmp_path: Path
+) -> None:
+    folder = tmp_path / "downloads"
+    folder.mkdir()
+    write_gguf(bare.model, folder / "tiny.gguf")
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to("/dev/zero" if kind == "endless" else bare.secret)
+    words = ["check", *small_run(folder / "tiny.gguf", bare.corpus)]
+    said = bare.attempt(*words, names=[name])
+    assert said.code == 2, said.text
+
+
+def test_settings_of_matplotlib_in_the_folder(tmp_path: Path) -> None:
+    """They could start LaTeX."""
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
+    code = "from dualsft.lab.plots import panels; panels(); import matplotlib; "
+    code += "sys.exit(bool(matplotlib.rcParams['text.usetex']))"
+    source = str(Path(dualsft.__file__).parents[1])
+    env = os.environ | {"PYTHONPATH": source}
+    words = [sys.executable, "-c", f"import sys; {code}"]
+    subprocess.run(words, cwd=tmp_path, env=env, timeout=60, check=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "code"),
+    [
+        ("config.json", {"return_dict": False}, 0),
+        ("generation_config.json", {"max_length": "x", "eos_token_id": "x"}, 1),
+    ],
+)
+def test_settings_of_a_model_that_break_its_answers(
+    file: str, change: dict[str, Any], code: int, scene: Scene
+) -> None:
+    model = scene.run / "6_finetune/model"
+    path = model / file
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(content | change))
+    reseal(model.parent)
+    said = scene.attempt("evaluate", str(scene.run), "evaluation.prompt=Say alpha", names=[file])
+    assert said.code == code, said.text
+
+
 def test_paths_given_again_serve_a_received_folder(scene: Scene) -> None:
     scene.settings("select.data_budget=0.2", sealed=True)  # not the text that this user wrote
     words = ["select", str(scene.run)]

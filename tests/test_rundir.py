@@ -162,6 +162,20 @@ def test_a_failed_seal_leaves_the_old_stage(
     assert status(run) == "ready"
 
 
+def test_a_folder_that_is_swapped_for_a_link_while_a_library_writes(
+    run: RunDir, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    with pytest.raises(RunError, match="model is a symlink"), run.write_stage(STAGE, OLD) as part:
+        (part / "model").mkdir()
+        with (part / "model").held() as path:
+            (part / "model").location.rename(tmp_path / "aside")
+            (part / "model").location.symlink_to(outside)
+            (path / "weights").write_bytes(b"x")
+    assert not list(outside.iterdir()) and (tmp_path / "aside/weights").is_file()
+
+
 def test_a_stage_cannot_contain_symlinks(run: RunDir) -> None:
     with pytest.raises(RunError, match="link is a symlink"), run.write_stage(STAGE, OLD) as part:
         (part / "link").location.symlink_to("/etc")

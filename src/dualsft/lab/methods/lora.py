@@ -103,7 +103,8 @@ class Lora(ParamMethod):
     def detach(self, job: Job, model: PreTrainedModel) -> PreTrainedModel:
         folder = job.part / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        self._peft.save_pretrained(str(folder.checked()), save_embedding_layers=False)
+        with folder.held() as path:
+            self._peft.save_pretrained(str(path), save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
         stored = (folder / "adapter_config.json").read_json()
         stored["target_modules"].sort()  # PEFT writes a set, whose order differs between processes

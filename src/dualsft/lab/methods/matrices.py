@@ -219,7 +219,8 @@ class SMT(ParamMethod):
         if not self.options.restart_from_base:
             start = job.part / "start"
             start.mkdir()
-            save_model(model, job.ctx.tokenizer, job.ctx.model_folder, start.checked())
+            with start.held() as path:
+                save_model(model, job.ctx.tokenizer, job.ctx.model_folder, path)
         sizes = [block_sizes(m.shape, size) for m in members]
         counts, costs = [n.size for n in sizes], np.concatenate([n.ravel() for n in sizes])
         found = [self._score(sums[m.name], n) for m, n in zip(members, sizes, strict=True)]

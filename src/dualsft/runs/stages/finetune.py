@@ -226,7 +226,8 @@ def _delta(
 def save_tuned(ctx: RunContext, model: PreTrainedModel, folder: RunPath) -> None:
     """Write a model with the tokenizer to a new folder of the run."""
     folder.mkdir()
-    save_model(model, ctx.tokenizer, ctx.model_folder, folder.checked())
+    with folder.held() as path:
+        save_model(model, ctx.tokenizer, ctx.model_folder, path)
 
 
 def training_examples(ctx: RunContext, final: RunPath) -> list[Example]:

@@ -723,6 +723,26 @@ def test_a_private_file_in_settings_that_the_user_names(sealed: bool, scene: Sce
     assert said.code == 2 and "give it on this command line" in said.text, said.text
 
 
+def test_results_of_diagnostics_are_checked_before_they_are_shown(scene: Scene) -> None:
+    assert scene.dualsft("diagnose", str(scene.run), "param_statistics").code == 0
+    assert scene.dualsft("report", str(scene.run)).code == 0
+    assert "Not verified" not in (scene.run / "report.html").read_text()
+    for ending in (".json", ".svg"):
+        path = scene.run / f"diagnostics/param_statistics{ending}"
+        before = path.read_text()
+        path.write_text(before.replace("0.", "0.9", 1))
+        for words in (["report"], ["diagnose", "param_statistics"])[
+            : 2 if ending == ".json" else 1
+        ]:
+            command = [words[0], str(scene.run), *words[1:]]
+            said = scene.attempt(*command, names=[f"diagnostics/{path.name}"])
+            assert said.code != 0, said.text
+        path.write_text(before)
+    (scene.run / "diagnostics/seals.json").unlink()
+    assert scene.dualsft("report", str(scene.run)).code == 0
+    assert "Not verified" in (scene.run / "report.html").read_text()
+
+
 @pytest.mark.parametrize("kind", ["pipe", "endless", "link"])
 @pytest.mark.parametrize("name", ["config.json", "my_config_2.json"])
 def test_special_files_beside_a_gguf_file(

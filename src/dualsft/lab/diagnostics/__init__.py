@@ -8,13 +8,18 @@ imported when they run. Not part of Algorithm 1.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from dualsft.config.fields import Count, Positive, Whole
 from dualsft.config.methods import NoOptions, option_docs, option_specs
 from dualsft.config.parse import Bounds, FieldSpec, Names, Text, convert, did_you_mean
-from dualsft.errors import ConfigError
+from dualsft.errors import ConfigError, RunError
+from dualsft.runs.preflight import reading
+from dualsft.storage.manifest import atomic_write_text, sha256_file
+from dualsft.system.paths import RunPath
 
 AtLeast3 = Annotated[int, Bounds(least=3)]
 
@@ -355,3 +360,41 @@ class Wanted:
         if problems:
             raise ConfigError(problems)
         return cls([*chosen.values()], options)
+
+
+# --- hashes of the results -----------------------------------------------------------------------
+
+SEALS = "seals.json"
+"""In the folder of the diagnostics: the SHA-256 of every result and figure, by file name."""
+
+
+def read_seals(folder: RunPath) -> dict[str, str]:
+    """The hashes of the results; empty for results of an earlier version, which has none."""
+    if not (folder / SEALS).is_file():
+        return {}
+    with reading(folder / SEALS):
+        found = (folder / SEALS).read_json()
+        if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+            raise ValueError("it is not a table of hashes")
+        return found
+
+
+def seal(folder: RunPath, files: Sequence[RunPath]) -> None:
+    """Note the hashes of these files of the folder."""
+    hashes = read_seals(folder) | {path.name: sha256_file(path) for path in files}
+    atomic_write_text(folder / SEALS, json.dumps(hashes, indent=1, sort_keys=True))
+
+
+def is_sealed(path: RunPath, seals: Mapping[str, str]) -> bool:
+    """Whether a result is as it was written; False if it was written without a hash.
+
+    Raises if it was changed.
+    """
+    if path.name not in seals:
+        return False
+    if sha256_file(path) != seals[path.name]:
+        raise RunError(
+            f"{path}: changed since `dualsft diagnose` wrote it; remove it and run `dualsft "
+            "diagnose` again"
+        )
+    return True

@@ -41,7 +41,7 @@ from dualsft.data.examples import Example, generator
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import PassResult, loss_objective, walk
 from dualsft.errors import RunError
-from dualsft.lab.diagnostics import Diagnostic, Wanted
+from dualsft.lab.diagnostics import Diagnostic, Wanted, is_sealed, read_seals, seal
 from dualsft.lab.plots import save
 from dualsft.memory.placement import at_hand, blank
 from dualsft.model.load import text_parameters
@@ -98,8 +98,11 @@ def diagnose(
                     f"`dualsft run {run}/config.yaml --out {run}` first"
                 )
             options = one.options(**wanted.options.get(one.name, {}))
-            files.append(_ensure(ctx, one, options, _inputs(one, options, manifests), out))
-            files += draw(one, files[-1])
+            path, sealed = _ensure(ctx, one, options, _inputs(one, options, manifests), out)
+            made = [path, *draw(one, path)]
+            if sealed:
+                seal(out, made)
+            files += made
     return files
 
 
@@ -115,8 +118,11 @@ def _inputs(one: Diagnostic, options: Any, manifests: Mapping[str, Any]) -> dict
 
 def _ensure(
     ctx: RunContext, one: Diagnostic, options: Any, made_from: dict[str, Any], out: RunPath
-) -> RunPath:
-    """The JSON of a diagnostic: reused if its fingerprint matches, otherwise computed."""
+) -> tuple[RunPath, bool]:
+    """(JSON of a diagnostic, whether its content is known to be ours).
+
+    It is reused if its fingerprint matches and it was not changed, otherwise computed.
+    """
     path = out / f"{one.name}.json"
     if path.is_file():
         try:
@@ -126,7 +132,7 @@ def _ensure(
             stored = None
         if isinstance(stored, dict) and stored.get("made_from") == made_from:
             ctx.reporter.say(f"[{one.name}] reused: nothing it depends on has changed")
-            return path
+            return path, is_sealed(path, read_seals(out))
     ctx.reporter.say(f"[{one.name}] started: {one.summary}")
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     work = out / f"{one.name}.work"
@@ -152,7 +158,7 @@ def _ensure(
     with suppress(OSError):
         work.remove()
     ctx.reporter.say(f"[{one.name}] done")
-    return path
+    return path, True
 
 
 def draw(one: Diagnostic, path: RunPath) -> list[RunPath]:

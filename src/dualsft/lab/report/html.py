@@ -28,7 +28,7 @@ from markupsafe import Markup
 from safetensors import SafetensorError
 
 from dualsft.errors import ConfigError, RunError
-from dualsft.lab.diagnostics import registry
+from dualsft.lab.diagnostics import SEALS, is_sealed, read_seals, registry
 from dualsft.lab.report import facts as rows
 from dualsft.lab.report.examples import Examples, collect_examples, collect_mask, cut_off, pack
 from dualsft.lab.report.facts import (
@@ -436,6 +436,7 @@ def _diagnostics(run: RunPath, facts: Facts) -> list[dict[str, Any]]:
     folder, known = run / "diagnostics", registry()
     order = [*known]
     files = folder.glob("*.json") if folder.is_dir() else []
+    files, seals = [path for path in files if path.name != SEALS], read_seals(folder)
     _check_figures(folder, files)
     files.sort(key=lambda path: order.index(path.stem) if path.stem in known else len(order))
     hashes = {stage: m["fingerprint"]["hash"] for stage, m in facts["manifests"].items()}
@@ -452,14 +453,19 @@ def _diagnostics(run: RunPath, facts: Facts) -> list[dict[str, Any]]:
             ) from problem
         # A figure belongs to the diagnostic with the longest name that its own name starts with.
         names = [p.stem for p in files if p.stem != path.stem and p.stem.startswith(path.stem)]
-        figures = {
-            svg.stem.replace("_", " "): base64.b64encode(svg.read_bytes()).decode("ascii")
+        drawn = [
+            svg
             for svg in folder.glob(f"{path.stem}*.svg")
             if not any(svg.stem.startswith(longer) for longer in names)
+        ]
+        figures = {
+            svg.stem.replace("_", " "): base64.b64encode(svg.read_bytes()).decode("ascii")
+            for svg in drawn
         }
         summary = f"{known[path.stem].summary.rstrip('.')}." if path.stem in known else ""
         one = {
             "name": path.stem.replace("_", " "),
+            "unverified": not all([is_sealed(file, seals) for file in (path, *drawn)]),
             "outdated": any(hashes.get(stage) != value for stage, value in stages.items()),
             "summary": summary,
             "paper": paper,

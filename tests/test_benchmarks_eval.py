@@ -334,7 +334,7 @@ def test_generated_answers_go_in_larger_batches_on_a_gpu(device: str, sizes: lis
     assert [size for size, _ in itertools.groupby(asked)] == sizes and len(answers.given) == 6
     assert lm.batch_size == (2 if device == "cuda" else 1)
     last = 1 if device == "cpu" else max(1, sizes[-1] // benchmarking.GENERATED)
-    assert any(f"evaluation.task_batch_size={last} to start so" in line for line in said)
+    assert any(f"evaluation.task_batch_size={last} starts with it" in line for line in said)
 
 
 def test_summary_is_null_where_a_task_is_missing() -> None:

@@ -61,7 +61,7 @@ def show(*lines: object) -> None:
 
 WORDS = {"ignore_unknown_options": True}
 MAX_LINES = 50
-"""Most lines of an error: files of others may have any number of problems."""
+"""Maximum number of lines of an error; a file may have any number of problems."""
 RECIPES = f"A recipe ({', '.join(settings.recipe_names())})"
 
 
@@ -335,7 +335,7 @@ def diagnose(
 
 
 def consents(words: list[str]) -> list[str]:
-    """Those of the settings that a run folder cannot give for its user."""
+    """The settings that must come from the command line, not from a run folder."""
     allowed = (*settings.CONSENTS, *settings.OUTSIDE)
     return [word for word in words if word.partition("=")[0] in allowed]
 

@@ -1,8 +1,9 @@
 """The sections of `Config`: type, default and documentation of every setting, and checks.
 
 These are the inputs of Algorithm 1 and the options of the run. A field's annotation defines what
-it accepts, its default is the paper's value, and the string below it is its documentation
-(`docs/config.md` is generated from it). Contradictions between settings and settings without effect
+it accepts, its default is the paper's value where the paper has one (the one-pass mode gives the
+selection of the paper's two passes), and the string below it is its documentation (`docs/config.md`
+is generated from it). Contradictions between settings and settings without effect
 are at the end of the file. `config/settings.py` combines, reads and writes the sections.
 """
 

@@ -1,7 +1,8 @@
-"""Convert user input to field values: parsing and conversion that is independent of the fields.
+"""Convert text to the values of fields. Independent of the settings themselves.
 
-Used by `config/settings.py`, which defines the settings. A plain YAML scalar and the right side of
-a `key=value` flag are both `Text`; the field decides the type, so `1e-4` is a number for
+Used by `config/settings.py`, which reads files and splits `key=value` (`_override`). A plain YAML
+scalar and the right side of a `key=value` flag are both `Text`; the field decides the type, so
+`1e-4` is a number for
 `finetune.lr` and `no` stays a word for `data.prompt_field`. YAML is only composed, never
 constructed: tags cannot create objects, and aliases are refused. Reads no files and imports nothing
 heavier than PyYAML.

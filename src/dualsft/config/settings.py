@@ -229,7 +229,7 @@ def _resolve(flat: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     unknown = [key for key in flat if key not in _specs()]
     problems += [unknown_key(key, _specs()) for key in unknown[:MAX_UNKNOWN]]
     if len(unknown) > MAX_UNKNOWN:
-        problems.append(f"{len(unknown) - MAX_UNKNOWN:,} more keys are no settings; remove them")
+        problems.append(f"{len(unknown) - MAX_UNKNOWN:,} more keys are not settings; remove them")
     values: dict[str, Any] = {}
     for key, spec in _specs().items():
         value = flat.get(key, spec.default)

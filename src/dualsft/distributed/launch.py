@@ -15,8 +15,8 @@ SIGKILL after 30 s) and ends the job. Collectives have a finite timeout (`collec
 which ends a job in which a process hangs. The survivors see no more than a broken collective.
 `ExitNotes` finds the process at fault: each process that leaves with an error writes a note with
 the reason to the store of the process group. A process whose collective broke waits a few seconds
-for the notes of the others. A peer that wrote its own error is to blame; else the peers that wrote
-nothing: they died, hang or are disconnected. Not part of Algorithm 1.
+for the notes of the others. It blames a peer that wrote an error of its own; if there is none, the
+peers that wrote nothing, which died, hang or are disconnected. Not part of Algorithm 1.
 """
 
 from __future__ import annotations

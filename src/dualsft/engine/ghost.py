@@ -279,6 +279,10 @@ class GhostEngine:
 
 
 def _rule_for(module: nn.Module, used: dict[str, str]) -> Rule | None:
+    """The rule of a layer for the parameters that are candidates; None if there is no exact one.
+
+    A new layer class gets its rule here and in `engine/rules.py`.
+    """
     if is_linear(module) and used.keys() <= {"weight", "bias"}:
         return LinearRule(module, used)
     if isinstance(module, nn.Embedding) and used.keys() == {"weight"}:

@@ -112,7 +112,7 @@ def precise(
     if wanted and not fits:
         warn(
             f"{label}: fp32 weights would take {more / 2**30:.1f} GiB more and leave too little "
-            "memory; continuing in half precision (set score.precision=half to start so)",
+            "memory; continuing in half precision (score.precision=half starts with it)",
             code="half_precision",
         )
     used = widened(*models, tensor_cores=True) if wanted and fits else nullcontext(models)

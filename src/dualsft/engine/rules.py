@@ -12,6 +12,9 @@ A parameter used several times (a tied head) is observed by several rules: sums,
 add up. Squares do not. With `Taps.squared` (Σ_n g_n ⊙ g_n instead of Σ_n g_n, and ‖g_n‖ instead of
 its bound) each g_n is formed, a few at a time, and freed.
 
+`_rule_for` in `engine/ghost.py` chooses the rule of a module. A new class of linear maps is also
+added to `is_linear` in `model/load.py`.
+
 Shape letters: B examples, T positions, I inputs, O outputs.
 """
 

@@ -2,8 +2,8 @@
 
 D_val is split into A, which selects, and B, which judges. Small real runs of the pipeline in a
 temporary folder score a sample of the pool with A, fine-tune θ_old on the chosen rows and on random
-draws of as many, and measure the loss of B. The gain is the mean loss of the draws less that of the
-chosen rows. Its 80 % interval has two parts, added in quadrature:
+samples of the same size, and measure the loss of B. The gain is the mean loss of the draws less
+that of the chosen rows. Its 80 % interval has two parts, added in quadrature:
 
     draws   t · s · √(1 + 1/R)   s: spread of the R draws; the chosen rows count as one more draw,
                                  so chance alone puts a gain above the interval in one of ten cases
@@ -153,7 +153,7 @@ class Gain:
 
 
 def measure_gain(config: Config, reporter: Reporter, num_rows: int | None = None) -> Gain:
-    """Run the pilot. Takes a few per cent of a large run, and more than a run on a small corpus."""
+    """Run the pilot. Costs a few percent of a large run, but can exceed one on a small corpus."""
     ctx = RunContext(config, RunDir("."), reporter)
     data = ctx.methods.entries["data"]
     if not data.uses_budget or data.name == "random":
@@ -240,7 +240,7 @@ class _Pilot:
         return replace(self.ctx.config.data, path=path, val_path=val_path, **plain)
 
     def _settings(self) -> Config:
-        """The run's settings for the pilot's rows: the same movement lr × steps, if it can."""
+        """The run's settings for the pilot's rows, with the same lr × steps where possible."""
         ctx, config = self.ctx, self.ctx.config
         run, warmup = finetune_plan(ctx, self.b), warmup_plan(ctx)
         sizes = sized(self.num_chosen, masked=False)

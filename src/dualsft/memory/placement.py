@@ -534,7 +534,7 @@ def _page_locked(arena: Tensor, warn: Callable[[str], None]) -> Iterator[None]:
             torch.zeros(1, device="cuda")
         warn(
             f"{size / 2**30:.1f} GiB of the host's memory could not be page-locked (CUDA error "
-            f"{failed}); going on with slower copies (score.plan=blocks needs none)"
+            f"{failed}); continuing with slower copies (score.plan=blocks needs none)"
         )
     try:
         yield

@@ -442,8 +442,8 @@ class Fallback:
             failed = self.plans.pop(0)
             self.warn(
                 f"{self.label}: out of memory with {failed.describe()}; continuing with "
-                f"{self.plan.describe(self.memory)}, the same sums in another order (set "
-                f"{self.plan.settings} to start so)",
+                f"{self.plan.describe(self.memory)}, the same sums in another order ("
+                f"{self.plan.settings} starts with it)",
                 code="out_of_memory",
             )
             self.note(self.label, self.plan, self.memory)

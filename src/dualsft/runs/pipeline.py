@@ -74,7 +74,7 @@ class Stage:
         return self.needed is None or self.needed in ctx.methods.needs
 
     def fingerprints(self, ctx: RunContext, hashes: Mapping[str, str]) -> list[Fingerprint]:
-        """Its fingerprint over stages of these hashes, and that of a richer one where it serves."""
+        """Fingerprints that allow reuse: the stage's own and that of a richer result, if any."""
         reads = {name: hashes[name] for name in self.reads if name in hashes}
         found = (self.settings(ctx), self.richer(ctx))
         return [Fingerprint(one, reads) for one in found if one is not None]
@@ -240,7 +240,7 @@ def _is_sharded(ctx: RunContext) -> bool:
 
 
 class _Onlooker(RunContext):
-    """A run as a process sees it that computes nothing: the GPU is left untouched."""
+    """Read-only view of a run, for a process that must not touch the GPU."""
 
     @cached_property
     def device(self) -> torch.device:
@@ -262,7 +262,7 @@ class Finished:
         self._wanted: dict[str, list[Fingerprint]] = {}
 
     def up_to(self, last: str, whole: bool = False) -> bool:
-        """Whether the stages up to this one are there, those that are needed.
+        """Whether all needed stages up to this one are finished.
 
         `whole` asks for all of their files too, by name and size.
         """
@@ -372,7 +372,7 @@ def _reused(ctx: RunContext, stage: Stage, hashes: Mapping[str, str]) -> tuple[F
         ctx.reporter.say(f"[{stage.name}] reused{where}")
         return found, True
     redo = state.status in ("stale", "corrupt")
-    why = f"again ({'; '.join(state.reasons)})" if redo else "started"
+    why = f"runs again ({'; '.join(state.reasons)})" if redo else "started"
     ctx.reporter.say(f"[{stage.name}] {why}")
     return fingerprint, False
 

@@ -1,4 +1,4 @@
-"""What needs no torch: stage names, checks of the settings, manifests and summaries of a run.
+"""Checks and readers that need no torch: stage names, settings, manifests and summaries of a run.
 
 A wrong path, a wrong stage name or a folder that is not a run folder is reported within a fraction
 of a second, all problems in one message, before anything is written. The summaries are the JSON
@@ -51,7 +51,7 @@ def check_stage(until: str | None) -> str:
 def load_checked(
     source: str | Place | None, overrides: Sequence[str], until: str | None = None
 ) -> Config:
-    """`config.load` and the path checks; raises one error with the problems of both."""
+    """`settings.load` and the path checks; raises one error with the problems of both."""
     try:
         config = settings.load(source, overrides)
     except ConfigError as error:
@@ -127,9 +127,9 @@ def check_run_folder(folder: RunPath) -> None:
 
 @contextmanager
 def reading(place: object) -> Iterator[None]:
-    """Refuse content of a run folder that does not have the form that a run writes.
+    """Raise `RunError` for content of a run folder that no run writes.
 
-    Hashes do not help against it: whoever made the folder can seal anything.
+    Hashes cannot detect this, because whoever made the folder can write a valid manifest.
     """
     before = num_reads()
     try:

@@ -1,4 +1,4 @@
-"""Limits on what a file from a stranger may cost: memory and time are bounded before it is parsed.
+"""Resource limits for untrusted files: memory and time are bounded before a file is parsed.
 
 A few kilobytes of JSON or Parquet can stand for gigabytes, and a sparse file has any size at no
 cost. The limits follow from the bytes that are really there, so that honest files, whose content

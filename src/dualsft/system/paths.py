@@ -500,7 +500,7 @@ def _split(name: str) -> Iterator[str]:
 
 
 def _hollow_files(files: dict[str, RunPath], states: dict[str, os.stat_result]) -> list[str]:
-    """Which files are sparse, or that all of them together are; the holes are looked at."""
+    """Describe the files that are sparse, one by one or in total."""
     refused: list[str] = []
     found: list[tuple[os.stat_result, int]] = []
     for name, path in files.items():

@@ -96,7 +96,7 @@ class Progress:
 
 
 NOTE = "note"
-"""The code of a warning that explains itself; the others are keys of `lab/report/warnings.py`."""
+"""Code of a warning without an entry in `lab/report/pages/warnings.yaml`."""
 
 
 class Reporter:

@@ -67,9 +67,9 @@ class Smaller(Exception):
         self.batch_tokens = batch_tokens
         rows, tokens = shape
         super().__init__(
-            f"out of memory with {rows} examples of {tokens:,} tokens in a batch; going on with "
-            f"at most {batch_tokens:,} tokens, the same sums in smaller pieces (set {cure} to "
-            "start so)"
+            f"out of memory with {rows} examples of {tokens:,} tokens in a batch; continuing with "
+            f"at most {batch_tokens:,} tokens, the same sums in smaller pieces ({cure} "
+            "starts with it)"
         )
 
     @classmethod

@@ -89,7 +89,7 @@ class Retention:
 
     A step minimises the mean loss of its examples plus `weight` times the mean CWSD loss of a few
     anchors. The teacher is θ_old, in eval mode and without gradients, the student the model in
-    training: it is held to its old outputs on the anchors, whatever entries are trained. The
+    training: this keeps its outputs on the anchors close to the old ones, whatever is trained. The
     anchors of a step depend only on (seed, step): nothing is saved to resume.
     """
 
@@ -311,7 +311,7 @@ class _Loop:
             self.reporter.warn(
                 f"step {step + 1}: out of memory with {full.shape[0]} examples of "
                 f"{full.shape[1]:,} tokens in a batch; continuing with activations recomputed "
-                "in the backward pass (set finetune.checkpointing=true to start so)",
+                "in the backward pass (finetune.checkpointing=true starts with it)",
                 code="out_of_memory",
             )
             self.plan = replace(self.plan, checkpointing=True)

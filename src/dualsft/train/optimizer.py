@@ -7,9 +7,10 @@ fp32 master whose high half is the weight (`train/step.py`), and 8, 4 or 2 bytes
 is one pass over these vectors, in a fused kernel on CUDA (`train/kernels.py`). Unselected entries
 are never written.
 
-Gradients stay in `p.grad`, zero outside the selection, or with `free_gradients=True`, which this
-package trains with, are reduced to the selected entries inside backward (`train/gradients.py`).
-With fp32 or fp64 weights, the update on a CPU equals `torch.optim.AdamW` bit for bit.
+Gradients stay in `p.grad`, zero outside the selection. With `free_gradients=True`, which this
+package uses, only the selected entries are kept, and each dense gradient is freed inside backward
+(`train/gradients.py`). With fp32 or fp64 weights, the update on a CPU equals `torch.optim.AdamW`
+bit for bit.
 """
 
 from __future__ import annotations

@@ -190,6 +190,7 @@ def update(
 def _update_chunk(
     weight: Tensor, index: CompactIndex | None, grad: Tensor, held: Held, first: int, step: Step
 ) -> None:
+    """The update rule of AdamW for some selected entries (on CUDA: `kernels.py: update`)."""
     where = positions(index, first, first + grad.numel())
     if weight.dtype == torch.float16:
         master = held["master"]

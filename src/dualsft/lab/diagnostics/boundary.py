@@ -1,4 +1,4 @@
-"""The boundary-gap certificate: is the selection provably the same under the exact curvature?
+"""The boundary gap: is the selection provably the same under the exact curvature?
 
 Evaluates the paper's Proposition `direct_score_gap` and its two corollaries, with H = ∇²L_val(θ̄),
 L_val = L_new + λ L_prior, on samples of validation rows and anchors, and D̂ = Diag(ĉ) as in the run.

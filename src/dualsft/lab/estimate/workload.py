@@ -86,7 +86,7 @@ class Lengths:
 
 def batch_sizes(lengths: np.ndarray, batch_tokens: int) -> list[int]:
     """Padded tokens of each batch of examples with these lengths, given in descending order; the
-    batches are those of `data.make_batches`."""
+    batches are those of `make_batches` (`data/examples.py`)."""
     sizes, start = [], 0
     while start < len(lengths):
         rows = min(max(1, batch_tokens // int(lengths[start])), len(lengths) - start)
@@ -214,7 +214,7 @@ class Machine:
         return device <= self.usable and self.hosted(device, host) <= self.host_bytes
 
     def widens(self, num_models: int) -> bool:
-        """Whether `precision.precise` would widen this number of half-precision models to fp32."""
+        """Whether `precise` (`engine/passes.py`) would widen so many half-precision models."""
         half = num_models * self.model_bytes
         have = self.host_bytes - self.base if self.on_cpu else self.device_bytes
         return half <= MOST_OF_FREE * (have - half)

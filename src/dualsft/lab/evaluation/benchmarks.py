@@ -286,7 +286,7 @@ class Answers:
         lm.batch_size_per_gpu = size // 2
         self.ctx.reporter.warn(
             f"{self.label}: out of memory with batches of {size}; continuing with {size // 2} "
-            f"(set evaluation.task_batch_size={max(1, size // 2 // self._factor)} to start so)",
+            f"(evaluation.task_batch_size={max(1, size // 2 // self._factor)} starts with it)",
             code="out_of_memory",
         )
         give_back(self.ctx.device)

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -400,7 +400,8 @@ def _serve() -> None:
     import torch
 
     for name in WARM:
-        importlib.import_module(name)
+        with suppress(ModuleNotFoundError):  # other versions have other modules
+            importlib.import_module(name)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
     pid = 0

@@ -542,7 +542,9 @@ COUNTS: dict[str, dict[str, Any]] = {
     "layers, negative": {"num_hidden_layers": -1},
     "layers, listed": {"model_type": "qwen3", "num_hidden_layers": 10**7},
     "experts": {"model_type": "mixtral", "num_local_experts": 10**8},
-    "labels": {"num_labels": 10**9},
+    "labels": {"num_labels": 1 << 24},
+    "vocabulary": {"vocab_size": 1 << 24},
+    "width": {"hidden_size": 1 << 20},
     "a long list": {"eos_token_id": list(range(200_000))},
     "nested": {"text_config": {"num_hidden_layers": 10**7}},
 }

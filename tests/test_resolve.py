@@ -31,7 +31,7 @@ from dualsft.config.settings import load
 from dualsft.errors import ConfigError, RunError
 from dualsft.model import resolve as pretrained
 from dualsft.model.load import choose_device, choose_dtype, load_model, load_tokenizer
-from dualsft.model.resolve import is_hub_id, weights_hash
+from dualsft.model.resolve import file_sha256, is_hub_id, weights_hash
 from dualsft.runs.preflight import check_paths
 
 Folders = Callable[[str], Path]
@@ -94,6 +94,24 @@ def test_shards_load_and_hash(shards: Path) -> None:
     content[-1] ^= 1
     files[1].write_bytes(content)
     assert pretrained.weights_hash(shards) != first
+
+
+def test_a_configuration_of_a_far_larger_model_is_refused_before_it_is_built(
+    model_folder: Folders, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(model_folder("llama"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": 1 << 22}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"config\.json describes 2\d\d,"):
+        load_model(folder, torch.float32, torch.device("cpu"))
+
+
+def test_a_sparse_file_is_not_hashed(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
+    os.truncate(file, 1 << 40)
+    with pytest.raises(ConfigError, match=r"m\.gguf: has 1,099,511,627,776 bytes, of which"):
+        file_sha256(file)
 
 
 def test_missing_shard_is_named(shards: Path) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -51,6 +51,9 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+
+LARGER = 4
+"""Parameters per byte of weights beyond which config.json is wrong; tied ones count twice here."""
 
 # subclasses of nn.Linear in transformers that override forward with the same map
 _LINEAR_BY_NAME = {"transformers.models.falcon.modeling_falcon.FalconLinear"}
@@ -187,7 +190,10 @@ def load_model(
     """Load a language model in eval mode, from safetensors only; remote code only if enabled."""
     install_attention(device)
     config = _load_config(folder, remote)
-    weight_files(folder)  # refuses missing, pickled and truncated weights
+    files = weight_files(folder)  # refuses missing, pickled and truncated weights
+    what = f"no model can be built from the config.json of {str(folder)!r}"
+    with _refused_if_broken(what, "; repair it, or download it again"), torch.device("meta"):
+        _refuse_larger(_from_config(config, remote, dtype, attention), files, folder)
     with _refused_if_broken(f"{str(folder)!r} cannot be loaded"):
         model, report = _auto_class(config).from_pretrained(
             folder,
@@ -210,6 +216,20 @@ def load_model(
             "if they overflow in this one"
         )
     return model.eval()
+
+
+def _refuse_larger(model: PreTrainedModel, files: Sequence[Path], folder: Path) -> None:
+    """Raise if config.json describes a far larger model than the weights can be.
+
+    transformers would allocate it before it finds that the shapes differ.
+    """
+    described = sum(p.numel() for p in model.parameters())
+    stored = sum(file.stat().st_size for file in files)
+    if described > LARGER * stored:
+        raise ConfigError(
+            f"model.path: {folder}: config.json describes {described:,} parameters, and the "
+            f"weights have {stored:,} bytes; repair config.json, or download the model again"
+        )
 
 
 def _refuse_incomplete(folder: Path, report: Mapping[str, Any]) -> None:

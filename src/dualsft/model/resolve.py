@@ -27,6 +27,7 @@ from typing import BinaryIO
 from dualsft.errors import ConfigError, RunError
 from dualsft.model.safety import check_folder, check_neighbours, weight_files
 from dualsft.storage.manifest import damage, read_stage_manifest
+from dualsft.system.bounds import blocks_of, data_bytes, hollow
 from dualsft.system.usage import cache_root
 
 log = logging.getLogger(__name__)
@@ -267,7 +268,10 @@ def _convert(gguf: Path, target: Path) -> Path:
             quantised = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **safe)
             tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
     except Exception as problem:  # the parsers raise different errors on a damaged file
-        raise ConfigError(f"model.path: {gguf.name} cannot be converted: {problem}") from problem
+        raise ConfigError(
+            f"model.path: {gguf} cannot be converted ({problem}); download it again, or give a "
+            "Hugging Face folder"
+        ) from problem
     # rebuild the model without the quantization_config that transformers sets for a GGUF file
     config = type(quantised.config)(
         **{k: v for k, v in quantised.config.to_dict().items() if k != "quantization_config"}
@@ -297,6 +301,10 @@ _HASHES: dict[tuple[str, int, int, int], str] = {}
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file, streamed and cached for the life of the process."""
     found = path.stat()
+    if hollow([(found, blocks_of(found))]):
+        with path.open("rb") as file:
+            if why := hollow([(found, data_bytes(file.fileno()))]):
+                raise ConfigError(f"model.path: {path}: has {why}; download it again")
     identity = (str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ino)
     if identity not in _HASHES:
         digest, done = hashlib.sha256(), 0

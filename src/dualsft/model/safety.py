@@ -38,9 +38,10 @@ MAX_FILES = 20_000
 MAX_ADDED_TOKENS = 50_000
 MAX_GROWTH = 8
 """Largest factor by which the decoder of a tokenizer may lengthen the text of the tokens."""
-MAX_COUNTS = {"layer": 1024, "expert": 4096, "num_": 1 << 24, "n_": 1 << 24}
-"""Largest counts in config.json, by what the key contains (the last two: begins with). Modules and
-lists of that length are built before the weights show that it is wrong."""
+MAX_COUNTS = {"layer": 1024, "expert": 4096, "labels": 1 << 16, "extra_ids": 1 << 16}
+MAX_COUNTS |= {"num_": 1 << 24, "n_": 1 << 24}
+"""Largest counts in config.json and tokenizer_config.json, by what the key contains (the last two:
+begins with). Modules and lists of that length are built before the weights show that it is wrong."""
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _MEND = "repair the file, or make or download the model again"
 
@@ -185,7 +186,7 @@ def _bad_configs(folder: Path, trust_remote_code: bool, deep: bool = True) -> It
             if key == "auto_map" and not has_code and "--" not in json.dumps(value, default=str):
                 continue
             reason = _refusal(key, value, trust_remote_code)
-            if path.name == "config.json":
+            if path.name in ("config.json", "tokenizer_config.json"):
                 reason = reason or _excess(key, value)
             if reason is not None:
                 yield f"{path.name}: {where} = {_short(value)}: {reason}"

@@ -41,7 +41,7 @@ MAX_GROWTH = 8
 MAX_COUNTS = {"layer": 1024, "expert": 4096, "labels": 1 << 16, "extra_ids": 1 << 16}
 MAX_COUNTS |= {"num_": 1 << 24, "n_": 1 << 24}
 """Largest counts in config.json and tokenizer_config.json, by what the key contains (the last two:
-begins with). Modules and lists of that length are built before the weights show that it is wrong."""
+begins with). Modules and lists of that length are built before the weights show what is wrong."""
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _MEND = "repair the file, or make or download the model again"
 

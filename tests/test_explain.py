@@ -86,6 +86,13 @@ def dense(run: Path) -> tuple[torch.Tensor, torch.Tensor, Any]:
     return torch.stack([sketched(r) for r in pool]), sketched(repeated)[None], summary
 
 
+def test_the_report_tells_how_much_of_the_pool_is_on_target(finished: Path) -> None:
+    summary = json.loads((finished / "4_scores/summary.json").read_text())
+    share, error = (round(100 * summary[key]) for key in ("target_share", "target_share_error"))
+    line = f"pool that scores like the validation rows | {share} ± {error} %"
+    assert line in (finished / "report.md").read_text()
+
+
 def test_a_run_is_explained_as_the_oracle_does(finished: Path, tmp_path: Path) -> None:
     query = finished.parent / "ask me.jsonl"
     done = on_command_line(str(finished), "--query", str(query), "--top", "4")

@@ -173,6 +173,11 @@ def score_rows(facts: Facts) -> Rows:
             ["self-check: sketches by autograd", f"{sketched:.1e}"],
             ["residual of the solve", f"{s['residual']:.1e}"],
         ]
+        if s.get("target_share") is not None:
+            share, error = 100 * s["target_share"], 100 * s["target_share_error"]
+            rows.append(
+                ["pool that scores like the validation rows", f"{share:.0f} ± {error:.0f} %"]
+            )
     worst = max((row["error"] for row in checks["alone"]), default=0.0)
     rows.append([f"self-check: ⟨u, g⟩ of {len(checks['alone'])} by autograd", f"{worst:.1e}"])
     labels = {

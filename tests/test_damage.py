@@ -199,4 +199,7 @@ def test_a_changed_config_of_a_run_is_refused_and_an_edited_copy_is_not(
     (tmp_path / "mine.yaml").write_text(edited, encoding="utf-8")
     assert settings.load(str(tmp_path / "mine.yaml")).score.lam == 0.9
     (run / "config.yaml").write_text(edited.partition("\n")[2], encoding="utf-8")
-    assert settings.load(str(run / "config.yaml")).score.lam == 0.9
+    with pytest.raises(ConfigError, match="which this user did not write here"):
+        settings.load(str(run / "config.yaml"))
+    paths = [word for word in finished[1] if word.startswith(("model.path=", "data.path="))]
+    assert settings.load(str(run / "config.yaml"), paths).score.lam == 0.9

@@ -16,6 +16,7 @@ from dualsft.runs import pipeline
 from dualsft.system.progress import Reporter
 
 FIXTURE = Path(__file__).parent / "fixtures/run_before_rooms"
+PATHS = ["model.path=model", "data.path=rows.jsonl"]  # asked for: this user did not write the file
 STAGES = ("split", "warmup", "gradients", "scores", "selection", "finetune", "evaluation")
 
 
@@ -38,7 +39,7 @@ def stage_files(folder: Path) -> dict[str, str]:
 def test_every_stage_of_an_earlier_run_is_reused(folder: Path) -> None:
     before, said = stage_files(folder), list[str]()
     assert len(before) > 20
-    pipeline.run(dualsft.load("run/config.yaml"), folder, None, Reporter(said.append))
+    pipeline.run(dualsft.load("run/config.yaml", PATHS), folder, None, Reporter(said.append))
     assert [line for line in said if "] reused:" in line] == [
         f"[{stage}] reused: nothing it depends on has changed" for stage in STAGES
     ]
@@ -47,7 +48,7 @@ def test_every_stage_of_an_earlier_run_is_reused(folder: Path) -> None:
 
 def test_another_budget_computes_from_the_selection_on(folder: Path) -> None:
     said: list[str] = []
-    config = dualsft.load("run/config.yaml", ["select.data_budget=5"])
+    config = dualsft.load("run/config.yaml", [*PATHS, "select.data_budget=5"])
     pipeline.run(config, folder, "selection", Reporter(said.append))
     done = [line.partition("]")[0].strip("[") for line in said if "] done in" in line]
     assert done == ["selection"]

@@ -18,7 +18,6 @@ import sys
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -363,15 +362,13 @@ def load(source: str | Place | None = None, overrides: Sequence[str] = ()) -> Co
 
 
 def _config_of_a_run(source: str | Place | None) -> RunPath | None:
-    """The config.yaml of a run folder, also if the user named the file; None for other files."""
+    """Settings that a run folder brings, also if the user named the file; None for others."""
     if source is None or isinstance(source, RunPath) or source in recipe_names():
         return source if isinstance(source, RunPath) else None
     real = Path(source).resolve()
     path = RunPath(real.parent, real.name)
-    beside = any(
-        fnmatch(name, "[1-7]_*") or name == "manifest.json" for name in path.parent.names()
-    )
-    return path if beside or path.read_text().startswith(SEAL_LINE) else None
+    sealed = path.name == "config.yaml" and path.read_text().startswith(SEAL_LINE)
+    return path if sealed or {"1_split", "manifest.json"} <= set(path.parent.names()) else None
 
 
 def _packaged(key: str, value: Any) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import oracle
 import pytest
@@ -153,6 +155,97 @@ def test_the_api_chooses_what_a_run_chooses(make_run: Runner, dtype: str) -> Non
         assert torch.equal(index, mask.get(name, index[:0])), name
     if dtype == "bfloat16":  # the rounding widens every bound, as it does in the stage
         assert (scores.bound > 0).all()
+
+
+def test_the_warmup_is_that_of_a_run(make_run: Runner) -> None:
+    run = make_run("warmup.min_steps=4", until="warmup")
+    config = dualsft.load(str(run / "config.yaml"))
+    warm = read_split(place(run / "1_split"))["warm"]
+    cpu = torch.device("cpu")
+    model = load_model(Path(config.model.path), torch.float32, cpu)
+    assert isinstance(config.finetune.lr, float)
+    settings = {"lr": config.finetune.lr, "batch_size": 4, "min_steps": 4, "seed": config.seed}
+    curvature = dualsft.warmup(model, warm, reporter=QUIET, **settings)
+    bar = load_model(run / "2_warmup/theta_bar", torch.float32, cpu)
+    for (name, ours), theirs in zip(model.named_parameters(), bar.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6, msg=name)
+    names = find_candidates(bar, config.score.candidates).names
+    stored = ParamVector.load(run / "2_warmup/curvature.safetensors", names)
+    for name, block in curvature.items():
+        torch.testing.assert_close(block, stored[name], rtol=1e-4, atol=1e-9, msg=name)
+    for wrong in ({"lr": 0.0}, {"examples": []}):
+        with pytest.raises(ConfigError, match="warmup: "):
+            dualsft.warmup(model, **{"examples": warm, "lr": 1e-3, **wrong})
+
+
+def batched(rows: list[Example]) -> list[dict[str, torch.Tensor]]:
+    """Two batches, padded on the left, as a DataLoader gives them."""
+    found = []
+    for part in (rows[:3], rows[3:]):
+        longest = max(e.num_tokens for e in part)
+        pad = [longest - e.num_tokens for e in part]
+        columns = {
+            "input_ids": [[0] * n + e.input_ids for n, e in zip(pad, part, strict=True)],
+            "labels": [[-100] * n + e.labels for n, e in zip(pad, part, strict=True)],
+            "attention_mask": [
+                [0] * n + [1] * e.num_tokens for n, e in zip(pad, part, strict=True)
+            ],
+        }
+        found.append({key: torch.tensor(value) for key, value in columns.items()})
+    return found
+
+
+def first_label(example: Example) -> int:
+    return next(i for i, label in enumerate(example.labels) if label != -100)
+
+
+KINDS: dict[str, Callable[[list[Example]], Any]] = {
+    "dicts": lambda rows: [{"input_ids": e.input_ids, "labels": e.labels} for e in rows],
+    "arrays": lambda rows: [
+        {"input_ids": np.array(e.input_ids), "labels": torch.tensor(e.labels)} for e in rows
+    ],
+    "trl": lambda rows: [
+        {"input_ids": e.input_ids, "completion_mask": [int(x != -100) for x in e.labels]}
+        for e in rows
+    ],
+    "pairs": lambda rows: [
+        (e.input_ids[: first_label(e)], e.input_ids[first_label(e) :]) for e in rows
+    ],
+    "dataset": lambda rows: datasets.Dataset.from_list(
+        [{"input_ids": e.input_ids, "labels": e.labels} for e in rows]
+    ),
+    "batches": batched,
+    "generator": lambda rows: ({"input_ids": e.input_ids, "labels": e.labels} for e in rows),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_any_kind_give_the_same_scores(kind: str) -> None:
+    model, pool, val = tiny_model("llama"), tiny_rows(9, 1), tiny_rows(4, 2)
+    pool = [e for e in pool if e.labels[first_label(e) :] == e.input_ids[first_label(e) :]]
+    assert len(pool) > 5
+    expected = dualsft.score(model, pool, val, eta_ft=1e-3, reporter=QUIET)
+    found = dualsft.score(model, KINDS[kind](pool), KINDS[kind](val), eta_ft=1e-3, reporter=QUIET)
+    np.testing.assert_allclose(found.example_scores, expected.example_scores, rtol=1e-9)
+    assert [e.key for e in found.pool] == [e.key for e in pool]
+    entries = f"{found.grad_sum.num_entries:,}"
+    assert repr(found) == f"Scores({len(pool)} examples, literal, {entries} candidate entries)"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"input_ids": [1, 2]}], r"pool\[0\] is no tokenized row \('it has no labels'\)"),
+        ([{"input_ids": [1, 2], "labels": [1]}], "2 input_ids and 1 labels"),
+        ([{"text": "hello"}], r"pool\[0\] is no tokenized row \('input_ids'\)"),
+        (["hello"], "give an Example, a mapping"),
+        ([([1.5], [2])], "whole numbers"),
+        ({"input_ids": [1], "labels": [1]}, "pool: is one dict; give a sequence"),
+    ],
+)
+def test_rows_of_no_known_kind_are_refused(rows: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dualsft.score(tiny_model("llama"), rows, tiny_rows(4, 2), eta_ft=1e-3)
 
 
 @pytest.mark.parametrize(

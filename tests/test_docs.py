@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,14 @@ def test_python_blocks_run(workplace: Path) -> None:
     (code,) = blocks("python")
     run([sys.executable, "-c", code], workplace)
     assert (workplace / "runs/python/6_finetune/model/config.json").is_file()
+
+
+def test_the_script_for_ones_own_loop_runs(workplace: Path) -> None:
+    """Under 30 lines of code, and it shows the best and the worst rows."""
+    (code,) = blocks("python", (ROOT / "docs/python.md").read_text(encoding="utf-8"))
+    assert sum(bool(line.strip()) for line in code.splitlines()) < 30
+    shown = run([sys.executable, "-c", code], workplace)
+    assert "val_quantile" in shown and "True" in shown and "False" in shown
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -34,7 +34,7 @@ from dualsft.config.settings import (
 from dualsft.errors import ConfigError, DataError, DualsftError, RunError
 
 if TYPE_CHECKING:
-    from dualsft.api import score, select
+    from dualsft.api import score, select, warmup
     from dualsft.lab.estimate.estimate import estimate
     from dualsft.lab.explain import explain
     from dualsft.model.delta import apply_delta, extract_delta
@@ -55,6 +55,7 @@ _LAZY = {
     "run": "dualsft.runs.pipeline",
     "score": "dualsft.api",
     "select": "dualsft.api",
+    "warmup": "dualsft.api",
     "SparseAdamW": "dualsft.train.optimizer",
     "apply_delta": "dualsft.model.delta",
     "extract_delta": "dualsft.model.delta",
@@ -85,6 +86,7 @@ __all__ = [
     "run",
     "score",
     "select",
+    "warmup",
 ]
 
 

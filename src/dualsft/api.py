@@ -1,8 +1,11 @@
-"""Python API: `score` and `select` on a model and tokenised examples in memory.
+"""Python API: `warmup`, `score` and `select` on a model and tokenized examples in memory.
 
-Algorithm 1 lines 3 to 11 for callers with their own checkpoint, data and training loop. Calls the
-same functions of `algorithm/` as the stages of `dualsft run`, without a run folder.
+Algorithm 1 lines 1 to 11 for callers with their own checkpoint, data and training loop. Calls the
+same functions of `algorithm/` as the stages of `dualsft run`, without a run folder. Examples are
+rows of a `datasets.Dataset`, dicts, token lists, batches of a DataLoader or `Example`s
+(`data/examples.py: as_examples`).
 
+    curvature = dualsft.warmup(theta_bar, warm, lr=1e-4)
     scores = dualsft.score(theta_bar, pool, val, eta_ft=2e-5, anchors=anchors, theta_old=base)
     chosen = dualsft.select(scores, data_budget=0.1, param_budget=0.05)
     optimizer = dualsft.SparseAdamW(model.named_parameters(), chosen.param_mask, lr=2e-5)
@@ -12,7 +15,7 @@ same functions of `algorithm/` as the stages of `dualsft run`, without a run fol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -24,7 +27,12 @@ from transformers import PreTrainedModel
 
 from dualsft.algorithm.calibration import scored_by_sketches, sketch_with
 from dualsft.algorithm.duplicates import Duplicates
-from dualsft.algorithm.gradients import pool_gradient, prior_gradient, validation_gradient
+from dualsft.algorithm.gradients import (
+    adam_rms,
+    pool_gradient,
+    prior_gradient,
+    validation_gradient,
+)
 from dualsft.algorithm.projection import Scored, projection_terms
 from dualsft.algorithm.quotas import LengthRule, PerSource, make_strata
 from dualsft.algorithm.scores import (
@@ -39,16 +47,18 @@ from dualsft.algorithm.scores import (
 )
 from dualsft.algorithm.selection import choose_entries, choose_examples, rescore
 from dualsft.algorithm.split import resolve_budget
-from dualsft.config.settings import ScoreConfig
-from dualsft.data.examples import IGNORE, Example
+from dualsft.config.settings import FinetuneConfig, ScoreConfig
+from dualsft.data.examples import IGNORE, Example, as_examples
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.passes import Precision
 from dualsft.engine.walk import PassSettings
 from dualsft.errors import ConfigError
-from dualsft.model.load import find_candidates
+from dualsft.model.load import find_candidates, text_parameters
 from dualsft.storage.vectors import ParamVector
 from dualsft.system.progress import Reporter
+from dualsft.train.loop import TrainingPlan, train
+from dualsft.train.optimizer import make_optimizer
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,13 @@ class Scores:
     val_quantile: np.ndarray | None = None
     """Calibrated form: the share of validation examples with a lower score, by pool example."""
     say: Callable[[str], None] = field(repr=False, default=lambda _: None)
+
+    def __repr__(self) -> str:
+        form = self.summary.get("form", "literal")
+        return (
+            f"Scores({len(self.pool):,} examples, {form}, "
+            f"{self.grad_sum.num_entries:,} candidate entries)"
+        )
 
     def to_table(self, selection: Selection | None = None, tokenizer: Any = None) -> pa.Table:
         """One row per pool example, in the order of the pool: id, index, score, bound, loss.
@@ -111,11 +128,11 @@ class Scores:
         return self.to_table(selection, tokenizer).to_pandas()
 
 
-def _check_examples(name: str, examples: Sequence[Example], vocabulary: int) -> None:
-    """Raise for examples that would fail later with an unclear error, or have no loss."""
+def _examples(name: str, given: Iterable[Any], model: PreTrainedModel) -> list[Example]:
+    """The given rows as examples; raises for those that would fail later, or have no loss."""
+    vocabulary = len(model.get_input_embeddings().get_parameter("weight"))
+    examples = as_examples(name, given)
     for i, example in enumerate(examples):
-        if not isinstance(example, Example):
-            raise ConfigError(f"score: {name}[{i}] is {type(example).__name__}; give an Example")
         reason = ""
         if len(example.input_ids) != len(example.labels):
             reason = f"{len(example.input_ids)} ids but {len(example.labels)} labels"
@@ -124,7 +141,8 @@ def _check_examples(name: str, examples: Sequence[Example], vocabulary: int) -> 
         elif not all(0 <= token < vocabulary for token in example.input_ids):
             reason = f"a token outside the model's vocabulary of {vocabulary}"
         if reason:
-            raise ConfigError(f"score: {name}[{i}] ({example.id}) has {reason}; repair the example")
+            raise ConfigError(f"{name}[{i}] ({example.id}) has {reason}; repair the example")
+    return examples
 
 
 @dataclass(frozen=True)
@@ -136,16 +154,61 @@ class Selection:
     num_rescored: int
 
 
+def warmup(
+    model: PreTrainedModel,
+    examples: Iterable[Any],
+    *,
+    lr: float,
+    batch_size: int = 16,
+    epochs: int = 1,
+    min_steps: int = 64,
+    candidates: str = "block_linear",
+    batch_tokens: int = 1024,
+    seed: int = 42,
+    reporter: Reporter | None = None,
+) -> ParamVector:
+    """Train `model` in place, from θ_old to θ̄; returns ĉ (Algorithm 1 line 1).
+
+    All parameters are trained with AdamW as in the warmup of `dualsft run`: mean loss of the
+    examples of a batch, cosine schedule, no clipping. `batch_tokens` limits a forward pass.
+    """
+    rows = _examples("examples", examples, model)
+    if not rows:
+        raise ConfigError("warmup: examples must not be empty")
+    if not 0 < lr < math.inf:
+        raise ConfigError(f"warmup: lr={lr} is not allowed; give a learning rate > 0")
+    plan = TrainingPlan(
+        lr=lr,
+        epochs=epochs,
+        batch_size=batch_size,
+        warmup_ratio=FinetuneConfig().warmup_ratio,
+        max_grad_norm=0.0,
+        micro_batch_size=None,
+        batch_tokens=batch_tokens,
+        seed=seed,
+        pad_id=0,
+        padding_side="right",
+        min_steps=min_steps,
+    )
+    say, found = reporter or Reporter(), find_candidates(model, candidates)
+    GhostEngine(model, found)  # fail on unsupported layers before the training
+    with make_optimizer(model, text_parameters(model), None, lr=lr, seed=seed) as optimizer:
+        train(model, rows, optimizer, plan, say, "warmup")
+        curvature = adam_rms(optimizer, found).held()
+    model.eval()
+    return curvature
+
+
 def score(
     model: PreTrainedModel,
-    pool: Sequence[Example],
-    val: Sequence[Example],
+    pool: Iterable[Any],
+    val: Iterable[Any],
     *,
     eta_ft: float,
     form: Literal["literal", "calibrated"] = "literal",
     sketch_dim: int = 16384,
     rho: float | None = None,
-    anchors: Sequence[Example] = (),
+    anchors: Iterable[Any] = (),
     theta_old: PreTrainedModel | None = None,
     curvature: ParamVector | None = None,
     lam: float = 0.8,
@@ -167,6 +230,10 @@ def score(
     computed with fp32 weights (`precision`, as `score.precision`). `seed` selects the examples of
     the self-check.
     """
+    pool, val, anchors = (
+        _examples(name, rows, model)
+        for name, rows in (("pool", pool), ("val", val), ("anchors", anchors))
+    )
     if (theta_old is None) != (not anchors):
         raise ConfigError("score: give both theta_old and anchors for CWSD, or neither")
     if not pool or not val:
@@ -188,9 +255,6 @@ def score(
         raise ConfigError(f"score: rho={rho!r} is not allowed; give a number >= 1e-6, or None")
     if not 0 < eta_ft < math.inf:
         raise ConfigError(f"score: eta_ft={eta_ft} is not allowed; give a learning rate > 0")
-    vocabulary = len(model.get_input_embeddings().get_parameter("weight"))
-    for name, examples in (("pool", pool), ("val", val), ("anchors", anchors)):
-        _check_examples(name, examples, vocabulary)
     settings = ScoreConfig(
         lam=lam, lam_relative=lam_relative, tau=tau, curvature_scale=curvature_scale
     )

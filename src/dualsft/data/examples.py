@@ -15,9 +15,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -74,6 +74,81 @@ def named(examples: Sequence[Example]) -> str:
     shown = ", ".join(f"row {example.index + 1} ({example.id})" for example in examples[:5])
     more = len(examples) - 5
     return shown + (f" and {more:,} more" if more > 0 else "")
+
+
+# --- examples in memory ------------------------------------------------------------------------
+
+MASKS = ("completion_mask", "assistant_masks")
+"""Columns of TRL that mark the tokens of the responses with 1, instead of labels."""
+
+
+def as_examples(name: str, rows: Iterable[Any]) -> list[Example]:
+    """Examples from tokenized rows of any common kind; `name` is for messages.
+
+    A row is an `Example`; a mapping with `input_ids` and `labels` (or one of `MASKS`), as lists,
+    arrays or tensors, such as a row of a `datasets.Dataset`; a batch of such rows with
+    `attention_mask`, as a DataLoader gives; or a pair of token lists, prompt and response.
+    """
+    if isinstance(rows, Mapping | str):
+        raise ConfigError(f"{name}: is one {type(rows).__name__}; give a sequence of examples")
+    found: list[Example] = []
+    for i, row in enumerate(rows):
+        if isinstance(row, Example):
+            found.append(row)
+            continue
+        try:
+            parts = _token_rows(row)
+        except (KeyError, TypeError, ValueError) as problem:
+            raise ConfigError(
+                f"{name}[{i}] is no tokenized row ({problem}); give an Example, a mapping with "
+                f"input_ids and labels (or {MASKS[0]}), or a pair of token lists"
+            ) from problem
+        for ids, labels, source in parts:
+            example = Example("", len(found), ids, labels, source=source)
+            found.append(replace(example, id=f"{example.key[:16]}-{len(found)}"))
+    return found
+
+
+def _token_rows(row: Any) -> list[tuple[list[int], list[int], str]]:
+    """(ids, labels, source) of a row, or of each row of a batch without its padding."""
+    if not isinstance(row, Mapping):
+        prompt, response = (_listed(part) for part in row)
+        ids, labels = prompt + response, [IGNORE] * len(prompt) + response
+        return [(_whole(ids), _whole(labels), "")]
+    ids = _listed(row["input_ids"])
+    masks = [key for key in MASKS if key in row]
+    if "labels" not in row and not masks:
+        raise KeyError("it has no labels")
+    labels = _listed(row["labels"] if "labels" in row else row[masks[0]])
+    batch = bool(ids) and isinstance(ids[0], list)
+    each_ids, each_labels = (ids, labels) if batch else ([ids], [labels])
+    shown = _listed(row["attention_mask"]) if batch and "attention_mask" in row else None
+    source = row.get("source")
+    parts = []
+    for i, (one, marks) in enumerate(zip(each_ids, each_labels, strict=True)):
+        if len(one) != len(marks):
+            raise ValueError(f"{len(one)} input_ids and {len(marks)} labels")
+        if "labels" not in row:
+            marks = [token if mark else IGNORE for token, mark in zip(one, marks, strict=True)]
+        kept = [True] * len(one) if shown is None else [bool(mark) for mark in shown[i]]
+        pairs = [
+            pair for pair, keep in zip(zip(one, marks, strict=True), kept, strict=True) if keep
+        ]
+        own = source[i] if batch and isinstance(source, list | tuple) else source
+        text = own if isinstance(own, str) else ""
+        parts.append((_whole([a for a, _ in pairs]), _whole([b for _, b in pairs]), text))
+    return parts
+
+
+def _listed(values: Any) -> list[Any]:
+    """A list, array or tensor as a list."""
+    return values.tolist() if hasattr(values, "tolist") else list(values)
+
+
+def _whole(values: list[Any]) -> list[int]:
+    if not all(isinstance(value, int) for value in values):
+        raise TypeError("token ids and labels must be whole numbers")
+    return values
 
 
 # --- examples ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +24,29 @@ from dualsft.config.methods import registry
 from dualsft.model.delta import merge
 
 Folders = Callable[[str], Path]
+
+
+def test_output_that_fails_ends_no_run(model_folder: Folders, corpus: Path, tmp_path: Path) -> None:
+    """A full disk for the log, a reader that leaves, closed streams."""
+    source = str(Path(dualsft.__file__).parents[1])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source}
+    words = shlex.join(small_run(model_folder("llama"), corpus))
+    for name, where in {"full": "> /dev/full 2>&1", "pipe": "| true", "closed": ">&- 2>&-"}.items():
+        run = f"{sys.executable} -m dualsft run --out {tmp_path / name} --until split {words}"
+        line = f"{run} {where}; exit ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", line], env=env, cwd=tmp_path, check=False)
+        assert done.returncode == 0, name
+        assert (tmp_path / name / "1_split/manifest.json").is_file()
+
+
+def test_a_terminal_obeys_nothing_that_a_row_or_a_setting_contains(tmp_path: Path) -> None:
+    rows = [{"prompt": "Say \x1b[31mred", "response": "\x1b]0;title\x07 \u202etxt"}] * 3
+    path = write_jsonl(tmp_path / "a\x1b[2Jb.jsonl", [*rows, {"prompt": "\x9b31m"}])
+    words = [f"data.path={path}", "model.path=\x1b[31m", "sc\x1bore=1"]
+    done = cli("check", *words, code=2)
+    said = done.stdout + done.stderr
+    assert "\\u001b" in said
+    assert not set(said) & {"\x1b", "\x07", "\x9b", "\u202e"}
 
 
 def cli(*words: str, code: int = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

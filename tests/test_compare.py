@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from dualsft.cli import app
 from dualsft.config import settings as config
 from dualsft.config.methods import AXES, names_of, registry, row_name
-from dualsft.errors import ConfigError
+from dualsft.errors import ConfigError, RunError
 from dualsft.lab.compare import matrix as comparison_matrix
 from dualsft.lab.compare import records as cell_records
 from dualsft.lab.compare import tables as comparison
@@ -29,6 +29,7 @@ from dualsft.lab.compare.cells import run_matrix
 from dualsft.lab.compare.matrix import load_matrix
 from dualsft.lab.evaluation.benchmarks import Item, paired_rows
 from dualsft.runs import pipeline
+from dualsft.runs.folder import RunDir
 from dualsft.storage.manifest import render_manifest
 from dualsft.system.paths import RunPath
 
@@ -212,6 +213,16 @@ def test_only_results_are_kept_when_asked(tmp_path: Path, words: list[str]) -> N
     said.clear()
     run_all(changed, out, said, only="random")
     assert any("[finetune] again" in line or "[finetune] started" in line for line in said)
+
+
+def test_a_second_comparison_of_the_same_folder_is_refused(
+    tmp_path: Path, words: list[str]
+) -> None:
+    matrix, out = matrix_of(tmp_path, words, methods=["random"]), tmp_path / "out"
+    out.mkdir()
+    with RunDir(out).lock(), pytest.raises(RunError, match=r"out: in use by process \d+"):
+        run_matrix(matrix, out, quiet())
+    assert [path.name for path in out.iterdir()] == [".lock"]
 
 
 def test_a_failing_cell_does_not_stop_the_rest(tmp_path: Path, words: list[str]) -> None:

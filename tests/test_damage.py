@@ -143,7 +143,7 @@ def test_a_damaged_stage_is_made_again_and_nothing_else(
     said = rerun(run, words)
     again = [line for line in said if "] again" in line]
     stage = folder.partition("_")[2]
-    assert len(again) == 1 and again[0].startswith(f"[{stage}] runs again (")
+    assert len(again) == 1 and again[0].startswith(f"[{stage}] again (")
     assert content(run) == expected
 
 

@@ -278,7 +278,7 @@ def test_two_pass_lambda_does_not_repeat_the_gradients(make_run: Runner) -> None
     said: list[str] = []
     make_run("score.mode=two_pass", "score.lam=0.1", until="selection", said=said)
     assert any("[gradients] reused" in line for line in said)
-    assert any("[scores] runs again (score.lam: 0.8 -> 0.1)" in line for line in said)
+    assert any("[scores] again (score.lam: 0.8 -> 0.1)" in line for line in said)
 
 
 def test_param_after_dual_reuses_the_pool_pass(make_run: Runner) -> None:
@@ -291,7 +291,7 @@ def test_param_after_dual_reuses_the_pool_pass(make_run: Runner) -> None:
     make_run("select.variant=param", out="param", until="gradients")
     said.clear()
     make_run(out="param", until="gradients", said=said)
-    assert any(line.startswith("[gradients] runs again (per-example product") for line in said)
+    assert any(line.startswith("[gradients] again (per-example product") for line in said)
 
 
 def test_failed_self_check_writes_nothing(

@@ -17,6 +17,7 @@ import importlib
 import io
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -53,10 +54,62 @@ console = Console(highlight=False, soft_wrap=True)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def show(*lines: object) -> None:
-    """Print each line as it is."""
+_CONTROLS = {*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+_ESCAPES = {code: f"\\u{code:04x}" for code in _CONTROLS - {ord("\n"), ord("\t")}}
+
+
+def escaped(text: str) -> str:
+    """Text with control and direction characters written out.
+
+    Rows, names and settings are quoted in messages, and a terminal must not obey them.
+    """
+    return text.translate(_ESCAPES)
+
+
+def show(*lines: object, to: Console = console) -> None:
+    """Print each line as it is, but for control characters."""
     for line in lines:
-        console.print(str(line), markup=False)
+        to.print(escaped(str(line)), markup=False)
+
+
+class _Stream(io.TextIOWrapper):
+    """An output stream whose failure ends no run: it is silent after the first.
+
+    The disk of a log may be full, and the reader of a pipe (`| head`) may leave.
+    """
+
+    def write(self, text: str, /) -> int:
+        try:
+            return super().write(text)
+        except OSError:
+            self._silence()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError:
+            self._silence()
+
+    def _silence(self) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.fileno())
+        os.close(null)
+
+
+def _unbroken(stream: Any) -> Any:
+    """The stream as a `_Stream`; a character that its encoding lacks is replaced."""
+    if not isinstance(stream, io.TextIOWrapper):  # a test's, or none
+        return stream
+    encoding, buffered = stream.encoding, stream.line_buffering
+    return _Stream(
+        stream.detach(), encoding, "replace", line_buffering=buffered, write_through=True
+    )
+
+
+class _Escaped(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
 
 
 WORDS = {"ignore_unknown_options": True}
@@ -411,7 +464,7 @@ def compare(
     if not tables:
         failed = comparing.run_matrix(matrix, out, make_reporter(), only, until, workers=workers)
     for title, why in failed.items():
-        errors.print(f"error: {title}: {why}", markup=False)
+        show(f"error: {title}: {why}", to=errors)
     if until is None and (tables or len(failed) < len(matrix.cells(only))):
         show(*later("dualsft.lab.compare.tables").write_tables(matrix, out, reference))
     if failed:
@@ -526,7 +579,7 @@ def _guarded(action: Callable[[], Any], debug: bool) -> int:
 
 def _print_error(error: BaseException, *lines: str) -> None:
     """Print an error to stderr; only once if several processes raise the same one."""
-    launch.report(error, lines, lambda line: errors.print(line, markup=False))
+    launch.report(error, lines, lambda line: show(line, to=errors))
 
 
 def _explained(problem: Exception) -> tuple[list[str], int]:
@@ -577,11 +630,9 @@ def main() -> None:
     """Entry point of `dualsft` and `python -m dualsft`."""
     debug = "--debug" in sys.argv
     sys.argv[1:] = [word for word in sys.argv[1:] if word != "--debug"]  # accepted at any position
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a non-Unicode terminal must not crash a run
-            stream.reconfigure(errors="replace")
+    sys.stdout, sys.stderr = _unbroken(sys.stdout), _unbroken(sys.stderr)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(_Escaped("%(message)s"))
     library = logging.getLogger("dualsft")
     library.addHandler(handler)
     library.setLevel(logging.INFO)

@@ -372,7 +372,7 @@ def _reused(ctx: RunContext, stage: Stage, hashes: Mapping[str, str]) -> tuple[F
         ctx.reporter.say(f"[{stage.name}] reused{where}")
         return found, True
     redo = state.status in ("stale", "corrupt")
-    why = f"runs again ({'; '.join(state.reasons)})" if redo else "started"
+    why = f"again ({'; '.join(state.reasons)})" if redo else "started"
     ctx.reporter.say(f"[{stage.name}] {why}")
     return fingerprint, False
 

@@ -44,7 +44,7 @@ from dualsft.errors import ConfigError, DualsftError
 from dualsft.lab.compare.matrix import Cell, Matrix, effective_rate
 from dualsft.model.load import choose_device
 from dualsft.runs import pipeline
-from dualsft.runs.folder import atomic_write_text
+from dualsft.runs.folder import RunDir, atomic_write_text
 from dualsft.runs.preflight import check_consent, check_paths, shown_files
 from dualsft.system import signals as interrupt
 from dualsft.system.paths import Place, RunPath, files_read, folder_in_place, run_path
@@ -85,6 +85,19 @@ def run_matrix(
         check_consent(config, until)
     out = run_path(folder)
     out.mkdir(parents=True, exist_ok=True)
+    with RunDir(out).lock():
+        return _run_cells(matrix, configs, out, reporter, until, workers)
+
+
+def _run_cells(
+    matrix: Matrix,
+    configs: dict[Cell, Config],
+    out: RunPath,
+    reporter: Reporter,
+    until: str | None,
+    workers: int,
+) -> dict[str, str]:
+    cells = list(configs)
     if workers > 1:
         made = _at_once(matrix, configs, out, reporter, until, workers)
     else:

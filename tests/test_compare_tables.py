@@ -114,7 +114,9 @@ def test_three_places_over_the_whole_table_are_marked(tmp_path: Path) -> None:
     assert "| **0.2200 ± 0.0100** |" in text and "| <u>0.3200 ± 0.0100</u> |" in text
     assert "| *0.4200 ± 0.0100* |" in text and "| 0.5200 ± 0.0100 |" in text
     assert "the third (if marked) in italics" in text
-    tex = formatted("tex", "m", [one], [], "dualsft")
+    tex = formatted("tex", "m", [replace(one, title=r"\input{x} ~^")], [], "dualsft")
+    assert r"\textbackslash{}input\{x\} \textasciitilde{}\textasciicircum{}" in tex
+    assert "&lt;b>" in formatted("md", "m", [replace(one, title="<b>")], [], "dualsft")
     assert r"\textit{0.4200 $\pm$ 0.0100}" in tex and r"\textbf{0.2200 $\pm$ 0.0100}" in tex
 
 

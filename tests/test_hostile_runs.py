@@ -713,6 +713,30 @@ def test_a_private_file_behind_a_packaged_name(key: str, value: str, scene: Scen
     assert said.code == 2 and f"{key}: " in said.text, said.text
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("model.revision", "refs/pr/1"), ("data.revision", "main"), ("data.dataset", "payroll")],
+)
+def test_a_choice_among_files_of_the_user(key: str, value: str, scene: Scene) -> None:
+    """The version of a model, or the entry of a data folder, that a stranger chose."""
+    scene.settings(f"{key}={value}", sealed=True)
+    words = [*words_for("select", scene.run), f"model.path={scene.model}"]
+    said = scene.attempt(*words, f"data.path={scene.corpus}", names=[f"{key}/config.yaml"])
+    assert said.code == 2 and f"{key}: " in said.text, said.text
+
+
+def test_settings_behind_a_link_in_the_folder(scene: Scene) -> None:
+    private = scene.outside / "private.jsonl"
+    private.write_text((json.dumps({"prompt": SECRET, "response": SECRET}) + "\n") * 60)
+    scene.settings(f"data.path={private}", sealed=False)
+    (scene.run / ".x").mkdir()
+    (scene.run / "config.yaml").rename(scene.run / ".x/c.yaml")
+    (scene.run / "config.yaml").symlink_to(".x/c.yaml")
+    words = ["run", str(scene.run / "config.yaml"), "--out", str(scene.root / "new")]
+    said = scene.attempt(*words, names=["data.path"])
+    assert said.code == 2, said.text
+
+
 @pytest.mark.parametrize("sealed", [True, False])
 def test_a_private_file_in_settings_that_the_user_names(sealed: bool, scene: Scene) -> None:
     """`dualsft run RUN/config.yaml --out RUN`, which refusals give as their cure."""
@@ -762,9 +786,13 @@ def test_special_files_beside_a_gguf_file(
     assert said.code == 2, said.text
 
 
-def test_settings_of_matplotlib_in_the_folder(tmp_path: Path) -> None:
-    """They could start LaTeX."""
-    (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_settings_of_matplotlib_in_the_folder(kind: str, tmp_path: Path) -> None:
+    """They could start LaTeX; a pipe would be waited for."""
+    if kind == "pipe":
+        os.mkfifo(tmp_path / "matplotlibrc")
+    else:
+        (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
     code = "from dualsft.lab.plots import panels; panels(); import matplotlib; "
     code += "sys.exit(bool(matplotlib.rcParams['text.usetex']))"
     source = str(Path(dualsft.__file__).parents[1])

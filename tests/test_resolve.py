@@ -22,6 +22,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import torch
 from conftest import small_run
+from gguf import GGUFReader
+from hostile import write_gguf
 from models import assert_equal, save_tiny_folder, snapshot, tiny_model
 from safetensors.torch import load_file, save_file
 from test_cli import cli
@@ -104,6 +106,20 @@ def test_a_configuration_of_a_far_larger_model_is_refused_before_it_is_built(
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"config\.json describes 2\d\d,"):
         load_model(folder, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("key", "value"), [("block_count", 10**7), ("embedding_length", 1 << 30)])
+def test_metadata_of_a_gguf_file_is_held_against_its_tensors(
+    key: str, value: int, model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DUALSFT_CACHE", str(tmp_path / "cache"))
+    write_gguf(model_folder("llama"), tmp_path / "m.gguf")
+    reader = GGUFReader(tmp_path / "m.gguf", "r+")
+    field = reader.fields[f"llama.{key}"]
+    field.parts[field.data[0]][0] = value
+    reader.data.flush()
+    with pytest.raises(ConfigError, match=rf"m\.gguf: llama\.{key} is {value:,}, and its tensors"):
+        pretrained.resolve_model(str(tmp_path / "m.gguf"))
 
 
 def test_a_sparse_file_is_not_hashed(tmp_path: Path) -> None:

@@ -99,7 +99,9 @@ class _Stream(io.TextIOWrapper):
 
 def _unbroken(stream: Any) -> Any:
     """The stream as a `_Stream`; a character that its encoding lacks is replaced."""
-    if not isinstance(stream, io.TextIOWrapper):  # a test's, or none
+    if type(stream) is not io.TextIOWrapper:  # somebody else's, or none
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
         return stream
     encoding, buffered = stream.encoding, stream.line_buffering
     return _Stream(

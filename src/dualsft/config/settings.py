@@ -338,10 +338,11 @@ They are never read from a file or stored in a run folder, since files may come 
 OUTSIDE = (
     *("model.path", "data.path", "data.val_path", "data.anchor_path", "data.template_file"),
     *("evaluation.files", "evaluation.data_dir"),
+    *("model.revision", "data.revision", "data.dataset", "data.subset"),
 )
-"""Settings that name files outside a run folder. Those of a run folder's own config.yaml are used
-only if this user wrote that file: a received folder could name the user's private files, whose
-content would then be in the outputs."""
+"""Settings that name files outside a run folder, or choose among them. Those of a run folder's own
+config.yaml are used only if this user wrote that file: a received folder could name the user's
+private files, whose content would then be in the outputs."""
 READS_BUILTIN = ("data.path", "data.val_path", "data.anchor_path", "evaluation.files")
 """Those of them that may name `builtin:` files, which the package makes."""
 NO = (None, False, "false", "False", "no", "off", "null", "~", "")
@@ -365,10 +366,13 @@ def _config_of_a_run(source: str | Place | None) -> RunPath | None:
     """Settings that a run folder brings, also if the user named the file; None for others."""
     if source is None or isinstance(source, RunPath) or source in recipe_names():
         return source if isinstance(source, RunPath) else None
-    real = Path(source).resolve()
+    given, real = Path(source), Path(source).resolve()  # it may be a link
     path = RunPath(real.parent, real.name)
-    sealed = path.name == "config.yaml" and path.read_text().startswith(SEAL_LINE)
-    return path if sealed or {"1_split", "manifest.json"} <= set(path.parent.names()) else None
+    sealed = "config.yaml" in (given.name, real.name) and path.read_text().startswith(SEAL_LINE)
+    for folder in (given.parent, real.parent):
+        if sealed or {"1_split", "manifest.json"} <= set(RunPath(folder).names()):
+            return path
+    return None
 
 
 def _packaged(key: str, value: Any) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import chdir
 from itertools import pairwise
 from typing import Any
 
@@ -46,11 +47,12 @@ def panels(
     rows: int = 1, columns: int = 1, width: float = 4.6, height: float = 3.4
 ) -> tuple[Any, list[Any]]:
     """(figure, axes row by row), with a light grid."""
-    import matplotlib
+    with chdir("/"):  # matplotlib reads a matplotlibrc of the current folder when it is imported
+        import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    matplotlib.rcdefaults()  # not those of a matplotlibrc in the current folder
+    matplotlib.rcdefaults()
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(rows, columns, n + 1) for n in range(rows * columns)]

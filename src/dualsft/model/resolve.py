@@ -22,7 +22,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from dualsft.errors import ConfigError, RunError
 from dualsft.model.safety import check_folder, check_neighbours, weight_files
@@ -250,7 +252,7 @@ def _convert(gguf: Path, target: Path) -> Path:
     """Dequantise a GGUF file to an fp32 Hugging Face folder, written atomically."""
     try:
         import accelerate  # noqa: F401
-        import gguf as _gguf  # noqa: F401
+        import gguf as _gguf
     except ImportError as missing:
         raise ConfigError(
             f"model.path: reading {gguf.name} needs the package {missing.name!r}; install "
@@ -260,6 +262,7 @@ def _convert(gguf: Path, target: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     log.info("converting %s once (about half a minute)", gguf.name)
+    _check_metadata(gguf, _gguf)
     safe = {"gguf_file": gguf.name, "trust_remote_code": False, "local_files_only": True}
     try:
         # alone in a folder, so that no file beside it redirects transformers
@@ -291,6 +294,32 @@ def _convert(gguf: Path, target: Path) -> Path:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return target
+
+
+GGUF_COUNTS = ("block_count", "embedding_length", "feed_forward_length", "vocab_size")
+
+
+def _check_metadata(path: Path, gguf: Any) -> None:
+    """Refuse a GGUF file that describes a larger model than its tensors, before it is built."""
+    cure = "download it again, or give a Hugging Face folder"
+    try:
+        reader = gguf.GGUFReader(path)
+        sizes = [int(size) for tensor in reader.tensors for size in tensor.shape]
+        found = {
+            key: int(np.max(field.contents()))
+            for key, field in reader.fields.items()
+            if key.rpartition(".")[2] in GGUF_COUNTS
+        }
+    except Exception as problem:  # the parser raises different errors on a damaged file
+        raise ConfigError(
+            f"model.path: {path} cannot be converted ({problem}); {cure}"
+        ) from problem
+    for key, value in found.items():
+        most = len(reader.tensors) if key.endswith("block_count") else max(sizes, default=0)
+        if value > most:
+            raise ConfigError(
+                f"model.path: {path}: {key} is {value:,}, and its tensors allow {most:,}; {cure}"
+            )
 
 
 HASH_REPORT_BYTES = 4 << 30

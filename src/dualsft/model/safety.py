@@ -38,7 +38,13 @@ MAX_FILES = 20_000
 MAX_ADDED_TOKENS = 50_000
 MAX_GROWTH = 8
 """Largest factor by which the decoder of a tokenizer may lengthen the text of the tokens."""
-MAX_COUNTS = {"layer": 1024, "expert": 4096, "labels": 1 << 16, "extra_ids": 1 << 16}
+MAX_COUNTS = {
+    "layer": 1024,
+    "expert": 4096,
+    "labels": 1 << 16,
+    "extra_ids": 1 << 12,
+    "offset": 1 << 16,
+}
 MAX_COUNTS |= {"num_": 1 << 24, "n_": 1 << 24}
 """Largest counts in config.json and tokenizer_config.json, by what the key contains (the last two:
 begins with). Modules and lists of that length are built before the weights show what is wrong."""

@@ -22,10 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from dualsft.errors import RunError
 from dualsft.lab.compare.matrix import Cell, Matrix, effective_rate
 from dualsft.lab.report.facts import peak_gib
 from dualsft.runs.pipeline import finished
 from dualsft.runs.preflight import read_manifests, reading
+from dualsft.storage.manifest import damage, read_stage_manifest
 from dualsft.system.paths import RunPath
 
 CHOOSING = ("warmup", "gradients", "scores", "selection")
@@ -319,7 +321,7 @@ def _interpolated(
 
 def _losses(folder: RunPath, name: str) -> dict[str, dict[str, float]]:
     """Losses of the examples of one evaluation file, before and after fine-tuning."""
-    path = folder / "7_evaluation/losses.parquet"
+    path = _unchanged(folder, "losses.parquet")
     with reading(path):
         table = path.read_table().to_pydict()
         own = [i for i, one in enumerate(table["set"]) if one == name]
@@ -377,7 +379,7 @@ def differences(records: Sequence[CellRecord], reference: str) -> list[Differenc
 def _per_example(folder: RunPath) -> dict[tuple[str, str], float]:
     """(quantity, example) -> value: loss and KL of the tuned model, scores of benchmark items."""
     found: dict[tuple[str, str], float] = {}
-    path = folder / "7_evaluation/losses.parquet"
+    path = _unchanged(folder, "losses.parquet")
     with reading(path):
         losses = path.read_table().to_pydict()
         for name, i, loss, kl in zip(
@@ -385,14 +387,24 @@ def _per_example(folder: RunPath) -> dict[tuple[str, str], float]:
         ):
             found[f"loss {name}", str(i)] = float(loss)
             found[f"KL {name}", str(i)] = float(kl)
-    samples = folder / "7_evaluation/samples.jsonl"
-    if samples.is_file():
-        for line in samples.read_text().split("\n"):  # splitlines would also split inside texts
-            if not line:
-                continue
-            one = json.loads(line)
-            found[str(one["task"]), str(one["id"])] = float(one["score_after"])
+    if (folder / "7_evaluation/samples.jsonl").is_file():
+        samples = _unchanged(folder, "samples.jsonl")
+        with reading(samples):
+            for line in samples.read_text().split("\n"):  # splitlines would split inside texts
+                if line:
+                    one = json.loads(line)
+                    found[str(one["task"]), str(one["id"])] = float(one["score_after"])
     return found
+
+
+def _unchanged(folder: RunPath, name: str) -> RunPath:
+    """A file of the evaluation, after a check of its hash: what it holds is shown in tables."""
+    stage = folder / "7_evaluation"
+    manifest, wrong = read_stage_manifest(stage)
+    reasons = [wrong] if wrong else damage(stage, manifest, only={name})[0]
+    if reasons:
+        raise RunError(f"{stage}: {reasons[0]}; run the same `dualsft compare` again")
+    return stage / name
 
 
 def _bootstrap(where: str, method: str, what: str, apart: np.ndarray) -> Difference:

@@ -229,6 +229,9 @@ MARKS = {
 }
 TEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "·": r"$\cdot$", "–": "--"}
 TEX |= {"±": r"$\pm$", "↑": r"$\uparrow$", "↓": r"$\downarrow$"}
+# names of sets may come with a folder from elsewhere, and LaTeX can read and write files
+TEX |= {"\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "\n": " ", "\r": " "}
+TEX |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 
 
 def write_tables(matrix: Matrix, folder: Place, reference: str) -> list[RunPath]:
@@ -287,8 +290,8 @@ def formatted(
     """The tables in one form: md, tex or html."""
     head = ["where", "method", "quantity", f"minus {reference}", "95 % interval", "examples"]
     rows = [
-        [*(d.where, d.method, d.what, f"{d.mean:+.4f}", f"[{d.low:+.4f}, {d.high:+.4f}]")]
-        + [f"{d.examples:,}"]
+        [*(_plain(text, form) for text in (d.where, d.method, d.what)), f"{d.mean:+.4f}"]
+        + [f"[{d.low:+.4f}, {d.high:+.4f}]", f"{d.examples:,}"]
         for d in apart
     ]
     return render(
@@ -327,13 +330,16 @@ def _formatted_table(result: Result, form: str) -> dict[str, Any]:
         "title": _plain(result.title, form),
         "head": [_plain(title, form) for title in head],
         "rows": rows,
-        "missing": result.missing,
+        "missing": [_plain(name, form) for name in result.missing],
         "num_names": 1 + grouped,
         "breaks": [at for at in range(1, len(groups)) if groups[at] != groups[at - 1]],
     }
 
 
 def _plain(text: str, form: str) -> str:
+    """Text that the form shows as it is."""
+    if form == "md":
+        return text.replace("<", "&lt;")
     return "".join(TEX.get(c, c) for c in text) if form == "tex" else text
 
 

@@ -65,9 +65,10 @@ def write_report(run: RunPath, out: RunPath | None = None) -> RunPath:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table of formatted cells. Escapes pipes and replaces newlines."""
-    clean = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in clean])
+    escapes = str.maketrans({"|": "\\|", "\n": " "})
+    first, *rest = [[cell.translate(escapes) for cell in row] for row in (head, *rows)]
+    lines = ["| " + " | ".join(first) + " |", "|" + " --- |" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rest])
 
 
 # --- the model card -----------------------------------------------------------------------------

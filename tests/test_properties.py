@@ -26,6 +26,7 @@ from dualsft.cli import parse_words
 from dualsft.config import settings as config_module
 from dualsft.config.settings import SplitConfig
 from dualsft.data.examples import IGNORE, Example, collate, tokenize
+from dualsft.data.readers import _OTHER_KINDS
 from dualsft.data.rows import DataReport, read_rows
 from dualsft.errors import ConfigError, DataError
 from dualsft.train.loop import micro_batches
@@ -171,6 +172,7 @@ def skipping_leaves_exactly_the_good_rows(lines: list[Any]) -> None:
         line if isinstance(line, bytes) else json.dumps(pair_rows([line])[0]).encode()
         for line in lines
     ]
+    assume(not spelled[0].startswith(tuple(magic for magic, *_ in _OTHER_KINDS)))  # refused whole
     made, report = encoded(b"\n".join(spelled), bad_rows="skip", format="prompt_response")
     alone, _ = encoded(malformed.json_lines(pair_rows(good)))
     assert [e.key for e in made] == [e.key for e in alone]

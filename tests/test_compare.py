@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from matrices import GREEDY, evaluated_run, matrix_of, quiet, run_all
 from places import place
@@ -30,7 +29,7 @@ from dualsft.lab.compare.matrix import load_matrix
 from dualsft.lab.evaluation.benchmarks import Item, paired_rows
 from dualsft.runs import pipeline
 from dualsft.runs.folder import RunDir
-from dualsft.storage.manifest import render_manifest
+from dualsft.storage.manifest import Fingerprint, render_manifest
 from dualsft.system.paths import RunPath
 
 HYBRIDS = ("less+s2ft", "less+nanoadam", "spice+s2ft", "spice+nanoadam")
@@ -333,16 +332,23 @@ def test_tables_are_means_and_places_of_the_cells(tmp_path: Path, words: list[st
 
 @pytest.mark.parametrize("odd", ["\u2028", "\u2029", "\u0085", "\x0b"])
 def test_answers_with_odd_line_ends_are_read(odd: str, tmp_path: Path) -> None:
-    folder = tmp_path / "cell/7_evaluation"
-    folder.mkdir(parents=True)
     losses = {"set": ["a"], "id": ["1"], "loss_after": [1.0], "kl": [0.5]}
-    pq.write_table(pa.table(losses), folder / "losses.parquet")
     rows = [Item("1", 1.0, False, f"so{odd}it is"), Item("2", 0.0, False, "no")]
-    with open(folder / "samples.jsonl", "w", encoding="utf-8") as lines:
-        for row in paired_rows("gsm8k", rows, rows):
-            lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+    paired = paired_rows("gsm8k", rows, rows)
+    run = RunDir(tmp_path / "cell").create()
+    with run.write_stage("7_evaluation", Fingerprint({}, {})) as part:
+        (part / "losses.parquet").write_table(pa.table(losses))
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in paired]
+        (part / "samples.jsonl").write_text("".join(lines))
     found = cell_records._per_example(place(tmp_path / "cell"))
     assert found["gsm8k", "1"] == 1.0 and found["gsm8k", "2"] == 0.0
+    for name in ("losses.parquet", "samples.jsonl"):  # what tables show is checked by its hash
+        path = tmp_path / "cell/7_evaluation" / name
+        before = path.read_bytes()
+        path.write_bytes(before.replace(b"1", b"2"))
+        with pytest.raises(RunError, match=f"{name} .*`dualsft compare` again"):
+            cell_records._per_example(place(tmp_path / "cell"))
+        path.write_bytes(before)
 
 
 @pytest.mark.parametrize(

@@ -547,6 +547,7 @@ COUNTS: dict[str, dict[str, Any]] = {
     "width": {"hidden_size": 1 << 20},
     "a long list": {"eos_token_id": list(range(200_000))},
     "nested": {"text_config": {"num_hidden_layers": 10**7}},
+    "repeated": {"model_type": "gpt_neo", "attention_types": [[["global", "local"], 10**9]]},
 }
 
 

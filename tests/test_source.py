@@ -94,6 +94,7 @@ def test_the_lint_finds_it(line: str) -> None:
 
 OPENS_ELSEWHERE = {
     "system/paths.py": "the one way into a run folder",
+    "cli.py": "the null device, for a stream that fails",
     "system/bounds.py": "tables that system/paths.py has opened; the memory of the process",
     "data/chat.py": "data.template_file, and the process's own memory",
     "model/delta.py": "new files beside the target that the user names; files of the base model",

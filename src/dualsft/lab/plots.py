@@ -53,6 +53,7 @@ def panels(
     from matplotlib.figure import Figure
 
     matplotlib.rcdefaults()
+    matplotlib.rcParams["text.parse_math"] = False  # names come from data: `$` is a dollar
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(rows, columns, n + 1) for n in range(rows * columns)]

@@ -24,8 +24,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from dualsft.errors import ConfigError, RunError
 from dualsft.model.safety import check_folder, check_neighbours, weight_files
 from dualsft.storage.manifest import damage, read_stage_manifest
@@ -306,7 +304,7 @@ def _check_metadata(path: Path, gguf: Any) -> None:
         reader = gguf.GGUFReader(path)
         sizes = [int(size) for tensor in reader.tensors for size in tensor.shape]
         found = {
-            key: int(np.max(field.contents()))
+            key: max(value) if isinstance(value := field.contents(), list) else int(value)
             for key, field in reader.fields.items()
             if key.rpartition(".")[2] in GGUF_COUNTS
         }

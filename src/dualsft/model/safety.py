@@ -220,6 +220,13 @@ def _bad_vocabularies(folder: Path) -> Iterator[str]:
 
 def _excess(key: str, value: Any) -> str | None:
     """Why this number cannot be a count of parts of a model; None if it can."""
+    if isinstance(value, list) and key.startswith(("attention_", "attn_")):  # repeated per layer
+        most, waiting = MAX_COUNTS["layer"], [value]
+        while waiting:
+            one = waiting.pop()
+            waiting += one if isinstance(one, list) else []
+            if (len(one) if isinstance(one, list) else one if isinstance(one, int) else 0) > most:
+                return f"over {most:,} layers, more than any model has; {_MEND}"
     if not isinstance(value, int):
         return None
     if key in _DEPTHS and value < 1:

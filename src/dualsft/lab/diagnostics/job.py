@@ -121,7 +121,7 @@ def _ensure(
 ) -> tuple[RunPath, bool]:
     """(JSON of a diagnostic, whether its content is known to be ours).
 
-    It is reused if its fingerprint matches and it was not changed, otherwise computed.
+    It is reused if its fingerprint matches, otherwise computed. One that was changed since raises.
     """
     path = out / f"{one.name}.json"
     if path.is_file():

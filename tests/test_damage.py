@@ -23,6 +23,7 @@ from dualsft.runs.folder import Fingerprint, RunDir
 from dualsft.runs.preflight import FOLDERS
 from dualsft.storage.manifest import read_manifest
 from dualsft.storage.resume import Pieces
+from dualsft.system.paths import RunPath
 from dualsft.system.progress import Reporter
 
 NEVER_READ = {"metrics.jsonl", "report.md", "report.html", "model_card.md", ".lock"}
@@ -183,6 +184,26 @@ def test_a_damaged_delta_is_not_merged(finished: tuple[Path, list[str]], tmp_pat
         with pytest.raises(ConfigError):
             Delta.load(file)
         file.write_bytes(before)
+
+
+def test_settings_are_judged_by_the_bytes_that_are_used(
+    finished: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """config.yaml of a stranger, replaced by this user's own right after it was read."""
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    own, read = (run / "config.yaml").read_bytes(), RunPath.read_bytes
+    (run / "config.yaml").write_bytes(own.partition(b"\n")[2].replace(b"lam: 0.8", b"lam: 0.9"))
+
+    def replaced_after(path: RunPath, *limit: int) -> bytes:
+        content = read(path, *limit)
+        (run / "config.yaml").write_bytes(own)
+        return content
+
+    monkeypatch.setattr(RunPath, "read_bytes", replaced_after)
+    with pytest.raises(ConfigError, match="which this user did not write here"):
+        settings.load(RunPath(run) / "config.yaml")
+    assert settings.load(RunPath(run) / "config.yaml").score.lam == 0.8
 
 
 def test_a_changed_config_of_a_run_is_refused_and_an_edited_copy_is_not(

@@ -466,6 +466,19 @@ def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.M
     assert not is_hub_id("org/name")
 
 
+def test_consent_for_a_hub_id_is_none_for_a_folder_of_that_name(
+    model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org/name").symlink_to(model_folder("llama"))
+    for resolved in (pretrained.resolve_model, pretrained.check_model):
+        with pytest.raises(ConfigError, match=r"org/name.*hub id.*give \./org/name"):
+            resolved("org/name", None, True)
+        resolved("./org/name", None, True)
+        resolved("org/name", None, False)
+
+
 def test_revision_without_a_hub_id(model_folder: Folders, corpus: Path) -> None:
     config = load(None, [*small_run(model_folder("llama"), corpus), "model.revision=v2"])
     with pytest.raises(ConfigError, match=r"model\.revision: 'v2' needs a hub id"):

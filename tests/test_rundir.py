@@ -167,13 +167,44 @@ def test_a_folder_that_is_swapped_for_a_link_while_a_library_writes(
 ) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
-    with pytest.raises(RunError, match="model is a symlink"), run.write_stage(STAGE, OLD) as part:
-        (part / "model").mkdir()
-        with (part / "model").held() as path:
-            (part / "model").location.rename(tmp_path / "aside")
-            (part / "model").location.symlink_to(outside)
-            (path / "weights").write_bytes(b"x")
+    with (
+        pytest.raises(RunError, match="model is a symlink"),
+        run.write_stage(STAGE, OLD) as part,
+        (part / "model").made() as path,
+    ):
+        (part / "model").location.rename(tmp_path / "aside")
+        (part / "model").location.symlink_to(outside)
+        (path / "weights").write_bytes(b"x")
     assert not list(outside.iterdir()) and (tmp_path / "aside/weights").is_file()
+
+
+def test_nobody_else_can_plant_a_link_where_a_library_writes(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mode(path: Path) -> int:
+        return path.stat().st_mode & 0o777
+
+    os.umask(previous := os.umask(0o002))
+    with run.write_stage(STAGE, OLD) as part:
+        os.umask(0o002)  # the group may write to the run folder
+        try:
+            with (part / "model").made() as path:
+                assert mode(path) == 0o700
+                (path / "weights").write_bytes(b"x")
+            assert mode((part / "model").location) == 0o775
+        finally:
+            os.umask(previous)
+        change, private = os.fchmod, part / "private"
+
+        def planted_first(folder: int, mode: int) -> None:
+            (private.location / "weights").symlink_to(tmp_path / "outside")
+            change(folder, mode)
+
+        monkeypatch.setattr(os, "fchmod", planted_first)
+        with pytest.raises(RunError, match="something else writes here"), private.made():
+            raise AssertionError("a folder that is not empty was given to a library")
+        monkeypatch.undo()
+        private.remove()
 
 
 def test_a_stage_cannot_contain_symlinks(run: RunDir) -> None:

@@ -290,23 +290,19 @@ def recipe_names() -> list[str]:
 
 def read_source(source: str | Place | None) -> tuple[dict[str, Any], list[str]]:
     """Read a recipe (by name) or a YAML file; returns nested dicts and the problems found."""
-    if source is None:
-        return {}, []
+    return parse_yaml(*_read(source)) if source is not None else ({}, [])
+
+
+def _read(source: str | Place) -> tuple[str, str]:
+    """(text, what to call it in messages) of a recipe or a file. A damaged seal is refused."""
     if isinstance(source, str) and source in recipe_names():
         text = (_recipe_folder() / f"{source}.yaml").read_text(encoding="utf-8")
-        return parse_yaml(text, f"recipe {source}")
+        return text, f"recipe {source}"
+    path = source if isinstance(source, RunPath) else _named_by_user(source)
     if not (source if isinstance(source, RunPath) else Path(source)).exists():
         names = recipe_names()
         cure = did_you_mean(str(source), names, "give a YAML file or a recipe's name")
         raise ConfigError(f"{source}: no such file or recipe; recipes: {', '.join(names)}; {cure}")
-    return _read_file(source)
-
-
-def _read_file(source: str | Place) -> tuple[dict[str, Any], list[str]]:
-    path = source
-    if not isinstance(path, RunPath):  # named by the user: it may be a link to a regular file
-        real = Path(path).resolve()
-        path = RunPath(real.parent, real.name)
     try:
         if path.size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{source}: over {MAX_CONFIG_BYTES} bytes; give a YAML config file")
@@ -321,7 +317,13 @@ def _read_file(source: str | Place) -> tuple[dict[str, Any], list[str]]:
             f"{source}: changed or damaged since the run wrote it; give the settings as "
             "key=value instead, or, if the change is yours, delete the file's first line"
         )
-    return parse_yaml(text, str(source))
+    return text, str(source)
+
+
+def _named_by_user(source: str | Path) -> RunPath:
+    """A file that the user named: it may be a link to a regular file."""
+    real = Path(source).resolve()
+    return RunPath(real.parent, real.name)
 
 
 SEAL_LINE = "# written by dualsft; sha256 of the lines below: "
@@ -350,29 +352,27 @@ NO = (None, False, "false", "False", "no", "off", "null", "~", "")
 
 def load(source: str | Place | None = None, overrides: Sequence[str] = ()) -> Config:
     """Load a config from a recipe (by name), a YAML file or defaults, then apply `overrides`."""
-    mapping, problems = read_source(source)
+    text, name = ("", "") if source is None else _read(source)
+    mapping, problems = parse_yaml(text, name) if source is not None else ({}, [])
     flat = _flatten(mapping, problems)
     given = {word.partition("=")[0].strip() for word in overrides}
     for key in CONSENTS:
         if (stored := flat.pop(key, None)) not in NO and key not in given:
             problems.append(stored_consent(key, f"{show(stored)} in {source}"))
-    if (stored := _config_of_a_run(source)) and not _own_config(stored.read_text()).is_file():
-        problems += _foreign_paths(flat, given, stored)
+    if source is not None and _is_of_a_run(source, text) and not _own_config(text).is_file():
+        problems += _foreign_paths(flat, given, name)
     _override(flat, overrides, problems)
     return Config(**_build(_resolve(flat, problems)))
 
 
-def _config_of_a_run(source: str | Place | None) -> RunPath | None:
-    """Settings that a run folder brings, also if the user named the file; None for others."""
-    if source is None or isinstance(source, RunPath) or source in recipe_names():
-        return source if isinstance(source, RunPath) else None
+def _is_of_a_run(source: str | Place, text: str) -> bool:
+    """Whether a run folder brings these settings, also if the user named the file."""
+    if isinstance(source, RunPath) or source in recipe_names():
+        return isinstance(source, RunPath)
     given, real = Path(source), Path(source).resolve()  # it may be a link
-    path = RunPath(real.parent, real.name)
-    sealed = "config.yaml" in (given.name, real.name) and path.read_text().startswith(SEAL_LINE)
-    for folder in (given.parent, real.parent):
-        if sealed or {"1_split", "manifest.json"} <= set(RunPath(folder).names()):
-            return path
-    return None
+    sealed = "config.yaml" in (given.name, real.name) and text.startswith(SEAL_LINE)
+    folders = (set(RunPath(place.parent).names()) for place in (given, real))
+    return sealed or any({"1_split", "manifest.json"} <= names for names in folders)
 
 
 def _packaged(key: str, value: Any) -> bool:
@@ -386,7 +386,7 @@ def _packaged(key: str, value: Any) -> bool:
     return key in READS_BUILTIN and all(file.startswith("builtin:") for file in files)
 
 
-def _foreign_paths(flat: Mapping[str, Any], given: set[str], source: RunPath) -> list[str]:
+def _foreign_paths(flat: Mapping[str, Any], given: set[str], source: str) -> list[str]:
     """A problem for each path outside the run folder that the command line does not repeat."""
     named = {key: flat.get(key) for key in OUTSIDE if key not in given}
     return [

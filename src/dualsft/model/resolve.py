@@ -91,6 +91,7 @@ def resolve_model(path: str, revision: str | None = None, trust_remote_code: boo
     if is_hub_id(path):
         folder = _from_hub(path, revision, trust_remote_code)
     else:
+        _check_name(path, trust_remote_code)
         local = find_model(path)
         folder = local if local.is_dir() else _from_gguf(local)
     check_folder(folder, trust_remote_code)
@@ -117,6 +118,15 @@ def is_hub_id(path: str) -> bool:
     return HUB_ID.fullmatch(path) is not None and not Path(path).exists()
 
 
+def _check_name(path: str, trust_remote_code: bool) -> None:
+    """Refuse consent for a name that means a folder only because of the current directory."""
+    if trust_remote_code and HUB_ID.fullmatch(path):
+        raise ConfigError(
+            f"model.path: {path!r} has the form of a hub id and is also a folder here, whose code "
+            f"would run with model.trust_remote_code=true; if you mean the folder, give ./{path}"
+        )
+
+
 def check_model(path: str, revision: str | None, trust_remote_code: bool) -> None:
     """Check `model.path` as far as possible without network access and heavy imports."""
     if revision is not None and not is_hub_id(path):
@@ -126,6 +136,7 @@ def check_model(path: str, revision: str | None, trust_remote_code: bool) -> Non
         )
     if path in SHORT_NAMES or is_hub_id(path):
         return
+    _check_name(path, trust_remote_code)
     if (local := find_model(path)).is_dir():
         check_folder(local, trust_remote_code)
         weight_files(local)

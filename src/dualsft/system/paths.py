@@ -6,8 +6,8 @@ accepts only regular files and folders, and never blocks on a pipe. A write crea
 instead of opening an existing one, so a hard link to a file elsewhere is replaced, not written
 through. `RunPath` is deliberately not an `os.PathLike`, so it cannot be passed to `open`, pyarrow
 or safetensors by mistake. For libraries that require a path, `checked` validates everything below
-it and returns one to read from, and `held` gives one to write to. The root folder is named by the
-user and may itself be a link.
+it and returns one to read from, and `made` creates a folder and gives one to write to. The root
+folder is named by the user and may itself be a link.
 
 Not part of Algorithm 1.
 """
@@ -231,16 +231,23 @@ class RunPath:
         return self.location
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[Path]:
-        """A plain path of this folder, for libraries that write files into it.
+    def made(self) -> Iterator[Path]:
+        """Create this folder and yield a plain path of it, for libraries that write files into it.
 
-        On Linux it leads through a handle of the folder, so whoever swaps the folder for a link
-        meanwhile does not redirect the files.
+        Until they are done only this user may enter it, and it starts empty, so nobody else can
+        plant a link that their files would follow. On Linux the path leads through a handle of the
+        folder, so swapping the folder for a link redirects nothing either.
         """
+        self.mkdir(parents=True)
         folder = self._folder()
         try:
+            shared = stat.S_IMODE(os.fstat(folder).st_mode)
+            os.fchmod(folder, stat.S_IRWXU)
+            if os.listdir(folder):
+                raise RunError(f"{self}: something else writes here; run the same command again")
             by_handle = Path(f"/proc/self/fd/{folder}")
             yield by_handle if by_handle.is_dir() else self.checked()
+            os.fchmod(folder, shared)
         finally:
             os.close(folder)
 

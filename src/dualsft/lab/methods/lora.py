@@ -102,8 +102,7 @@ class Lora(ParamMethod):
 
     def detach(self, job: Job, model: PreTrainedModel) -> PreTrainedModel:
         folder = job.part / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        with folder.held() as path:
+        with folder.made() as path:
             self._peft.save_pretrained(str(path), save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
         stored = (folder / "adapter_config.json").read_json()

@@ -217,9 +217,7 @@ class SMT(ParamMethod):
         model = job.ctx.theta_old()
         sums = self._warm_start(job, model, members)
         if not self.options.restart_from_base:
-            start = job.part / "start"
-            start.mkdir()
-            with start.held() as path:
+            with (job.part / "start").made() as path:
                 save_model(model, job.ctx.tokenizer, job.ctx.model_folder, path)
         sizes = [block_sizes(m.shape, size) for m in members]
         counts, costs = [n.size for n in sizes], np.concatenate([n.ravel() for n in sizes])

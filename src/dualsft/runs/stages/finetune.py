@@ -225,8 +225,7 @@ def _delta(
 
 def save_tuned(ctx: RunContext, model: PreTrainedModel, folder: RunPath) -> None:
     """Write a model with the tokenizer to a new folder of the run."""
-    folder.mkdir()
-    with folder.held() as path:
+    with folder.made() as path:
         save_model(model, ctx.tokenizer, ctx.model_folder, path)
 
 

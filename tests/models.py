@@ -37,6 +37,7 @@ from transformers import (
 )
 
 from dualsft.data.examples import Example
+from dualsft.engine.sketch import SketchRows
 from dualsft.train.loop import TrainingPlan
 
 ARCHITECTURES = ("llama", "gemma3", "qwen3", "qwen2", "gpt2", "llama_tied_bias")
@@ -328,3 +329,10 @@ def float64(model: nn.Module) -> Iterator[None]:
     finally:
         for module in norms:
             del module.forward
+
+
+def rows_of(sketches: Tensor, exact: bool = False) -> SketchRows:
+    """Sketches in memory as `SketchRows`."""
+    rows = SketchRows(len(sketches), sketches.shape[1], exact)
+    rows.add(range(len(sketches)), sketches.cpu().numpy())
+    return rows

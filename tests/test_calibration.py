@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import Runner
 from hostile import in_file, reseal
-from models import ARCHITECTURES, tiny_examples, tiny_model
+from models import ARCHITECTURES, rows_of, tiny_examples, tiny_model
 from transformers import AutoModelForCausalLM
 
 import dualsft
@@ -27,7 +27,6 @@ from dualsft.algorithm.calibration import (
     calibrate,
     check_sketches,
     held_out_scores,
-    rows_of,
     sketch_of,
 )
 from dualsft.algorithm.gradients import pool_gradient

@@ -6,10 +6,10 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from models import ARCHITECTURES, tiny_model, tiny_rows
+from models import ARCHITECTURES, rows_of, tiny_model, tiny_rows
 from test_calibration import CPU, gradients
 
-from dualsft.algorithm.calibration import Solver, calibrate, rows_of, sketch_of
+from dualsft.algorithm.calibration import Solver, calibrate, sketch_of
 from dualsft.algorithm.gradients import pool_gradient
 from dualsft.algorithm.influence import (
     Extremes,

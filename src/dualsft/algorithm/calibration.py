@@ -453,10 +453,3 @@ def scored_by_sketches(
     worst = max(probe["rounding"] for probe in checks["sketched_alone"])
     slack = SLACK_FACTOR * worst * float(np.abs(found.scores).max())
     return found, checks | {"rounding_slack": slack, "rounding_ratio": 0.0}
-
-
-def rows_of(sketches: Tensor, exact: bool = False) -> SketchRows:
-    """Sketches in memory as `SketchRows`."""
-    rows = SketchRows(len(sketches), sketches.shape[1], exact)
-    rows.add(range(len(sketches)), sketches.cpu().numpy())
-    return rows

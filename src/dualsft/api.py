@@ -300,7 +300,7 @@ def score(
         assert result.sketches is not None and validation.sketches is not None
         pair = (result.sketches, validation.sketches)
         found, more = scored_by_sketches(
-            engine, sketch, *pair, grad_sum, val_grad, pool, seed, rho, passes
+            engine, sketch, *pair, grad_sum, val_grad, pool, seed, rho, passes, say
         )
         example_scores, bound = found.scores, np.zeros(len(pool))
         quantile = found.val_quantile

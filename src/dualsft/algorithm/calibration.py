@@ -44,7 +44,7 @@ from dualsft.engine.sketch import ROW_BLOCK_BYTES, Sketch, SketchRows
 from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.errors import CheckError, ConfigError, RunError
 from dualsft.storage.vectors import ParamVector, Vector
-from dualsft.system.progress import Reporter
+from dualsft.system.progress import Progress, Reporter, silent
 
 RHOS = tuple(10.0 ** (-exponent / 2) for exponent in range(0, 9))
 """Candidates for ρ, half decades from 1 to 1e-4. The eigenvalues of F add up to one."""
@@ -109,14 +109,19 @@ class Calibration:
 class Solver:
     """(F + ρ I)⁻¹ of a pool, in the smaller of its two sides."""
 
-    def __init__(self, pool: SketchRows, device: torch.device) -> None:
+    def __init__(
+        self, pool: SketchRows, device: torch.device, reporter: Reporter | None = None
+    ) -> None:
         # other devices lack float64
         self.pool, self.device = pool, device if device.type == "cuda" else torch.device("cpu")
         device = self.device
         self.dual = pool.count <= pool.dim
-        products = _row_products(pool, device) if self.dual else _moments(pool, device)
+        products = _row_products if self.dual else _moments
+        label = "products of the sketches"
+        with (reporter or silent()).track(label, pool.count, "examples") as progress:
+            found = products(pool, device, progress)
         # fp32 products need not be symmetric to the last bit, and Cholesky reads the lower triangle
-        self.matrix = (products.tril() + products.tril(-1).T).div_(pool.count)
+        self.matrix = (found.tril() + found.tril(-1).T).div_(pool.count)
         self.worst = 0.0
         """Largest relative residual of the solves so far."""
         self._factored: tuple[float, Tensor] | None = None  # the last ρ and its factor
@@ -206,10 +211,15 @@ class Solver:
 
 
 def calibrate(
-    pool: SketchRows, val: SketchRows, seed: int, device: torch.device, rho: float | None = None
+    pool: SketchRows,
+    val: SketchRows,
+    seed: int,
+    device: torch.device,
+    rho: float | None = None,
+    reporter: Reporter | None = None,
 ) -> Calibration:
     """Scores of the pool for these validation examples; `rho`, if given, is used as it is."""
-    solver = Solver(pool, device)
+    solver = Solver(pool, device, reporter)
     device = solver.device
     val_Vp = torch.cat([block for _, block in val.blocks(device)]).to(torch.float64)
     halves = [] if rho is not None else _halves(val.count, seed)
@@ -222,14 +232,18 @@ def calibrate(
     lengths = torch.linalg.vector_norm(queries, dim=0)
     lengths = torch.cat([lengths[2::2], lengths[1::2]])
     found: list[np.ndarray] = []
-    for candidate in RHOS if halves else ():
-        solution = solver.solve(halved, candidate)
-        cosines = solver.agreement(solution, halved, candidate, others, lengths)
-        found.append(cosines.cpu().numpy())
-    curve, chosen = _choose(np.array(found)) if halves else ([], DEFAULT_RHO)
-    used = chosen if rho is None else rho
-    scores = solver.scores(solver.solve(right[:, :1], used))[:, 0].cpu().numpy()
     quantile, share = None, None
+    candidates = RHOS if halves else ()
+    with (reporter or silent()).track("solving", len(candidates) + 1, "systems") as progress:
+        for candidate in candidates:
+            solution = solver.solve(halved, candidate)
+            cosines = solver.agreement(solution, halved, candidate, others, lengths)
+            found.append(cosines.cpu().numpy())
+            progress.advance(1)
+        curve, chosen = _choose(np.array(found)) if halves else ([], DEFAULT_RHO)
+        used = chosen if rho is None else rho
+        scores = solver.scores(solver.solve(right[:, :1], used))[:, 0].cpu().numpy()
+        progress.advance(1)
     if val.count >= MIN_VALIDATION:
         own = np.sort(held_out_scores(solver, val_Vp, used))
         quantile = np.searchsorted(own, scores) / len(own)
@@ -308,7 +322,7 @@ def _choose(cosines: np.ndarray) -> tuple[list[dict[str, float | bool]], float]:
     return curve, min(rho for rho, within in zip(RHOS, flat, strict=True) if within)
 
 
-def _row_products(pool: SketchRows, device: torch.device) -> Tensor:
+def _row_products(pool: SketchRows, device: torch.device, progress: Progress) -> Tensor:
     """Φ Φᵀ in float64, block by block: [N, N]."""
     total = torch.empty(pool.count, pool.count, dtype=torch.float64, device=device)
     for rows, left in pool.blocks(device):
@@ -318,14 +332,16 @@ def _row_products(pool: SketchRows, device: torch.device) -> Tensor:
             product = (left @ right.T).to(torch.float64)
             total[rows, columns] = product
             total[columns, rows] = product.T
+        progress.advance(len(left))
     return total
 
 
-def _moments(pool: SketchRows, device: torch.device) -> Tensor:
+def _moments(pool: SketchRows, device: torch.device, progress: Progress) -> Tensor:
     """Φᵀ Φ in float64, block by block: [p, p]."""
     total = torch.zeros(pool.dim, pool.dim, dtype=torch.float64, device=device)
     for _, block in pool.blocks(device):
         total += (block.T @ block).to(torch.float64)
+        progress.advance(len(block))
     return total
 
 
@@ -398,10 +414,9 @@ def check_sketches(
     with widened(engine.model) as (wide,):
         exactly, again, rows = engine.on(wide), pool, probes.tolist()
         if half:
-            chosen, silent = [examples[i] for i in rows], Reporter(lambda _: None)
+            chosen, objective = [examples[i] for i in rows], loss_objective(wide)
             label = "probes, sketched in fp32"
-            objective = loss_objective(wide)
-            found_again = walk(exactly, chosen, objective, passes, silent, label, sketch=sketch)
+            found_again = walk(exactly, chosen, objective, passes, silent(), label, sketch=sketch)
             assert found_again.sketches is not None
             again, rows = found_again.sketches, list(range(len(chosen)))
         for i, position in zip(probes.tolist(), rows, strict=True):
@@ -444,12 +459,13 @@ def scored_by_sketches(
     seed: int,
     rho: float | None,
     passes: PassSettings,
+    reporter: Reporter,
 ) -> tuple[Calibration, dict[str, Any]]:
     """Check the sketches and solve for the scores: (scores, results of the checks)."""
     checks = check_sketches(engine, sketch, pool, grad_sum, examples, seed, passes)
     expected = sketch_of(engine, sketch, val_grad) * val.count
     check_total(val, expected, checks["sketch_tolerance"], "validation examples", "v_new")
-    found = calibrate(pool, val, seed, engine.device, rho)
+    found = calibrate(pool, val, seed, engine.device, rho, reporter)
     worst = max(probe["rounding"] for probe in checks["sketched_alone"])
     slack = SLACK_FACTOR * worst * float(np.abs(found.scores).max())
     return found, checks | {"rounding_slack": slack, "rounding_ratio": 0.0}

@@ -37,7 +37,7 @@ from dualsft.errors import CheckError, ConfigError
 from dualsft.memory.placement import at_hand
 from dualsft.model.sharded import device_of
 from dualsft.storage.vectors import ParamVector, Products, Vector
-from dualsft.system.progress import Reporter
+from dualsft.system.progress import Reporter, silent
 
 Facts = dict[str, Any]
 """JSON-serialisable numbers for a summary."""
@@ -186,11 +186,10 @@ def check_alone(
     wanted = NUM_ALONE_HALF if half else NUM_ALONE
     probes = rng.choice(len(examples), min(wanted, len(examples)), replace=False)
     rows = [examples[i] for i in probes]
-    silent = Reporter(lambda _: None)
 
     def scored_together(with_engine: GhostEngine, label: str) -> np.ndarray:
         objective = loss_objective(with_engine.model)
-        return walk(with_engine, rows, objective, passes, silent, label, direction=direction).dots
+        return walk(with_engine, rows, objective, passes, silent(), label, direction=direction).dots
 
     got = scored_together(engine, "probes") if dots is None else dots[probes]
     largest = float(np.abs(got if dots is None else dots).max())

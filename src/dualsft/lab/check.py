@@ -30,7 +30,7 @@ from dualsft.runs.stages.selection import denominator, num_trained, param_budget
 from dualsft.runs.stages.split import load_examples, load_foreign
 from dualsft.runs.stages.warmup import warmup_plan
 from dualsft.storage.vectors import ParamVector
-from dualsft.system.progress import Reporter
+from dualsft.system.progress import Reporter, silent
 
 NUM_SHOWN = 3
 NUM_BATCH = 4
@@ -151,8 +151,8 @@ def _alone_against_batch(
         pad_id=settings.pad_id,
         padding_side=settings.padding_side,
     )
-    objective, silent = loss_objective(engine.model), Reporter(lambda _: None)
-    result = walk(engine, batch, objective, together, silent, "check", direction=direction)
+    objective = loss_objective(engine.model)
+    result = walk(engine, batch, objective, together, silent(), "check", direction=direction)
     shortest = batch[0]
     exact, norm = dot_alone(engine, shortest, direction, settings)
     error, tolerance = abs(exact - result.dots[0]) / (direction.norm() * norm), TOLERANCE[ctx.dtype]

@@ -44,7 +44,7 @@ from dualsft.runs.stages.gradients import SKETCHES, read_sketches, sketches_want
 from dualsft.runs.stages.selection import num_trained
 from dualsft.runs.stages.warmup import warmup_plan
 from dualsft.system.paths import RunPath
-from dualsft.system.progress import Progress, Reporter
+from dualsft.system.progress import Progress, Reporter, silent
 from dualsft.train.loop import MASKED, MOST_LR, sized
 
 NUM_ROWS = 320
@@ -359,8 +359,7 @@ class _Pilot:
     def _run(
         self, name: str, config: Config, until: str, lenders: Sequence[RunPath] = ()
     ) -> RunPath:
-        silent = Reporter(lambda _: None)
-        return RunPath(pipeline.run(config, self.folder / name, until, silent, lenders))
+        return RunPath(pipeline.run(config, self.folder / name, until, silent(), lenders))
 
     def _chosen_facts(self, run: RunPath) -> dict[str, Any]:
         """How the chosen rows differ from the sample."""

@@ -42,7 +42,7 @@ from dualsft.runs.stages import finetune, gradients, scores, selection, split, w
 from dualsft.storage.manifest import Fingerprint, read_stage_manifest, sha256_text, versions
 from dualsft.storage.resume import Pieces
 from dualsft.system.paths import Place, RunPath
-from dualsft.system.progress import Reporter, clock
+from dualsft.system.progress import Reporter, clock, silent
 from dualsft.system.signals import Interrupted
 from dualsft.system.usage import explained
 
@@ -154,7 +154,7 @@ def run(
         reporter.say(waiting)
     with joined(use_cuda, config.parallel.mode == "shard") as present:
         kind = RunDir if present.main else FollowedRunDir
-        rundir, voice = kind(out), reporter if present.main else Reporter(lambda _: None)
+        rundir, voice = kind(out), reporter if present.main else silent()
         ctx = RunContext(config, rundir, voice, lenders=lenders, answers=answers)
         for warning in settings.warnings(config):
             ctx.reporter.warn(warning)
@@ -256,7 +256,7 @@ class Finished:
 
     def __init__(self, config: Config, out: RunPath) -> None:
         self.rundir = RunDir(out)
-        self._ctx = _Onlooker(config, self.rundir, Reporter(lambda _: None))
+        self._ctx = _Onlooker(config, self.rundir, silent())
         self._left = [stage for stage in stages() if stage.runs(self._ctx)]
         self._hashes: dict[str, str] = {}
         self._wanted: dict[str, list[Fingerprint]] = {}

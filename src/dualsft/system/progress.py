@@ -162,3 +162,8 @@ class Reporter:
             bars.remove_task(task)
             if not bars.tasks:  # tracked tasks may be nested
                 bars.stop()
+
+
+def silent() -> Reporter:
+    """A reporter that shows nothing, for work inside other work."""
+    return Reporter(lambda _: None)

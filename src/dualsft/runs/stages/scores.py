@@ -140,20 +140,19 @@ def _calibrated(
     counts = {role: len(rows) for role, rows in ctx.roles().items()}
     rows = read_sketches(ctx.folder("gradients") / SKETCHES, counts, sketch.dim)
     seed, rho, passes = ctx.config.seed, ctx.config.score.rho, pass_settings(ctx)
-    with ctx.reporter.track("solving for the scores", 1, "system") as progress:
-        found, checks = scored_by_sketches(
-            engine,
-            sketch,
-            rows["pool"],
-            rows["val"],
-            scored.grad_sum,
-            scored.terms.val_grad,
-            pool,
-            seed,
-            rho,
-            passes,
-        )
-        progress.advance(1)
+    found, checks = scored_by_sketches(
+        engine,
+        sketch,
+        rows["pool"],
+        rows["val"],
+        scored.grad_sum,
+        scored.terms.val_grad,
+        pool,
+        seed,
+        rho,
+        passes,
+        ctx.reporter,
+    )
     ctx.reporter.say(f"calibrated scores: ρ = {found.rho:.2g} ({found.how})")
     if found.target_share is not None:
         share, error = (100 * part for part in found.target_share)

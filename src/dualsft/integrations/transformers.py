@@ -25,6 +25,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -149,6 +150,7 @@ def check_trainer_loss(trainer: Trainer, candidates: Candidates, row: Example) -
             "use_liger_kernel=True replaces the loss when train() starts, where it cannot be "
             "checked; give liger_kernel_config={'fused_linear_cross_entropy': False}, or leave it"
         )
+    model.eval()
     found: list[Tensor] = []
     batch = collate([row], 0, device=device_of(model))
     with own_forward(model):
@@ -159,14 +161,14 @@ def check_trainer_loss(trainer: Trainer, candidates: Candidates, row: Example) -
     inputs["attention_mask"] = batch.attention_mask
     count = torch.tensor(row.num_response_tokens, device=batch.input_ids.device)
     counted = {k: deepcopy(v) for k, v in vars(trainer).items() if k in _COUNTED}
-    required, training = p.requires_grad, model.training
+    required = p.requires_grad
     try:
         p.requires_grad_(True)
         model.training = True  # of this module only: its training path, without dropout below it
         loss: Any = trainer.compute_loss(model, inputs, num_items_in_batch=count)
         (theirs,), loss = torch.autograd.grad(loss, p), float(loss.detach())
     finally:
-        model.training = training
+        model.training = False
         p.requires_grad_(required)
         vars(trainer).update(counted)
     apart = float((theirs - found[0]).norm() / found[0].norm().clamp_min(1e-30))
@@ -214,7 +216,7 @@ def adam_curvature(trainer: Trainer, candidates: Candidates) -> ParamVector:
 def restrict(
     trainer: Trainer,
     param_mask: Mapping[str, Tensor | None],
-    rows: Sequence[int] | None = None,
+    rows: Sequence[int] | np.ndarray | None = None,
     **settings: Any,
 ) -> SparseAdamW:
     """Let `trainer.train()` update only these weight entries, on these rows of its train_dataset.
@@ -265,7 +267,7 @@ def restrict(
     return trainer.optimizer
 
 
-def _wrong_rows(trainer: Trainer, rows: Sequence[int]) -> list[str]:
+def _wrong_rows(trainer: Trainer, rows: Sequence[int] | np.ndarray) -> list[str]:
     dataset: Any = trainer.train_dataset
     if not hasattr(dataset, "__len__"):
         return ["train_dataset: rows of a stream cannot be chosen; give a dataset with a length"]

@@ -1,6 +1,6 @@
 """DualSFT inside TRL: the best 10 % of the rows and 5 % of the weights of your own SFTTrainer.
 
-Your arguments, chat template, columns and callbacks stay; the four lines at the end are ours.
+Your arguments, chat template, columns and callbacks stay; the lines with `dualsft` are ours.
 
     python examples/trl_sft.py MODEL_FOLDER ROWS.jsonl OUT
 """
@@ -25,5 +25,6 @@ trainer = SFTTrainer(
 scores = dualsft.score_trainer(trainer, form="calibrated")
 chosen = dualsft.select(scores, data_budget=0.1, param_budget=0.05)
 dualsft.restrict(trainer, chosen.param_mask, chosen.rows)
+del scores  # G, u and the copy of the model; training does not need them
 trainer.train()
 trainer.save_model(out)

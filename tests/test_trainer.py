@@ -21,7 +21,7 @@ from models import assert_equal, snapshot, tiny_model, tiny_rows, tiny_tokenizer
 from peft import LoraConfig, get_peft_model
 from places import place
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoTokenizer, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -252,6 +252,23 @@ def test_a_list_of_rows_and_a_checkpoint(tmp_path: Path) -> None:
     whole = trained(tmp_path)
     resumed = trained(tmp_path / "again", resume=str(tmp_path / "checkpoint-3"))
     assert_equal(snapshot(resumed), snapshot(whole))
+
+
+def test_a_mask_that_moves(tmp_path: Path) -> None:
+    """`set_indices` between two steps of a Trainer: both masks were trained, nothing else."""
+    trainer = plain(tmp_path)
+    before, first, second = snapshot(trainer.model), torch.arange(0, 60, 7), torch.arange(1, 60, 7)
+    optimizer = dualsft.restrict(trainer, {WEIGHT: first})
+
+    class Move(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 4:
+                optimizer.set_indices({WEIGHT: second})
+
+    trainer.add_callback(Move)
+    trainer.train()
+    assert_only_the_mask_moved(trainer.model, before, {WEIGHT: torch.cat([first, second])})
+    assert int(optimizer.moments_of(WEIGHT)["step"]) == 20
 
 
 def test_selected_rows_are_packed_by_a_second_trainer(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ exchange these objects only behind the trainer's back. Before `train()` they are
 `restrict` sets `train_dataset` and `optimizer`, as `Trainer(..., optimizers=(optimizer, None))`
 would, and everything else (steps, schedule, clipping, accumulation, checkpoints) follows by itself.
 For the same reason there is no selection in the middle of a training: the trainer's checkpoint has
-no place for the rows in use, and resuming would replay the wrong ones. Train twice instead.
+no place for the rows in use, and resuming would replay the wrong ones. (A mask alone can move, by
+`set_indices` of the optimizer.)
 
 Rows are read through the trainer's own collator, one at a time, so labels are those that it trains
 on, however they came about. The trainer's loss is compared with ours, in value and gradient: this
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
 from dualsft.algorithm.split import assign_roles, resolve_budget
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 LOSS_TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
 """Relative difference allowed between a trainer's loss or gradient and ours, for one row."""
+
 
 # --- what a trainer trains on ------------------------------------------------------------------
 
@@ -201,8 +204,8 @@ def adam_curvature(trainer: Trainer, candidates: Candidates) -> ParamVector:
         second = held.get("exp_avg_sq")
         if second is None or second.shape != p.shape or "step" not in held:
             raise ConfigError(
-                f"warmup: the trainer's optimizer has no second moment of {name}; train() it "
-                "first, with optim='adamw_torch' on all weights"
+                f"warm: the trainer's optimizer has no second moment of {name}; train() it first, "
+                "with optim='adamw_torch' and all weights"
             )
         group = group_of[id(p)]
         unbiased = second.to(candidates.dtype) / (1.0 - group["betas"][1] ** float(held["step"]))
@@ -261,9 +264,7 @@ def restrict(
     if rows is not None:
         dataset, chosen = trainer.train_dataset, [int(row) for row in rows]
         own: Any = getattr(dataset, "select", None)  # a datasets.Dataset stays one
-        trainer.train_dataset = (
-            torch.utils.data.Subset(dataset, chosen) if own is None else own(chosen)  # type: ignore[arg-type]
-        )
+        trainer.train_dataset = own(chosen) if own else Subset[Any](dataset, chosen)  # type: ignore[arg-type]
     return trainer.optimizer
 
 

@@ -163,6 +163,7 @@ def test_score_select_and_train_inside_sft_trainer(tmp_path: Path, kind: Any) ->
     scores = dualsft.score_trainer(trainer, "val", anchors="anchor", warm=12, **given)
     assert torch.equal(torch.get_rng_state(), state)
     assert_equal(snapshot(model), before)
+    assert all(p.grad is None for p in model.parameters())
     assert not trainer._metrics["train"] and not trainer._metrics["eval"]
 
     rows = trainer_rows(trainer, "train_dataset")

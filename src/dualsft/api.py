@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -418,23 +417,22 @@ def score_trainer(
             "param_mask and rows of the selection, and give them to restrict in every process"
         )
     shared: Any = {"candidates": candidates, "batch_tokens": batch_tokens, "seed": seed}
-    shared["reporter"] = reporter
-    with torch.random.fork_rng():  # the trainer draws the same rows as without scoring
-        pool = _examples("train_dataset", trainer_rows(trainer, "train_dataset"), model)
-        new = _examples("val", trainer_rows(trainer, "val", val), model)
-        old = [] if anchors is None else trainer_rows(trainer, "anchors", anchors)
-        check_trainer_loss(trainer, find_candidates(model, candidates), new[0])
-        theta_bar, curvature = model, None
-        if not isinstance(warm, int | float):
-            theta_bar = plain_model(warm)
-            curvature = adam_curvature(warm, find_candidates(theta_bar, candidates))
-        elif warm:
-            taken, pool = split_warm(pool, warm, seed)
-            with own_forward(model):
-                theta_bar = deepcopy(model)
-            size = args.train_batch_size * args.gradient_accumulation_steps
-            curvature = warmup(theta_bar, taken, lr=args.learning_rate, batch_size=size, **shared)
-        known = {"eta_ft": args.learning_rate, "curvature": curvature, "anchors": old}
-        with own_forward(theta_bar):
-            teacher = model if old else None
-            return score(theta_bar, pool, new, theta_old=teacher, **known, **shared, **settings)
+    shared |= {"reporter": reporter}
+    pool = _examples("train_dataset", trainer_rows(trainer, "train_dataset"), model)
+    new = _examples("val", trainer_rows(trainer, "val", val), model)
+    old = [] if anchors is None else trainer_rows(trainer, "anchors", anchors)
+    check_trainer_loss(trainer, find_candidates(model, candidates), new[0])
+    theta_bar, curvature = model, None
+    if not isinstance(warm, int | float):
+        theta_bar = plain_model(warm)
+        curvature = adam_curvature(warm, find_candidates(theta_bar, candidates))
+    elif warm:
+        taken, pool = split_warm(pool, warm, seed)
+        with own_forward(model):
+            theta_bar = deepcopy(model)
+        size = args.train_batch_size * args.gradient_accumulation_steps
+        curvature = warmup(theta_bar, taken, lr=args.learning_rate, batch_size=size, **shared)
+    known = {"eta_ft": args.learning_rate, "curvature": curvature, "anchors": old}
+    with own_forward(theta_bar):
+        teacher = model if old else None
+        return score(theta_bar, pool, new, theta_old=teacher, **known, **shared, **settings)

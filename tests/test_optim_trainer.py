@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from models import assert_equal, snapshot
 from small_tokenizers import byte_tokenizer
 from test_optim import (
@@ -22,6 +23,7 @@ from test_optim import (
 )
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from dualsft.train.optimizer import SparseAdamW
@@ -101,6 +103,13 @@ def rows(count: int = 24) -> list[Row]:
     return [{"input_ids": ids, "labels": ids} for i in range(count) for ids in batch(i)[:1]]
 
 
+def door(optimizer: Any) -> dict[str, Any]:
+    """The argument of Trainer for an optimizer, or for a class with its settings."""
+    if isinstance(optimizer, tuple):
+        return {"optimizer_cls_and_kwargs": optimizer}
+    return {"optimizers": (optimizer, None)}
+
+
 def sft_trainer(model: nn.Module, args: dict[str, Any], optimizer: Any) -> Trainer:
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     tokens = [row["input_ids"].tolist() for row in rows()]
@@ -109,12 +118,12 @@ def sft_trainer(model: nn.Module, args: dict[str, Any], optimizer: Any) -> Train
         args=trl.SFTConfig(**args, bf16=False, gradient_checkpointing=False),
         train_dataset=datasets.Dataset.from_dict({"input_ids": tokens}),
         processing_class=byte_tokenizer(),
-        optimizers=(optimizer, None),
+        **door(optimizer),
     )
 
 
 def plain_trainer(model: nn.Module, args: dict[str, Any], optimizer: Any) -> Trainer:
-    given: Any = {"train_dataset": rows(), "optimizers": (optimizer, None)}
+    given: Any = {"train_dataset": rows()} | door(optimizer)
     return Trainer(model, TrainingArguments(**args), **given)
 
 
@@ -152,6 +161,28 @@ def test_trainer_trains_as_masked_adamw(
     assert_trained(model, expected, masks)
     assert len(norms) == STEPS and norms == pytest.approx(expected_norms, rel=1e-4)
     assert min(norms) > 0.2, "clipping must bite"
+
+
+def by_class(model: nn.Module, masks: Masks) -> tuple[type, dict[str, Any]]:
+    settings = {"indices": indices_of(masks), "lr": LR, "weight_decay": DECAY}
+    return SparseAdamW, {"params": list(model.named_parameters())} | settings
+
+
+@pytest.mark.parametrize("trainer_of", [plain_trainer, sft_trainer])
+@pytest.mark.parametrize("tied", [False, True])
+def test_trainer_makes_the_optimizer(
+    tmp_path: Path, tied: bool, trainer_of: Callable[..., Trainer]
+) -> None:
+    settings: dict[str, Any] = {"max_grad_norm": 0.2, "trainer_of": trainer_of}
+    model, masks, _ = run_trainer(tmp_path, by_class, tied, **settings)
+    expected, _, _ = run_trainer(tmp_path, MaskedAdamW, tied, **settings)
+    assert_trained(model, expected, masks)
+
+    def without_names(model: nn.Module, masks: Masks) -> tuple[type, dict[str, Any]]:
+        return SparseAdamW, {"indices": indices_of(masks), "lr": LR}
+
+    with pytest.raises(ValueError, match=r"have no names .* list\(model.named_parameters\(\)\)"):
+        run_trainer(tmp_path, without_names, tied, **settings)
 
 
 def test_a_trainer_checkpoint_resumes_as_if_never_stopped(tmp_path: Path) -> None:
@@ -214,6 +245,46 @@ def test_whoever_clears_and_clips(clearing: str, own_clipping: bool, tied: bool)
     expected, _, expected_norms = loop(MaskedAdamW, CLEARINGS["model"], own_clipping, tied)
     assert_trained(model, expected, masks)
     assert norms == pytest.approx(expected_norms, rel=1e-4) and min(norms) > 0.2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_accelerate(tied: bool) -> None:
+    """`prepare`, `accumulate` and `clip_grad_norm_`, in a loop written by hand."""
+
+    def trained(make: Callable[..., Any]) -> tuple[nn.Module, Masks, list[float]]:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model, norms = tiny_llama(tied=tied), []
+        masks = masks_of(model)
+        loader: Any = DataLoader(rows(), batch_size=2)  # type: ignore[arg-type]
+        wrapped, optimizer, loader = accelerator.prepare(model, make(model, masks), loader)
+        for row in loader:
+            with accelerator.accumulate(wrapped):
+                accelerator.backward(wrapped(**row).loss)
+                if accelerator.sync_gradients:
+                    norm: Any = accelerator.clip_grad_norm_(wrapped.parameters(), 0.2)
+                    norms.append(float(norm))
+                optimizer.step()
+                optimizer.zero_grad()
+        return model, masks, norms
+
+    model, masks, norms = trained(ours)
+    expected, _, expected_norms = trained(MaskedAdamW)
+    assert_trained(model, expected, masks)
+    assert norms == pytest.approx(expected_norms, rel=1e-4)
+    assert len(norms) == STEPS and min(norms) > 0.2, "clipping must bite"
+    with pytest.raises(RuntimeError, match="create the SparseAdamW without it"):
+        trained(lambda model, masks: ours(model, masks, free_gradients=True))
+
+
+def test_loss_scaling_wants_gradients_to_unscale() -> None:
+    model = tiny_llama()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = ours(model, masks_of(model), free_gradients=True)
+    ids = batch(0)
+    scaler.scale(model(input_ids=ids, labels=ids).loss).backward()  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="unscales gradients in p.grad"):
+        scaler.step(optimizer)
+    assert_equal(snapshot(model), snapshot(tiny_llama()))
 
 
 def test_loss_scaling() -> None:

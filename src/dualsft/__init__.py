@@ -34,7 +34,8 @@ from dualsft.config.settings import (
 from dualsft.errors import ConfigError, DataError, DualsftError, RunError
 
 if TYPE_CHECKING:
-    from dualsft.api import score, select, warmup
+    from dualsft.api import score, score_trainer, select, warmup
+    from dualsft.integrations.transformers import restrict
     from dualsft.lab.estimate.estimate import estimate
     from dualsft.lab.explain import explain
     from dualsft.model.delta import apply_delta, extract_delta
@@ -54,7 +55,9 @@ if find_spec("dualsft.lab") is not None:
 _LAZY = {
     "run": "dualsft.runs.pipeline",
     "score": "dualsft.api",
+    "score_trainer": "dualsft.api",
     "select": "dualsft.api",
+    "restrict": "dualsft.integrations.transformers",
     "warmup": "dualsft.api",
     "SparseAdamW": "dualsft.train.optimizer",
     "apply_delta": "dualsft.model.delta",
@@ -83,8 +86,10 @@ __all__ = [
     "explain",
     "extract_delta",
     "load",
+    "restrict",
     "run",
     "score",
+    "score_trainer",
     "select",
     "warmup",
 ]

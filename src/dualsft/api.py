@@ -10,15 +10,18 @@ rows of a `datasets.Dataset`, dicts, token lists, batches of a DataLoader or `Ex
     chosen = dualsft.select(scores, data_budget=0.1, param_budget=0.05)
     optimizer = dualsft.SparseAdamW(model.named_parameters(), chosen.param_mask, lr=2e-5)
     Trainer(model, args, train_dataset=data, optimizers=(optimizer, None)).train()
+
+`score_trainer` does the first two lines with what a `Trainer` holds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -54,11 +57,22 @@ from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.passes import Precision
 from dualsft.engine.walk import PassSettings
 from dualsft.errors import ConfigError
+from dualsft.integrations.transformers import (
+    adam_curvature,
+    check_trainer_loss,
+    own_forward,
+    plain_model,
+    split_warm,
+    trainer_rows,
+)
 from dualsft.model.load import find_candidates, text_parameters
 from dualsft.storage.vectors import ParamVector
 from dualsft.system.progress import Reporter
 from dualsft.train.loop import TrainingPlan, train
 from dualsft.train.optimizer import make_optimizer
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 @dataclass(frozen=True)
@@ -152,6 +166,8 @@ class Selection:
     param_mask: dict[str, Tensor]
     data_subset: np.ndarray
     num_rescored: int
+    rows: list[int]
+    """The subset as `Example.index`: row numbers in the data that the pool was taken from."""
 
 
 def warmup(
@@ -366,4 +382,57 @@ def select(
         duplicates=duplicates,
         strata=make_strata(b, scores.pool, per_source, lengths, sources),
     )
-    return Selection(mask.indices, chosen.positions, len(chosen.rescored))
+    rows = [scores.pool[i].index for i in chosen.positions]
+    return Selection(mask.indices, chosen.positions, len(chosen.rescored), rows)
+
+
+def score_trainer(
+    trainer: Trainer,
+    val: Any = None,
+    *,
+    anchors: Any = None,
+    warm: int | float | Trainer = 0.05,
+    candidates: str = "block_linear",
+    batch_tokens: int = 1024,
+    seed: int = 42,
+    reporter: Reporter | None = None,
+    **settings: Any,
+) -> Scores:
+    """Score the train_dataset of a Hugging Face `Trainer` or TRL `SFTTrainer` at its model.
+
+    `val` and `anchors` are tokenized datasets with the trainer's columns, or names of entries of
+    its `eval_dataset`; `val` is `eval_dataset` by default. `warm` is the count or share of rows
+    for the warmup of a copy of the model (they are not scored), 0 for none, or another trainer that
+    has trained with AdamW: its model is θ̄, and its second moments give ĉ. Learning rate and batch
+    size are the trainer's; `settings` are those of `score`. Then:
+
+        chosen = dualsft.select(scores, data_budget=0.1, param_budget=0.05)
+        dualsft.restrict(trainer, chosen.param_mask, chosen.rows)
+        trainer.train()
+    """
+    model, args = plain_model(trainer), trainer.args
+    if args.world_size > 1:
+        raise ConfigError(
+            "score_trainer: one process computes the scores; score without torchrun, save "
+            "param_mask and rows of the selection, and give them to restrict in every process"
+        )
+    shared: Any = {"candidates": candidates, "batch_tokens": batch_tokens, "seed": seed}
+    shared |= {"reporter": reporter}
+    pool = _examples("train_dataset", trainer_rows(trainer, "train_dataset"), model)
+    new = _examples("val", trainer_rows(trainer, "val", val), model)
+    old = [] if anchors is None else trainer_rows(trainer, "anchors", anchors)
+    check_trainer_loss(trainer, find_candidates(model, candidates), new[0])
+    theta_bar, curvature = model, None
+    if not isinstance(warm, int | float):
+        theta_bar = plain_model(warm)
+        curvature = adam_curvature(warm, find_candidates(theta_bar, candidates))
+    elif warm:
+        taken, pool = split_warm(pool, warm, seed)
+        with own_forward(model):
+            theta_bar = deepcopy(model)
+        size = args.train_batch_size * args.gradient_accumulation_steps
+        curvature = warmup(theta_bar, taken, lr=args.learning_rate, batch_size=size, **shared)
+    known = {"eta_ft": args.learning_rate, "curvature": curvature, "anchors": old}
+    with own_forward(theta_bar):
+        teacher = model if old else None
+        return score(theta_bar, pool, new, theta_old=teacher, **known, **shared, **settings)

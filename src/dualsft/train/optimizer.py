@@ -43,8 +43,10 @@ class SparseAdamW(torch.optim.Optimizer):
     leaving the `with` block, removes the hooks. `state` is keyed by the model's parameters. There
     is one parameter group.
 
-    It works with a Hugging Face `Trainer`: `Trainer(..., optimizers=(optimizer, None))`. Move and
-    convert the model before creating the optimizer. `moments` is the dtype of the moments; bfloat16
+    It works with Accelerate, a GradScaler and a Hugging Face `Trainer`, as
+    `optimizers=(optimizer, None)` or `optimizer_cls_and_kwargs=(SparseAdamW, {"params":
+    list(model.named_parameters()), "indices": mask, "lr": lr})`. Move and convert the model before
+    creating the optimizer. `moments` is the dtype of the moments; bfloat16
     and int8 use stochastic rounding, seeded by `seed`. `offload` keeps moments and low halves in
     host memory between steps. `free_gradients` frees each dense gradient inside backward and stores
     only its selected entries, in `gradients`; `p.grad` stays None. This saves memory, but the
@@ -216,6 +218,17 @@ class SparseAdamW(torch.optim.Optimizer):
             size = PART if self.offload else max(1, grad.numel())
             for first in range(0, grad.numel(), size):
                 yield Part(weight, index, grad[first : first + size], before, first, step)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by `GradScaler.step`: whether the step unscales the gradients. The scaler does it,
+        in `p.grad`."""
+        if self.free_gradients:
+            raise RuntimeError(
+                "a GradScaler unscales gradients in p.grad, which is never set with "
+                "free_gradients=True: create the SparseAdamW without it, or train in bf16"
+            )
+        return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the pending gradients; with `free_gradients` they are always set to None."""
@@ -506,7 +519,15 @@ def _unique_parameters(
     """Name -> parameter, each given once and without another SparseAdamW attached."""
     params: dict[str, nn.Parameter] = {}
     names: dict[int, str] = {}
-    for name, p in named_parameters:
+    for pair in named_parameters:
+        if isinstance(pair, Mapping | Tensor):
+            raise ValueError(
+                f"the parameters have no names (a {type(pair).__name__} was given), but the mask "
+                "is by name: give model.named_parameters(); in a Trainer "
+                "optimizer_cls_and_kwargs=(SparseAdamW, {'params': list(model.named_parameters()), "
+                "'indices': mask, 'lr': lr})"
+            )
+        name, p = pair
         if name in params or id(p) in names:
             raise ValueError(
                 f"parameter {name!r} is given twice (also as {names.get(id(p), name)!r}); "

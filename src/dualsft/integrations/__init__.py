@@ -1,0 +1,1 @@
+"""Other people's tools: Hugging Face Trainer and TRL."""

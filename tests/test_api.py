@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from places import place
 
 import dualsft
 from dualsft.data.examples import Example
-from dualsft.errors import ConfigError
+from dualsft.errors import CheckError, ConfigError
 from dualsft.model.load import find_candidates, load_model
 from dualsft.runs.stages.selection import read_mask
 from dualsft.runs.stages.split import read_split
@@ -92,6 +93,16 @@ def test_score_wants_both_or_neither_of_teacher_and_anchors() -> None:
         dualsft.score(model, tiny_rows(3, 1), tiny_rows(2, 2), eta_ft=1e-3, anchors=tiny_rows(2, 3))
     with pytest.raises(dualsft.ConfigError, match="must not be empty"):
         dualsft.score(model, [], tiny_rows(2, 2), eta_ft=1e-3)
+
+
+def test_a_copy_that_runs_the_original_s_forward_fails_the_self_check() -> None:
+    """Its own weights have no gradient: what the engine finds for them cannot be confirmed."""
+    model = tiny_model("llama", torch.float64)
+    copy = deepcopy(model)
+    copy.forward = model.forward
+    rows = tiny_rows(8)
+    with pytest.raises(CheckError, match="alone by plain autograd"):
+        dualsft.score(copy, rows[:6], rows[6:], eta_ft=1e-3, reporter=QUIET)
 
 
 def test_apply_and_extract_delta_are_inverse() -> None:

@@ -204,10 +204,9 @@ def check_alone(
         near = at_hand(direction)
         for example, ours, repeated in zip(rows, got, again, strict=True):
             exact, length = dot_alone(exactly, example, near, passes)
-            size = norm * length
+            size = norm * length or largest or 1.0  # no gradient alone must be none in the batch
             rounding.append(abs(exact - ours))
-            error = abs(exact - repeated) / size if size > 0 else 0.0
-            off = rounding[-1] / size if size > 0 else 0.0
+            error, off = abs(exact - repeated) / size, rounding[-1] / size
             probed.append(
                 {"id": example.id, "score": ours * eta_sc, "alone": exact * eta_sc}
                 | {"error": error, "rounding": off}

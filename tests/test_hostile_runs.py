@@ -750,6 +750,18 @@ def test_a_private_file_in_settings_that_the_user_names(sealed: bool, scene: Sce
     assert said.code == 2 and "give it on this command line" in said.text, said.text
 
 
+@pytest.mark.parametrize("gone", [["1_split"], ["1_split", "manifest.json"]])
+def test_settings_of_a_folder_that_lacks_a_part(gone: list[str], scene: Scene) -> None:
+    private = scene.outside / "private.jsonl"
+    private.write_text((json.dumps({"prompt": SECRET, "response": SECRET}) + "\n") * 60)
+    scene.settings(f"data.path={private}", sealed=False)
+    for name in gone:
+        (scene.run / name).rename(scene.root / f"gone-{name}")
+    words = ["run", str(scene.run / "config.yaml"), "--out", str(scene.root / "new")]
+    said = scene.attempt(*words, f"model.path={scene.model}", names=["data.path"])
+    assert said.code == 2, said.text
+
+
 def test_results_of_diagnostics_are_checked_before_they_are_shown(scene: Scene) -> None:
     assert scene.dualsft("diagnose", str(scene.run), "param_statistics").code == 0
     assert scene.dualsft("report", str(scene.run)).code == 0
@@ -870,6 +882,26 @@ def test_consent_for_a_model_elsewhere(command: str, scene: Scene) -> None:
         words = [command, str(scene.run / "config.yaml"), *out]
     said = scene.attempt(*words, names=CONSENT_WORDS)
     assert said.code != 0 or command == "report", said.text
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["files", "another repository"])
+def test_consent_for_ones_own_model_is_none_for_the_folder(elsewhere: bool, scene: Scene) -> None:
+    theta_bar = scene.run / "2_warmup/theta_bar"
+    poison(theta_bar, scene.canary)
+    if elsewhere:
+        config = json.loads((theta_bar / "config.json").read_text())
+        config["auto_map"] = {
+            kind: f"evil/repo--{name}" for kind, name in config["auto_map"].items()
+        }
+        (theta_bar / "config.json").write_text(json.dumps(config))
+        for file in theta_bar.glob("*.py"):
+            file.unlink()
+    reseal(theta_bar.parent)
+    paths = [f"model.path={scene.model}", f"data.path={scene.corpus}", CONSENT]
+    said = scene.attempt(
+        "diagnose", str(scene.run), "coordination_gap", *paths, names=["theta_bar"]
+    )
+    assert said.code == 1 and "does not have" in said.text, said.text
 
 
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "unsealed"])

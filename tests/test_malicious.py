@@ -155,6 +155,11 @@ FOLDERS: dict[str, Poison] = {
     "tokenizer outside": key(
         "tokenizer_config.json", fast_tokenizer_files=["../outside/tokenizer.0.json"]
     ),
+    "special tokens that open a file": key("special_tokens_map.json", vocab_file="/etc/hostname"),
+    "special tokens that open one here": key("special_tokens_map.json", tokenizer_file="notes.txt"),
+    "an argument that opens a file": key("tokenizer_config.json", emoji="/etc/passwd"),
+    "a vocabulary of the current directory": key("tokenizer_config.json", target_spm="notes.txt"),
+    "other weights": key("config.json", transformers_weights="e.safetensors.index.json"),
     "adapter of another model": (
         key("adapter_config.json", base_model_name_or_path="evil/base", peft_type="LORA")[0],
         "adapter_config.json: the folder is a PEFT adapter",
@@ -181,8 +186,10 @@ FOLDERS: dict[str, Poison] = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_poisoned_model_folder(name: str, lab: Lab) -> None:
+def test_poisoned_model_folder(name: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before anything heavy, by the command line and by the functions that load."""
+    (lab.outside / "notes.txt").write_text("private")
+    monkeypatch.chdir(lab.outside)
     poison, expected = FOLDERS[name]
     poison(lab)
     code, said = lab.run()

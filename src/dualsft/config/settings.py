@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib.resources
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -365,14 +366,19 @@ def load(source: str | Place | None = None, overrides: Sequence[str] = ()) -> Co
     return Config(**_build(_resolve(flat, problems)))
 
 
+_STAGE = re.compile(r"[1-7]_(split|warmup|gradients|scores|selection|finetune|evaluation)\b.*")
+"""Folders of a run, finished or not."""
+
+
 def _is_of_a_run(source: str | Place, text: str) -> bool:
     """Whether a run folder brings these settings, also if the user named the file."""
     if isinstance(source, RunPath) or source in recipe_names():
         return isinstance(source, RunPath)
     given, real = Path(source), Path(source).resolve()  # it may be a link
     sealed = "config.yaml" in (given.name, real.name) and text.startswith(SEAL_LINE)
-    folders = (set(RunPath(place.parent).names()) for place in (given, real))
-    return sealed or any({"1_split", "manifest.json"} <= names for names in folders)
+    beside = {name for place in (given, real) for name in RunPath(place.parent).names()}
+    written = {"manifest.json", "metrics.jsonl"} if given.name == "config.yaml" else set[str]()
+    return sealed or any(map(_STAGE.fullmatch, beside)) or bool(beside & written)
 
 
 def _packaged(key: str, value: Any) -> bool:

@@ -25,7 +25,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dualsft.errors import ConfigError, RunError
-from dualsft.model.safety import check_folder, check_neighbours, weight_files
+from dualsft.model.safety import (
+    check_folder,
+    check_neighbours,
+    code_elsewhere,
+    weight_files,
+)
 from dualsft.storage.manifest import damage, read_stage_manifest
 from dualsft.system.bounds import blocks_of, data_bytes, hollow
 from dualsft.system.usage import cache_root
@@ -372,6 +377,14 @@ def weights_hash(folder: Path) -> str:
 def code_hash(folder: Path) -> str:
     """One hash for the Python files in a model folder, which run only with trust_remote_code."""
     return _hash_of(folder, sorted(folder.rglob("*.py")))
+
+
+def foreign_code(folder: Path, known: Path, name: str) -> str | None:
+    """What brings code into a folder that the folder `known`, the model `name`, does not have."""
+    hashes = {file_sha256(path) for path in known.rglob("*.py")}
+    files = (path for path in sorted(folder.rglob("*.py")) if file_sha256(path) not in hashes)
+    other = next(files, None)
+    return code_elsewhere(folder, name) if other is None else other.name
 
 
 def tokenizer_hash(folder: Path) -> str:

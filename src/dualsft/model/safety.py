@@ -24,6 +24,7 @@ from dualsft.system.bounds import MAX_PARSED_BYTES, check_json
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIGS = "*config*.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npz", ".npy", ".h5", ".joblib"}
 
 CONFIG_BYTES = 4 << 20
@@ -56,6 +57,7 @@ _CODE = (
     "folder's .py files; set model.trust_remote_code=true only when you trust its authors"
 )
 _KERNELS = "fetches and runs compiled code; remove the key and choose model.attention instead"
+_OTHER_WEIGHTS = f"names other weights than {WEIGHTS} or {INDEX}, which are checked; remove the key"
 _QUANTISED = "quantised weights cannot be scored or trained exactly; give the unquantised model"
 _REMOTE_KEYS = {"auto_map": _CODE, "custom_pipelines": _CODE}
 _REFUSED_KEYS = {
@@ -65,12 +67,13 @@ _REFUSED_KEYS = {
     "use_kernels": _KERNELS,
     "allow_all_kernels": _KERNELS,
     "kernel_config": _KERNELS,
+    "transformers_weights": _OTHER_WEIGHTS,
     "quantization_config": _QUANTISED,
     "compression_config": _QUANTISED,
 }
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 _VOCABULARIES = (".json", ".txt", ".model", ".tiktoken")
-_FILE_KEYS = ("_file", "_files", "_path", "_dir")
+_FILE_KEYS = ("_file", "_files", "_path", "_dir", "_spm", "vocab")
 _UNREAD = {"special_tokens_map_file", "name_or_path", "_name_or_path"}
 """Leftovers from the author's machine in many published configurations; nothing opens them."""
 
@@ -82,6 +85,16 @@ def check_folder(folder: Path, trust_remote_code: bool = False) -> None:
         problems += _bad_configs(folder, trust_remote_code)
     if problems:
         raise ConfigError([f"model.path: {folder}: {problem}" for problem in problems])
+
+
+def code_elsewhere(folder: Path, name: str) -> str | None:
+    """A configuration entry that names code of another repository than `name`, if there is one."""
+    for path in sorted(folder.glob(CONFIGS)):
+        for where, key, value in _entries(_read_json(path, CONFIG_BYTES, MAX_VALUES)):
+            text = json.dumps(value, default=str) if key in _REMOTE_KEYS else ""
+            if "--" in text.replace(f'"{name}--', ""):
+                return f"{path.name}: {where}"
+    return None
 
 
 def check_neighbours(gguf: Path) -> None:
@@ -177,7 +190,9 @@ def _bad_configs(folder: Path, trust_remote_code: bool, deep: bool = True) -> It
             "it (`merge_and_unload`) and give the merged folder"
         )
     has_code = any(folder.rglob("*.py") if deep else folder.glob("*.py"))
-    for path in sorted(folder.glob(CONFIGS)):
+    tokens = folder / SPECIAL_TOKENS
+    files = list(folder.glob(CONFIGS)) + ([tokens] if deep and tokens.exists() else [])
+    for path in sorted(files):
         try:
             content = _read_json(path, CONFIG_BYTES, MAX_VALUES)
         except ConfigError as problem:
@@ -194,6 +209,9 @@ def _bad_configs(folder: Path, trust_remote_code: bool, deep: bool = True) -> It
             reason = _refusal(key, value, trust_remote_code)
             if path.name in ("config.json", "tokenizer_config.json"):
                 reason = reason or _excess(key, value)
+            if path == tokens and where == key and not key.endswith(("_token", "_tokens")):
+                reason = f"is not a special token, which is all that the file may hold; {_MEND}"
+            reason = reason or _outside(key, value, folder)
             if reason is not None:
                 yield f"{path.name}: {where} = {_short(value)}: {reason}"
     if not deep:  # the file is converted in a folder of its own: no more of this one is read
@@ -251,6 +269,26 @@ def _refusal(key: str, value: Any, trust_remote_code: bool) -> str | None:
         return _KERNELS
     if key.endswith(_FILE_KEYS) and key not in _UNREAD and any(map(_leads_out, words)):
         return "leads out of the folder; give a file name inside it, or remove the key"
+    return None
+
+
+def _outside(key: str, value: Any, folder: Path) -> str | None:
+    """Why this value may not stay: it names a file of this machine that is not the model's.
+
+    Loaders hand most keys to classes as arguments, and some of these open what they are given,
+    relative to the current directory.
+    """
+    for word in value if isinstance(value, list) else [value]:
+        if not isinstance(word, str) or key in _UNREAD:
+            continue
+        if "/" not in word and not key.endswith(_FILE_KEYS):
+            continue
+        try:
+            path, mode = Path(word).resolve(), Path(word).stat().st_mode
+        except (OSError, ValueError):  # no such file, or no file name
+            continue
+        if not S_ISDIR(mode) and not path.is_relative_to(folder.resolve()):
+            return "names a file outside the folder; remove the key"
     return None
 
 

@@ -42,7 +42,7 @@ from dualsft.model.load import (
     load_tokenizer,
     read_model_config,
 )
-from dualsft.model.resolve import resolve_model, weights_hash
+from dualsft.model.resolve import foreign_code, resolve_model, weights_hash
 from dualsft.model.sharded import load_sharded
 from dualsft.runs.folder import RunDir
 from dualsft.runs.preflight import FOLDERS, reading, shown_files
@@ -215,8 +215,21 @@ class RunContext:
         return self.num_parameters * self.dtype.itemsize
 
     def local(self, folder: Place) -> Path:
-        """A model folder as a local path; a folder inside the run is verified first."""
-        return folder if isinstance(folder, Path) else model_in(folder)
+        """A model folder as a local path; a folder inside the run is verified first.
+
+        Consent to run code was given for model.path: a folder of the run may not bring other code.
+        """
+        if isinstance(folder, Path):
+            return folder
+        path, model = model_in(folder), self.config.model.path
+        found = foreign_code(path, self.model_folder, model) if self.trusted else None
+        if found is not None:
+            raise RunError(
+                f"{folder}: {found} brings code that model.path={model} does not have, and "
+                "model.trust_remote_code=true is for that model only; remove the stage folder and "
+                "run the same `dualsft run` again"
+            )
+        return path
 
     def load(self, folder: Place) -> PreTrainedModel:
         attention, path = self.config.model.attention, self.local(folder)

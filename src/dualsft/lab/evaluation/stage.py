@@ -32,7 +32,7 @@ from dualsft.lab.evaluation.benchmarks import harness_model, run_benchmarks, vll
 from dualsft.lab.evaluation.tasks import BENCHMARKS, check_positions, task_files, wanted_tasks
 from dualsft.memory.plans import OutOfMemory, memory_errors_shared
 from dualsft.model.sharded import is_sharded, release
-from dualsft.runs.context import RunContext, Settings, model_in
+from dualsft.runs.context import RunContext, Settings
 from dualsft.runs.pipeline import Stage
 from dualsft.runs.stages.split import load_examples
 from dualsft.storage.manifest import sha256_file
@@ -79,7 +79,7 @@ def _benchmarks(
             give_back(ctx.device)  # vLLM needs the memory that the loaded models used
             makers = {
                 "before": lambda: vllm_model(ctx, ctx.model_folder),
-                "after": lambda: vllm_model(ctx, model_in(tuned)),
+                "after": lambda: vllm_model(ctx, ctx.local(tuned)),
             }
             return run_benchmarks(ctx, makers, part)
         before, after = (ctx.theta_old(), ctx.load(tuned)) if is_sharded(pair[0]) else pair

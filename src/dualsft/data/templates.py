@@ -21,13 +21,14 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, compress
+from itertools import accumulate, chain, compress, pairwise
 from operator import not_
 from typing import TYPE_CHECKING
 
-from dualsft.data.chat import ChatTemplate, Piece, read_template
-from dualsft.data.formats import Turn
+from dualsft.data.chat import ChatTemplate, read_template
+from dualsft.data.formats import Piece, Turn
 from dualsft.data.rows import Row
+from dualsft.data.tokens import IGNORE
 from dualsft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -194,6 +195,19 @@ class Template:
             ids = list(chain(*apart[i])) if split else joint[i]
             encoded.append(self._labelled(pieces, ids, borders.get(i, ends), split))
         return encoded
+
+    def encode_given(self, row: Row) -> Encoded:
+        """Token ids of a row that brings them, or pieces to encode one by one; nothing is added."""
+        if row.tokens is not None:
+            ids, labels = row.tokens
+            marked = [label != IGNORE for label in labels]
+        else:
+            parts = self._encode([text for text, _ in row.pieces])
+            ids = list(chain(*parts))
+            marked = [m for part, (_, m) in zip(parts, row.pieces, strict=True) for _ in part]
+        edges = [at for at, (a, b) in enumerate(pairwise([False, *marked, False])) if a != b]
+        answers = list(zip(edges[::2], edges[1::2], strict=True))
+        return Encoded(ids, answers, ids[:1] == [self.bos_id], False, False)
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """The tokens that the model receives before it answers a single question."""

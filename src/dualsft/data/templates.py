@@ -52,6 +52,15 @@ TEXT_TEMPLATES: dict[str, tuple[str, str]] = {
 A system text replaces the first part.
 """
 
+
+def request_text(template: str, prompt: str, first: bool = True, system: str = "") -> str:
+    """A request in a plain-text template, as the model receives it before it answers."""
+    preamble, request = TEXT_TEMPLATES[template]
+    head = (system or preamble) if first else ""
+    lead = "\n\n" if head or (preamble and not first) else ""
+    return f"{head}{lead}{request.replace('{instruction}', prompt)}"
+
+
 _MOST_CHARACTERS = 16 << 20  # of a row's texts up to each boundary, in total
 
 
@@ -127,13 +136,7 @@ class Template:
         """The text that the model receives before it answers a single question."""
         if self.name == "chat":
             return self.chat.prompt([{"role": "user", "content": prompt}])
-        return self._request(prompt, first=True)
-
-    def _request(self, prompt: str, first: bool, system: str = "") -> str:
-        preamble, request = TEXT_TEMPLATES[self.name]
-        head = (system or preamble) if first else ""
-        lead = "\n\n" if head or (preamble and not first) else ""
-        return f"{head}{lead}{request.replace('{instruction}', prompt)}"
+        return request_text(self.name, prompt)
 
     def _render_turns(self, row: Row) -> list[Piece]:
         """A conversation in a plain-text template: alternating requests and answers with EOS."""
@@ -151,7 +154,7 @@ class Template:
         pieces: list[Piece] = []
         for k in range(0, len(turns), 2):
             answer = turns[k + 1]
-            request = self._request(turns[k]["content"], first=k == 0, system=system)
+            request = request_text(self.name, turns[k]["content"], k == 0, system)
             trained = before + k + 1 >= row.trained_from and answer.get("weight") != 0
             pieces += [(request, False), (self._ended(answer["content"]), trained)]
         return pieces

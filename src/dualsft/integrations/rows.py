@@ -337,8 +337,9 @@ def _training(config: Config, facts: Mapping[str, Any]) -> dict[str, Any]:
         value = resolved.get(name, default) if value == "auto" else value
         return value if isinstance(value, int | float) else default
 
+    model = Path(config.model.path).expanduser()  # the training starts in another folder
     return {
-        "model_name_or_path": config.model.path,
+        "model_name_or_path": str(model.resolve()) if model.exists() else config.model.path,
         "stage": "sft",
         "do_train": True,
         "finetuning_type": "full",

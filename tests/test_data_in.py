@@ -15,6 +15,7 @@ import pytest
 from golden.cases import ANSWER, LAST, SYSTEM, USER
 from golden.setups import make_tokenizer
 
+import dualsft
 from dualsft.config.settings import DataConfig
 from dualsft.data.examples import IGNORE, Example, tokenize
 from dualsft.data.rows import DataReport, Row, read_rows
@@ -303,3 +304,33 @@ def test_what_cannot_be_shortened_is_bad(
 ) -> None:
     with pytest.raises(DataError, match=message):
         encoded(tmp_path, row, truncation=truncation, max_length=50)
+
+
+# --- rows of text in Python ----------------------------------------------------------------------
+
+
+def test_a_generator_of_dicts_is_encoded_as_a_file_is(tmp_path: Path) -> None:
+    rows = [{"question": f"say {i}", "answer": LONG[: 10 + i], "from": "a b"} for i in range(4)]
+    tokenizer = make_tokenizer("merging", "plain")
+    settings: dict[str, Any] = {"max_length": 30, "truncation": "right", "source_field": "from"}
+    read_back, report = read(tmp_path, *rows, **settings)
+    wanted, _ = tokenize(read_back, tokenizer, DataConfig(path="x", **settings), report)
+    found = dualsft.encode((row for row in rows), tokenizer, **settings)
+    assert [e.key for e in found] == [e.key for e in wanted] and len(found) == 4
+    assert [(e.index, e.source, e.id) for e in found] == [(e.index, e.source, e.id) for e in wanted]
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        ([{"question": "q", "answer": "a"}, {"question": "q"}], {}, "rows, row 2: field 'answer'"),
+        ([{"question": "q", "answer": "a"}, "text"], {}, "rows, row 2: is no mapping of fields"),
+        ([{"question": "q", "answer": "a"}], {"templat": "plain"}, "data.templat.*data.template"),
+        ([], {}, "rows: has no row to tokenize"),
+    ],
+)
+def test_rows_in_python_that_cannot_be_used(
+    rows: list[Any], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(dualsft.DualsftError, match=message):
+        dualsft.encode(rows, make_tokenizer("byte", "plain"), **settings)

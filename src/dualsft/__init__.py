@@ -35,6 +35,7 @@ from dualsft.errors import ConfigError, DataError, DualsftError, RunError
 
 if TYPE_CHECKING:
     from dualsft.api import score, select, warmup
+    from dualsft.data.examples import encode
     from dualsft.lab.estimate.estimate import estimate
     from dualsft.lab.explain import explain
     from dualsft.model.delta import apply_delta, extract_delta
@@ -56,6 +57,7 @@ _LAZY = {
     "score": "dualsft.api",
     "select": "dualsft.api",
     "warmup": "dualsft.api",
+    "encode": "dualsft.data.examples",
     "SparseAdamW": "dualsft.train.optimizer",
     "apply_delta": "dualsft.model.delta",
     "extract_delta": "dualsft.model.delta",
@@ -79,6 +81,7 @@ __all__ = [
     "SplitConfig",
     "WarmupConfig",
     "apply_delta",
+    "encode",
     "estimate",
     "explain",
     "extract_delta",

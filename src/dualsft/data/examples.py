@@ -13,6 +13,7 @@ the examples: no score may depend on how the examples are batched.
 from __future__ import annotations
 
 import hashlib
+import logging
 from array import array
 from bisect import bisect_left
 from collections import defaultdict
@@ -23,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from dualsft.config.settings import from_mapping
 from dualsft.data.layouts import BadRow
-from dualsft.data.rows import DataReport, Row, settle
+from dualsft.data.rows import DataReport, Row, read_values, settle
 from dualsft.data.templates import Encoded, Template
 from dualsft.data.tokens import IGNORE, MASKS, TokenRow, token_row, whole_numbers
 from dualsft.errors import ConfigError, DataError
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
     from dualsft.config.settings import DataConfig
     from dualsft.data.formats import Piece, Turn
+
+logger = logging.getLogger(__name__)
 
 _CHUNK_ROWS = 1_000
 
@@ -103,6 +107,27 @@ def as_examples(name: str, rows: Iterable[Any]) -> list[Example]:
             example = Example("", len(found), ids, labels, source=source)
             found.append(replace(example, id=f"{example.key[:16]}-{len(found)}"))
     return found
+
+
+def encode(
+    rows: Iterable[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    model_type: str = "",
+    **data: Any,
+) -> list[Example]:
+    """Examples from rows of text: dicts in any format of `data.path`, such as a generator of them
+    or a `datasets.Dataset`, tokenized as `dualsft run` does.
+
+    `data` are settings of the section data by name (`template="plain"`, `max_length=512`).
+    `model_type` is that of the model's configuration, for `add_bos`.
+    """
+    config = from_mapping({"model": {"path": "."}, "data": {"path": "rows", **data}}).data
+    read, report = read_values(rows, config)
+    examples, report = tokenize(read, tokenizer, config, report, model_type=model_type)
+    for note in report.notes():
+        logger.warning(note)
+    return examples
 
 
 def _token_rows(row: Any) -> list[tuple[TokenRow, str]]:

@@ -17,7 +17,7 @@ import gzip
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -435,6 +435,23 @@ class TsvReader(CsvReader):
     """CSV with tabs as delimiters."""
 
     delimiters: ClassVar[str] = "\t"
+
+
+class ValuesReader(Reader):
+    """Rows in memory, as mappings."""
+
+    unit: ClassVar[str] = "row"
+    kind: ClassVar[str] = "rows"
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]], limits: Limits) -> None:
+        super().__init__(Path("rows"), limits)
+        self._rows = rows
+
+    def _records(self) -> Iterator[Record]:
+        for index, row in enumerate(self._rows):
+            problem = "" if isinstance(row, Mapping) else "is no mapping of fields; give a dict"
+            values = dict(row) if isinstance(row, Mapping) else None
+            yield Record(index, index + 1, values=values, problem=problem)
 
 
 _SURROGATE = re.compile("[\udc80-\udcff]")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualsft.data.formats import Piece, Turn, conversation
 from dualsft.data.layouts import BadRow, Recogniser, ascii_safe, kind, listed
-from dualsft.data.readers import Limits, LinesReader, Reader, Record
+from dualsft.data.readers import Limits, LinesReader, Reader, Record, ValuesReader
 from dualsft.data.sources import LONGEST_SOURCE, SourceFile, find_files, make_reader
 from dualsft.data.tables import to_json
 from dualsft.data.tokens import TokenRow
@@ -353,6 +353,24 @@ def read_rows(
     report.num_good = len(rows)
     settle(report, config.bad_rows, known=0)
     return rows, report
+
+
+def read_values(
+    values: Iterable[Mapping[str, Any]], config: DataConfig
+) -> tuple[list[Row], DataReport]:
+    """The usable rows among rows in memory, as `read_rows` does for files."""
+    limits, report = Limits(), DataReport(path="rows")
+    reader, file = ValuesReader(values, limits), SourceFile(Path("rows"))
+    name = config.source_field
+    collector = _Collector(
+        config, report, limits, lambda _, row: "" if name is None else _source(row, name)
+    )
+    for record in reader:
+        collector.add(file, reader, record.index, record)
+    collector.finish()
+    report.num_good = len(collector.rows)
+    settle(report, config.bad_rows, known=0)
+    return collector.rows, report
 
 
 def _sample(rows: list[Row], files: Sequence[SourceFile], report: DataReport) -> list[Row]:

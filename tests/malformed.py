@@ -188,7 +188,10 @@ BAD_SHAREGPT: dict[str, Broken] = {
     "answer_blank": _replied("  ", " (gpt): 'value' is empty"),
     "function_not_json": _replied("f(1)", " is not valid JSON", "function_call"),
     "function_no_name": _replied("{}", ": a function call must be an object", "function_call"),
-    "gpt_first": _spoken("'gpt' where human or observation is required", GPT, HUMAN, GPT),
+    "two_answers": _spoken("'gpt' where human or observation is required", HUMAN, GPT, GPT),
+    "two_openings": _spoken(
+        "turn 2: 'gpt' where human or observation is req", GPT, GPT, HUMAN, GPT
+    ),
     "two_humans": _spoken("'human' where gpt or function_call is required", HUMAN, HUMAN, GPT),
     "ends_with_human": _spoken("ends with a user turn that has no answer", HUMAN, GPT, HUMAN),
     "system_in_the_middle": _replied("x", ": from 'system' is not known", "system"),
@@ -205,7 +208,53 @@ BAD_PAIRS: dict[str, Broken] = {
     **_as_text(PAIR, "response", *NOT_TEXT),
     **_as_text(PAIR, "prompt", "null", "surrogate"),
     **_without(PAIR, "response"),
-    "other_fields": ({"question": "ask", "answer": "tell"}, "has 'question', 'answer')"),
+    "other_fields": ({"ask": "ask", "reply": "tell"}, "has 'ask', 'reply')"),
+}
+
+SEGMENTS: Fields = {"segments": [{"label": False, "text": "ask"}, {"label": True, "text": "tell"}]}
+
+
+def _parts(message: str, *parts: Any) -> Broken:
+    return {"segments": list(parts)}, message
+
+
+TOLD = {"label": True, "text": "tell"}
+BAD_SEGMENTS: dict[str, Broken] = {
+    "null": ({"segments": None}, "field 'segments' is null, must be a list of objects"),
+    "empty": _parts("field 'segments' is an empty list, must be a list of objects"),
+    "strings": _parts("field 'segments' is a list, must be a list of objects", "ask", "tell"),
+    "second_string": _parts("segment 2 has no 'label' that is true or false", TOLD, "tell"),
+    "no_label": _parts("segment 1 has no 'label'", {"text": "ask"}, TOLD),
+    "label_text": _parts("segment 1 has no 'label'", {"text": "ask", "label": "false"}, TOLD),
+    "no_text": _parts("segment 2: 'text' is null, must be a string", TOLD, {"label": False}),
+    "surrogate": _parts("'text' has half a surrogate pair", {**TOLD, "text": SURROGATE}),
+    "untrained": _parts("has no text with 'label' true", {"label": False, "text": "ask"}),
+}
+
+TOKENS: Fields = {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}
+BAD_TOKENS: dict[str, Broken] = {
+    "no_labels": ({"input_ids": [5, 6], "attention_mask": [1, 1]}, "without 'labels', so the resp"),
+    "shifted": (
+        {**TOKENS, "labels": [-100, 7, 8, -100]},
+        "'labels' has 7 at position 2, where 'in",
+    ),
+    "negative": (
+        {**TOKENS, "input_ids": [5, -6, 7, 8]},
+        "field 'input_ids' has -6, which is no",
+    ),
+    "untrained": ({**TOKENS, "labels": [-100] * 4}, "has only -100, so there is no response"),
+    "first_only": ({**TOKENS, "labels": [5, -100, -100, -100]}, "has only -100, so there is no"),
+    "lengths": ({**TOKENS, "labels": [-100, 6]}, "4 input_ids and 2 labels"),
+    "ids_text": ({**TOKENS, "input_ids": "[5, 6, 7, 8]"}, "field 'input_ids' must be a list"),
+    "ids_words": ({**TOKENS, "input_ids": ["a", "b", "c", "d"]}, "field 'input_ids' must be who"),
+    "ids_null": ({**TOKENS, "input_ids": None}, "field 'input_ids' must be a list"),
+    "mask_values": (
+        {**TOKENS, "attention_mask": [1, 1, 2, 2]},
+        "'attention_mask' has other values than 0 and 1",
+    ),
+    "mask_gap": ({**TOKENS, "attention_mask": [1, 0, 1, 1]}, "zeros between its ones"),
+    "packed": ({**TOKENS, "seq_lengths": [2, 2]}, "it packs several examples"),
+    "positions": ({**TOKENS, "position_ids": [0, 1, 0, 1]}, "it packs several examples"),
 }
 
 SHAPES: dict[str, Shape] = {
@@ -221,6 +270,8 @@ SHAPES: dict[str, Shape] = {
     "text": Shape(
         "text", TEXT, (), _as_text(TEXT, "text", "null", "blank") | _without(TEXT, "text")
     ),
+    "segments": Shape("segments", SEGMENTS, (), BAD_SEGMENTS),
+    "tokens": Shape("tokens", TOKENS, (), BAD_TOKENS | _without(TOKENS, "input_ids")),
 }
 
 

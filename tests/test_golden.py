@@ -32,10 +32,11 @@ def named(fixture: dict[str, Any]) -> str:
 def ours(row: dict[str, Any], tokenizer: Any, folder: Path, **settings: Any) -> Example:
     path = folder / "row.jsonl"
     path.write_text(json.dumps(row), encoding="utf-8")
-    config = DataConfig(path=str(path), max_length=10_000, **settings)
+    config = DataConfig(**{"path": str(path), "max_length": 10_000, **settings})
     rows, report = read_rows(path, config)
     [example], report = tokenize(rows, tokenizer, config, report)
     assert report.num_split_borders == 0
+    assert report.num_truncated == (config.truncation == "right")
     return example
 
 

@@ -303,8 +303,19 @@ CSV_FILES = {
     ),
     "extra_column": accepted("c.csv", b"id,prompt,response\n1,ask,tell\n"),
     "tabs": accepted("c.tsv", b"prompt\tresponse\nask\ttell\n"),
-    "wrong_header": refused("c.csv", b"question,answer\nask,tell\n", "question", "answer"),
-    "semicolons": refused("c.csv", b"prompt;response\nask;tell\n", "prompt;response"),
+    "wrong_header": refused("c.csv", b"ask,reply\nask,tell\n", "'ask', 'reply'"),
+    "semicolons": accepted("c.csv", b"prompt;response\nask;tell\n"),
+    "tabs_in_csv": accepted("c.csv", b"prompt\tresponse\nask\ttell\n"),
+    "bars": accepted("c.csv", b"prompt|response\nask|tell\n"),
+    "semicolons_quoted": accepted(
+        "c.csv", b"\xef\xbb\xbf" + b'prompt;response;"a,b"\nask;tell;x\n'
+    ),
+    "two_delimiters": refused(
+        "c.csv", b"prompt;response,x\nask;tell,1\n", "',' and ';'", "quotes", at="line 1"
+    ),
+    "index_column": accepted("c.csv", b",prompt,response\n0,ask,tell\n"),
+    "index_column_semicolons": accepted("c.csv", b";prompt;response\n0;ask;tell\n"),
+    "utf16_delimiters": refused("c.csv", "a;b,c\n".encode("utf-16"), "UTF-16", at="line 1"),
     "double_header": refused(
         "c.csv", b"prompt,response,response\na,b,c\n", "response", at="line 1"
     ),
@@ -354,7 +365,7 @@ TABLE_FILES = {
     "gzip_as_parquet": refused("c.parquet", gzip.compress(PARQUET), "gzip"),
     "parquet_as_jsonl": refused("c.jsonl", PARQUET, "Parquet"),
     "wrong_columns": refused(
-        "c.parquet", m.parquet(pa.table({"question": ["a"], "answer": ["b"]})), "question", "answer"
+        "c.parquet", m.parquet(pa.table({"ask": ["a"], "reply": ["b"]})), "'ask', 'reply'"
     ),
     "two_columns_of_a_name": refused(
         "c.parquet",

@@ -131,9 +131,9 @@ def test_a_line_at_the_limit_is_read(corpus: Path) -> None:
 
 def test_fields_of_no_format_are_listed(corpus: Path) -> None:
     with pytest.raises(DataError) as caught:
-        read(corpus, b'{"question": "q", "answer": "a"}\n' * 3, bad_rows="skip")
+        read(corpus, b'{"ask": "q", "reply": "a"}\n' * 3, bad_rows="skip")
     message = str(caught.value)
-    for part in ("line 1:", "'question', 'answer'", "prompt_response (prompt, response)"):
+    for part in ("line 1:", "'ask', 'reply'", "prompt_response (prompt, response)"):
         assert part in message
     for part in ("(prompt, completion, optional tools)", "alpaca (instruction, output, optional"):
         assert part in message

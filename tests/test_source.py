@@ -105,6 +105,7 @@ OPENS_ELSEWHERE = {
     "lab/evaluation/sandbox.py": "the sandbox's own folder",
     "data/sources.py": "the user's rows, and downloads into the cache",
     "data/tables.py": "the user's rows",
+    "integrations/rows.py": "the new file or folder that the user names",
 }
 """Modules that open files which are not in a run folder, and which files those are."""
 

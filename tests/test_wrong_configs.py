@@ -152,7 +152,22 @@ def test_a_wrong_value(setting: str, shown: str, allowed: str, cure: str, shell:
             ("select.variant=data", "select.rounds=2"),
             ("select.rounds: 2 is not allowed with select.variant=data",),
         ),
-        (("data.prompt_field=q",), ("give data.response_field too",)),
+        (
+            ("data.prompt_field=q", "data.format=prompt_completion"),
+            ("give data.response_field too",),
+        ),
+        (
+            ("data.text_field=q", "data.prompt_field=a"),
+            ("data.text_field: 'q' is not allowed with data.prompt_field", "one text or"),
+        ),
+        (
+            ("data.messages_field=q", "data.input_field=a"),
+            ("data.messages_field: 'q' is not allowed with data.input_field", "a list of turns"),
+        ),
+        (
+            ("data.text_field=q", "data.format=tokens"),
+            ("data.text_field: 'q' is not allowed with data.format=tokens", "data.format=text"),
+        ),
         (
             ("data.val_path=v.jsonl", "split.val=10"),
             ("split.val: 10 is not allowed with data.val_path", "leave one of the two out"),
@@ -184,7 +199,10 @@ def test_a_wrong_value(setting: str, shown: str, allowed: str, cure: str, shell:
             ("data.prompt_field=q", "data.response_field=a", "data.format=text"),
             ("data.prompt_field: 'q' is not allowed with data.format=text", "prompt_response"),
         ),
-        (("data.response_field=a",), ("data.response_field: 'a' is not allowed alone",)),
+        (
+            ("data.response_field=a", "data.format=prompt_completion"),
+            ("data.response_field: 'a' is not allowed alone",),
+        ),
         (
             ("evaluation.files=validation:v.jsonl",),
             ("evaluation.files: the name 'validation' is taken", "another_name:PATH"),

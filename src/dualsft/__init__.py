@@ -35,6 +35,7 @@ from dualsft.errors import ConfigError, DataError, DualsftError, RunError
 
 if TYPE_CHECKING:
     from dualsft.api import score, score_trainer, select, warmup
+    from dualsft.data.examples import encode
     from dualsft.integrations.transformers import restrict
     from dualsft.lab.estimate.estimate import estimate
     from dualsft.lab.explain import explain
@@ -59,6 +60,7 @@ _LAZY = {
     "select": "dualsft.api",
     "restrict": "dualsft.integrations.transformers",
     "warmup": "dualsft.api",
+    "encode": "dualsft.data.examples",
     "SparseAdamW": "dualsft.train.optimizer",
     "apply_delta": "dualsft.model.delta",
     "extract_delta": "dualsft.model.delta",
@@ -82,6 +84,7 @@ __all__ = [
     "SplitConfig",
     "WarmupConfig",
     "apply_delta",
+    "encode",
     "estimate",
     "explain",
     "extract_delta",

@@ -395,6 +395,15 @@ def consents(words: list[str]) -> list[str]:
     return [word for word in words if word.partition("=")[0] in allowed]
 
 
+def given_paths(command: str, words: list[str] | None) -> list[str]:
+    """The words, which may only be settings that a run folder from someone else cannot give."""
+    consent = consents(words or [])
+    if other := [word for word in words or [] if word not in consent]:
+        known = ", ".join((*settings.CONSENTS, *settings.OUTSIDE))
+        raise ConfigError(f"{command}: {other[0]!r} is not allowed; settings can be {known}")
+    return consent
+
+
 @app.command()
 def explain(
     folder: RunFolder,
@@ -412,10 +421,7 @@ def explain(
     ] = None,
 ) -> None:
     """Show which examples of a scored run help or hurt query rows, and which look wrong."""
-    consent = consents(words or [])
-    if other := [word for word in words or [] if word not in consent]:
-        known = ", ".join((*settings.CONSENTS, *settings.OUTSIDE))
-        raise ConfigError(f"explain: {other[0]!r} is not allowed; settings can be {known}")
+    consent = given_paths("explain", words)
     explain = later("dualsft.lab.explain").explain
     with reading(folder):
         found = explain(
@@ -523,6 +529,29 @@ def extract(
     """Write the entries in which two models differ to a delta file."""
     count = later("dualsft.model.delta").extract(base, tuned, out, dtype)
     show(f"{count:,} changed entries written to {out}")
+
+
+@export_app.command()
+def data(
+    folder: RunFolder,
+    out: Annotated[Path, typer.Argument(help="File or folder to write.")],
+    words: Annotated[
+        list[str] | None,
+        _argument("Paths of a received run folder, such as data.path=...", "[KEY=VALUE]..."),
+    ] = None,
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="parquet or datasets (all scored rows, with score, rank and selected), trl or "
+            "llamafactory (the selected rows, ready to train on).",
+        ),
+    ] = "parquet",
+) -> None:
+    """Write the rows of a run, with what it decided about them, for other tools."""
+    consent = given_paths("export data", words)
+    with reading(folder):
+        show(*later("dualsft.integrations.rows").export_data(folder, out, kind, consent))
 
 
 @app.command(context_settings=WORDS)

@@ -42,8 +42,20 @@ TRL_ROWS: dict[str, dict[str, Any]] = {
     "messages_rounds": {"messages": [SYSTEM, USER, ANSWER, AGAIN, LAST]},
     "messages_tools": {"messages": [USER, CALL, RESULT, ANSWER], "tools": [TOOL]},
     "messages_answers": {"messages": [USER, ANSWER, LAST]},
+    "messages_opening": {"messages": [ANSWER, USER, LAST]},
+    "tokens_mask": {"input_ids": [40, 41, 42, 43], "completion_mask": [0, 0, 1, 1]},
+    "tokens_masks": {
+        "input_ids": [40, 41, 42, 43],
+        "completion_mask": [0, 1, 1, 1],
+        "assistant_masks": [1, 1, 0, 1],
+    },
+    "tokens_labels": {"input_ids": [40, 41, 42, 43], "labels": [-100, 41, -100, 43]},
 }
 """By name; each is rendered by the chat template that fits it (`chat_template_of`)."""
+
+
+CUT = ("conversational_rounds", "messages_rounds", "text_unicode")
+"""Rows that are prepared again with three tokens less than they have (keep_start)."""
 
 
 def chat_template_of(row: dict[str, Any]) -> str:
@@ -51,7 +63,7 @@ def chat_template_of(row: dict[str, Any]) -> str:
     return "generation" if "messages" in row else "plain"
 
 
-def settings_of(row: dict[str, Any]) -> dict[str, str]:
+def settings_of(row: dict[str, Any]) -> dict[str, Any]:
     """TRL renders no template around texts: that is data.template=plain here."""
     is_text = any(isinstance(row.get(name), str) for name in ("text", "prompt"))
     return {"template": "plain" if is_text else "chat"}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset  # pyright: ignore[reportMissingImports]
-from golden.cases import TRL_ROWS, chat_template_of, settings_of
+from golden.cases import CUT, TRL_ROWS, chat_template_of, settings_of
 from golden.setups import CHAT_TEMPLATES, make_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer  # pyright: ignore
@@ -28,12 +28,15 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore
 HERE = Path(__file__).parent
 
 
-def prepared(row: dict[str, Any], tokenizer: Any, model: Any, marks: bool) -> dict[str, list[int]]:
+def prepared(
+    row: dict[str, Any], tokenizer: Any, model: Any, marks: bool, max_length: int | None = None
+) -> dict[str, list[int]]:
     """input_ids and labels as TRL prepares them."""
     with tempfile.TemporaryDirectory() as scratch:
         settings = SFTConfig(
             output_dir=scratch,
-            max_length=None,
+            max_length=max_length,
+            completion_only_loss=True if "completion_mask" in row else None,
             assistant_only_loss=marks,
             use_cpu=True,
             bf16=False,
@@ -66,17 +69,22 @@ def fixtures(names: list[str], make: Any) -> list[dict[str, Any]]:
                     num_attention_heads=1,
                 )
             )
-            made = prepared(row, tokenizer, model, marks=chat_template == "generation")
-            found.append(
-                {
-                    "case": case,
-                    "tokenizer": name,
-                    "chat_template": chat_template,
-                    "settings": settings_of(row),
-                    "row": row,
-                    **made,
-                }
-            )
+            marks = chat_template == "generation"
+            made = prepared(row, tokenizer, model, marks)
+            fixture = {
+                "case": case,
+                "tokenizer": name,
+                "chat_template": chat_template,
+                "settings": settings_of(row),
+                "row": row,
+            }
+            found.append({**fixture, **made})
+            if case in CUT:
+                limit = len(made["input_ids"]) - 3
+                settings = settings_of(row) | {"truncation": "right", "max_length": limit}
+                shorter = prepared(row, tokenizer, model, marks, limit)
+                fixture |= {"case": f"{case}_cut", "settings": settings}
+                found.append({**fixture, **shorter})
     return found
 
 

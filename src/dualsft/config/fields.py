@@ -83,6 +83,8 @@ class DataConfig:
         "openai",
         "sharegpt",
         "text",
+        "segments",
+        "tokens",
     ] = "auto"
     """Row format. auto: detected from the fields of the rows."""
     template: Literal["chat", "magicoder", "alpaca", "plain"] = "chat"
@@ -90,11 +92,15 @@ class DataConfig:
     template_file: str | None = None
     """A Jinja file that replaces the tokenizer's chat template."""
     prompt_field: str | None = None
-    """Name of the prompt field, if not detected automatically; requires data.response_field."""
+    """Name of the prompt field, if not detected automatically."""
     response_field: str | None = None
-    """Name of the response field, if not detected automatically; requires data.prompt_field."""
+    """Name of the response field, if not detected automatically; chosen for preference pairs."""
+    input_field: str | None = None
+    """Name of a field whose text follows the prompt on a new line (alpaca's input)."""
     messages_field: str | None = None
     """Name of the field that holds the turns, if not messages or conversations."""
+    text_field: str | None = None
+    """Name of the field that holds a whole text to train on, if not text."""
     system_field: str | None = None
     """Name of the field that holds the system prompt, if not detected automatically."""
     source_field: str | None = None
@@ -102,6 +108,10 @@ class DataConfig:
     from. null: its file or dataset_info.json entry, if data.path names several."""
     max_length: Annotated[int, Bounds(least=8)] = 2048
     """Maximum number of tokens per example, including the prompt."""
+    truncation: Literal["left", "prompt", "right"] = "left"
+    """How a longer row is shortened. left: tokens from the left, the BOS kept; prompt: whole
+    earlier rounds, then the beginning of the user's text, so that the template's own text stays;
+    right: tokens from the end, as TRL's keep_start, also of the response."""
     bad_rows: Literal["error", "skip"] = "error"
     """How to handle invalid rows (broken JSON, missing or empty fields, a response that does not
     fit). error: list them and stop; skip: leave them out and report how many."""
@@ -359,21 +369,31 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
         refuse("select.rounds", other, "give select.rounds=0 or variant dual")
     form = get("data.format", "auto")
     pair = ("data.prompt_field", "data.response_field")
-    for one, other in (pair, pair[::-1]):
-        if get(one) is None:
-            continue
-        if other in values and get(other) is None:
-            problems.append(f"{one}: {show(get(one))} is not allowed alone; give {other} too")
-        if form not in ("auto", "prompt_response", "prompt_completion"):
+    given = [key for key in (*pair, "data.input_field") if get(key) is not None]
+    for one in given:
+        allowed = ("auto", "prompt_response", "prompt_completion")
+        if form not in (*allowed, *(["alpaca"] if one == "data.input_field" else [])):
             cure = "give data.format=prompt_response, or leave the field names out"
             refuse(one, f"data.format={form}, whose fields have other names", cure)
-    if get("data.messages_field") is not None:
-        if get("data.prompt_field") is not None:
-            cure = "a row is a list of turns or a prompt and its response: leave one of the two out"
-            refuse("data.messages_field", "data.prompt_field", cure)
-        if form not in ("auto", "messages", "openai", "sharegpt"):
-            cure = "give data.format=messages or sharegpt, or leave it out"
-            refuse("data.messages_field", f"data.format={form}", cure)
+    if form == "prompt_completion":
+        for one, other in (pair, pair[::-1]):
+            if get(one) is not None and other in values and get(other) is None:
+                problems.append(f"{one}: {show(get(one))} is not allowed alone; give {other} too")
+    whole = {
+        "data.messages_field": ("a list of turns", ("auto", "messages", "openai", "sharegpt")),
+        "data.text_field": ("one text", ("auto", "text")),
+    }
+    for one, (what, forms) in whole.items():
+        if get(one) is None:
+            continue
+        for other in given:
+            cure = f"a row is {what} or a prompt and its response: leave one of the two out"
+            refuse(one, other, cure)
+        if form not in forms:
+            cure = f"give data.format={' or '.join(forms[1:])}, or leave it out"
+            refuse(one, f"data.format={form}", cure)
+    if get("data.messages_field") is not None and get("data.text_field") is not None:
+        refuse("data.text_field", "data.messages_field", "leave one of the two out")
     template = get("data.template", "chat")
     if get("data.template_file") is not None and template != "chat":
         cure = "give data.template=chat, or leave it out"

@@ -32,7 +32,7 @@ from dualsft.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from dualsft.data.formats import Turn
+    from dualsft.data.formats import Piece, Turn
 
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_SECONDS = 10.0
@@ -40,8 +40,6 @@ MAX_OUTPUT = 64 << 20
 MAX_MEMORY = 2 << 30
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-Piece = tuple[str, bool]
-"""A piece of text, and whether it is an answer."""
 Span = tuple[int, int]
 
 
@@ -129,8 +127,11 @@ class ChatTemplate:
         return text, [(int(start), int(end)) for start, end in marked if end > start]
 
     def _span(self, k: int, turns: Sequence[Turn], tools: Sequence[Turn], text: str) -> Span | None:
-        """The span of answer k, from the texts before and up to it; None if either is no prefix."""
-        before = self._render(turns[:k], tools, add_generation_prompt=True) if k else ""
+        """The span of answer k, from the texts before and up to it; None if either is no prefix,
+        or if nothing is before it that shows where its header ends."""
+        if not k:
+            return None
+        before = self._render(turns[:k], tools, add_generation_prompt=True)
         upto = text if k == len(turns) - 1 else self._render(turns[: k + 1], tools)
         fits = text.startswith(before) and text.startswith(upto) and len(before) < len(upto)
         return (len(before), len(upto)) if fits else None
@@ -162,7 +163,7 @@ class ChatTemplate:
             # what follows the answer in both renderings, such as its end token, belongs to it
             alone = self._render(stand_in[: k + 1], tools).rpartition(marks[k])[2]
             tail = len(after) if k == len(turns) - 1 else len(commonprefix([after, alone]))
-            before = self._render(turns[:k], tools, add_generation_prompt=True) if k else ""
+            before = self._render(turns[:k], tools, add_generation_prompt=True) if k else text
             start = len(before) if text.startswith(before) and len(before) <= position else position
             spans.append((start, end + tail))
             position = end

@@ -3,8 +3,8 @@
 A template (`data/templates.py`) renders and encodes every row (`data/rows.py`) into an `Example`:
 token ids, and labels that are -100 outside the responses. The mean loss over the labels is the
 example loss of docs/algorithm.md (response tokens, including the end token), which lines 1, 3, 5, 8
-and 12 of Algorithm 1 use. A row that is too long is truncated from the left, and counted; if its
-last response does not fit, the row is bad.
+and 12 of Algorithm 1 use. A row that is too long is shortened as data.truncation says, and counted;
+if its last response does not fit, the row is bad (with `right`: if nothing of a response is left).
 
 Batches are bucketed by length under a budget of padded tokens. They do not depend on the order of
 the examples: no score may depend on how the examples are batched.
@@ -13,7 +13,9 @@ the examples: no score may depend on how the examples are batched.
 from __future__ import annotations
 
 import hashlib
+import logging
 from array import array
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,19 +24,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dualsft.data.formats import BadRow
-from dualsft.data.rows import DataReport, Row, settle
+from dualsft.config.settings import from_mapping
+from dualsft.data.layouts import BadRow
+from dualsft.data.rows import DataReport, Row, read_values, settle
 from dualsft.data.templates import Encoded, Template
+from dualsft.data.tokens import IGNORE, MASKS, TokenRow, token_row, whole_numbers
 from dualsft.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from dualsft.config.settings import DataConfig
-    from dualsft.data.chat import Piece
+    from dualsft.data.formats import Piece, Turn
 
-IGNORE = -100
-"""The label of a token outside the responses."""
+logger = logging.getLogger(__name__)
 
 _CHUNK_ROWS = 1_000
 
@@ -78,9 +81,6 @@ def named(examples: Sequence[Example]) -> str:
 
 # --- examples in memory ------------------------------------------------------------------------
 
-MASKS = ("completion_mask", "assistant_masks")
-"""Columns of TRL that mark the tokens of the responses with 1, instead of labels."""
-
 
 def as_examples(name: str, rows: Iterable[Any]) -> list[Example]:
     """Examples from tokenized rows of any common kind; `name` is for messages.
@@ -103,52 +103,49 @@ def as_examples(name: str, rows: Iterable[Any]) -> list[Example]:
                 f"{name}[{i}] is no tokenized row ({problem}); give an Example, a mapping with "
                 f"input_ids and labels (or {MASKS[0]}), or a pair of token lists"
             ) from problem
-        for ids, labels, source in parts:
+        for (ids, labels), source in parts:
             example = Example("", len(found), ids, labels, source=source)
             found.append(replace(example, id=f"{example.key[:16]}-{len(found)}"))
     return found
 
 
-def _token_rows(row: Any) -> list[tuple[list[int], list[int], str]]:
-    """(ids, labels, source) of a row, or of each row of a batch without its padding."""
+def encode(
+    rows: Iterable[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    model_type: str = "",
+    **data: Any,
+) -> list[Example]:
+    """Examples from rows of text: dicts in any format of `data.path`, such as a generator of them
+    or a `datasets.Dataset`, tokenized as `dualsft run` does.
+
+    `data` are settings of the section data by name (`template="plain"`, `max_length=512`).
+    `model_type` is that of the model's configuration, for `add_bos`.
+    """
+    config = from_mapping({"model": {"path": "."}, "data": {"path": "rows", **data}}).data
+    read, report = read_values(rows, config)
+    examples, report = tokenize(read, tokenizer, config, report, model_type=model_type)
+    for note in report.notes():
+        logger.warning(note)
+    return examples
+
+
+def _token_rows(row: Any) -> list[tuple[TokenRow, str]]:
+    """The tokens and the source of a row, or of each row of a batch."""
     if not isinstance(row, Mapping):
-        prompt, response = (_listed(part) for part in row)
-        ids, labels = prompt + response, [IGNORE] * len(prompt) + response
-        return [(_whole(ids), _whole(labels), "")]
-    ids = _listed(row["input_ids"])
-    masks = [key for key in MASKS if key in row]
-    if "labels" not in row and not masks:
-        raise KeyError("it has no labels")
-    labels = _listed(row["labels"] if "labels" in row else row[masks[0]])
-    batch = bool(ids) and isinstance(ids[0], list)
-    each_ids, each_labels = (ids, labels) if batch else ([ids], [labels])
-    shown = _listed(row["attention_mask"]) if batch and "attention_mask" in row else None
-    source = row.get("source")
-    parts = []
-    for i, (one, marks) in enumerate(zip(each_ids, each_labels, strict=True)):
-        if len(one) != len(marks):
-            raise ValueError(f"{len(one)} input_ids and {len(marks)} labels")
-        if "labels" not in row:
-            marks = [token if mark else IGNORE for token, mark in zip(one, marks, strict=True)]
-        kept = [True] * len(one) if shown is None else [bool(mark) for mark in shown[i]]
-        pairs = [
-            pair for pair, keep in zip(zip(one, marks, strict=True), kept, strict=True) if keep
-        ]
-        own = source[i] if batch and isinstance(source, list | tuple) else source
-        text = own if isinstance(own, str) else ""
-        parts.append((_whole([a for a, _ in pairs]), _whole([b for _, b in pairs]), text))
-    return parts
-
-
-def _listed(values: Any) -> list[Any]:
-    """A list, array or tensor as a list."""
-    return values.tolist() if hasattr(values, "tolist") else list(values)
-
-
-def _whole(values: list[Any]) -> list[int]:
-    if not all(isinstance(value, int) for value in values):
-        raise TypeError("token ids and labels must be whole numbers")
-    return values
+        prompt, response = (whole_numbers("token ids", part) for part in row)
+        return [(TokenRow(prompt + response, [IGNORE] * len(prompt) + response), "")]
+    lists = {key: v.tolist() if hasattr(v, "tolist") else v for key, v in row.items()}
+    ids = lists["input_ids"]
+    rows = [lists]
+    if ids and isinstance(ids[0], Sequence):
+        wide = {k for k, v in lists.items() if isinstance(v, list | tuple) and len(v) == len(ids)}
+        rows = [{k: v[i] if k in wide else v for k, v in lists.items()} for i in range(len(ids))]
+    sources = [one.get("source") for one in rows]
+    return [
+        (token_row(one), source if isinstance(source, str) else "")
+        for one, source in zip(rows, sources, strict=True)
+    ]
 
 
 # --- examples ----------------------------------------------------------------------------------
@@ -170,13 +167,17 @@ def tokenize(
     is called with the number of rows and tokens after each chunk.
     """
     report = report or DataReport(path=str(config.path), num_rows=len(rows))
-    limit = config.max_length
-    cure = f"data.max_length is {limit}; raise data.max_length or shorten the response"
+    limit, part = config.max_length, "prompt" if config.truncation == "right" else "response"
+    cure = f"data.max_length is {limit}; raise data.max_length or shorten the {part}"
     if max_positions is not None and max_positions < limit:
         limit = max_positions
-        cure = f"the model has {limit} positions; shorten the response"
+        cure = f"the model has {limit} positions; shorten the {part}"
     report = replace(
-        report, problems=list(report.problems), template=config.template, max_length=limit
+        report,
+        problems=list(report.problems),
+        template=config.template,
+        max_length=limit,
+        truncation=config.truncation,
     )
     template = Template(
         config.template, tokenizer, config.add_bos, model_type, config.template_file
@@ -202,29 +203,41 @@ def _encode(
     rendered: list[tuple[Row, list[Piece]]] = []
     for row in rows:
         try:
-            rendered.append((row, template.render(row)))
+            rendered.append((row, [] if _is_given(row) else template.render(row)))
         except ValueError as problem:
             what = f"{problem}; repair the row, or use another data.template"
             report.add(row.index, _place(row, report), what)
     examples: list[Example] = []
-    encoded = template.encode([pieces for _, pieces in rendered])
-    for (row, _), tokens in zip(rendered, encoded, strict=True):
+    usual = iter(template.encode([pieces for _, pieces in rendered if pieces]))
+    for row, pieces in rendered:
+        tokens = next(usual) if pieces else template.encode_given(row)
         try:
             _check_answers(tokens, row, template)
-            ids, labels = _fit(tokens, limit, cure)
+            if report.truncation == "prompt" and len(tokens.ids) > limit:
+                fitting = _shorten(row, template, limit, cure)
+                report.num_truncated += 1
+                report.num_cut_responses += len(fitting.answers) < len(tokens.answers)
+                tokens = fitting
+            ids, labels = _fit(tokens, limit, cure, report.truncation == "right")
         except BadRow as problem:
             report.add(row.index, _place(row, report), str(problem))
             continue
         lost = len(tokens.ids) - len(ids)
         report.num_truncated += lost > 0
-        first = next((start for start, _ in tokens.answers), 0)
-        report.num_cut_responses += lost > 0 and first < lost + tokens.has_bos
+        (first, _), (_, end) = tokens.answers[0], tokens.answers[-1]
+        cut = end > limit if report.truncation == "right" else first < lost + tokens.has_bos
+        report.num_cut_responses += lost > 0 and cut
         report.num_double_bos += tokens.doubled_bos
         report.num_split_borders += tokens.split
         report.num_empty_prompts += not row.whole and not row.prompt.strip()
         report.num_special_text += template.holds_special_text(row)
         examples.append(Example(row.id, row.index, ids, labels, source=row.source))
     return examples
+
+
+def _is_given(row: Row) -> bool:
+    """Whether the row brings its tokens, or pieces that are encoded as they are."""
+    return row.tokens is not None or bool(row.pieces)
 
 
 def _place(row: Row, report: DataReport) -> str:
@@ -234,6 +247,8 @@ def _place(row: Row, report: DataReport) -> str:
 
 def _check_answers(tokens: Encoded, row: Row, template: Template) -> None:
     """Every answer must have a token besides its end, and the first answer a token before it."""
+    if not tokens.answers:
+        raise BadRow("no text with 'label' true has a token; mark the response")
     for start, end in tokens.answers:
         if set(tokens.ids[start:end]) <= {template.eos_id, template.bos_id}:
             raise BadRow("the response has no token except its end token; write a longer one")
@@ -244,10 +259,51 @@ def _check_answers(tokens: Encoded, row: Row, template: Template) -> None:
         )
 
 
-def _fit(tokens: Encoded, limit: int, cure: str) -> tuple[list[int], list[int]]:
+def _shorten(row: Row, template: Template, limit: int, cure: str) -> Encoded:
+    """The tokens of a row without its oldest rounds, then without the beginning of its last user
+    text, as little as needed; what the template writes around the turns stays whole."""
+
+    def encoded(prompt: str, turns: Sequence[Turn], trained_from: int) -> Encoded:
+        part = replace(row, prompt=prompt, turns=tuple(turns), trained_from=trained_from)
+        try:
+            return template.encode([template.render(part)])[0]
+        except ValueError as problem:
+            raise BadRow(f"{problem}; {cure}") from None
+
+    users = [at for at, turn in enumerate(row.turns) if turn["role"] == "user"]
+    if row.whole or (row.turns and not users):
+        raise BadRow(f"data.truncation=prompt: the row has no user text to shorten; {cure}")
+    turns, trained_from = list(row.turns), row.trained_from
+    for start in users[1:]:
+        head, dropped = row.turns[: users[0]], start - users[0]
+        turns = [*head, *row.turns[start:]]
+        trained_from = max(min(row.trained_from, len(head)), row.trained_from - dropped)
+        if len((found := encoded(row.prompt, turns, trained_from)).ids) <= limit:
+            return found
+    at = users[0] if users else 0
+    text = turns[at]["content"] if turns else row.prompt
+
+    def without(count: int) -> Encoded:
+        rest = text[count:]
+        cut = [*turns[:at], {**turns[at], "content": rest}, *turns[at + 1 :]] if turns else []
+        return encoded(rest, cut, trained_from)
+
+    counts = range(len(text))
+    best = bisect_left(counts, True, key=lambda count: len(without(count).ids) <= limit)
+    if best == len(counts):
+        raise BadRow(
+            f"the response and the template's own text have more than {limit} tokens; {cure}"
+        )
+    return without(best)
+
+
+def _fit(
+    tokens: Encoded, limit: int, cure: str, from_right: bool = False
+) -> tuple[list[int], list[int]]:
     """Truncate ids and labels to the limit: keep the BOS and as many of the last tokens as fit.
 
-    The last response is never truncated; earlier ones may be, from the left.
+    The last response is never truncated; earlier ones may be, from the left. `from_right` keeps the
+    first tokens instead, as TRL's keep_start does.
     """
     labels = [IGNORE] * len(tokens.ids)
     for start, end in tokens.answers:
@@ -256,6 +312,13 @@ def _fit(tokens: Encoded, limit: int, cure: str) -> tuple[list[int], list[int]]:
     over = len(tokens.ids) - limit
     if over <= 0:
         return tokens.ids, labels
+    if from_right:
+        if all(label == IGNORE for label in labels[:limit]):
+            raise BadRow(
+                f"the first response begins after {tokens.answers[0][0]} tokens, so nothing of it "
+                f"is left; {cure}"
+            )
+        return tokens.ids[:limit], labels[:limit]
     kept = int(tokens.has_bos)
     first, end = tokens.answers[-1]
     room = first - max(1, kept)  # all tokens before the last response except one may be dropped

@@ -1,9 +1,9 @@
 """Convert the fields of a row to a conversation, for every supported row format.
 
 Formats: prompt_response, prompt_completion (text or conversational), alpaca, messages (also called
-openai), sharegpt and text. A `Layout` holds the field names and role tags of a format. `Recogniser`
-detects the layout from the first row that has all fields of one. A conversation is a list of turns
-as chat templates take them: role, content, and any other keys.
+openai), sharegpt, text, and, already split or encoded, segments and tokens. `data/layouts.py` says
+which field is what. A conversation is a list of turns as chat templates take them: role, content,
+and any other keys.
 
 Nothing is guessed: a wrong type, an unknown role, an empty answer or a conversation that does not
 end with an answer raises `BadRow`, which names the field and the cure. Not part of Algorithm 1.
@@ -12,28 +12,18 @@ end with an answer raises `BadRow`, which names the field and the cure. Not part
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from dualsft.errors import DataError
-
-if TYPE_CHECKING:
-    from dualsft.config.settings import DataConfig
+from dualsft.data.layouts import BadRow, Layout, ascii_safe, has_turns, kind, listed
+from dualsft.data.tokens import IGNORE, MASKS, TokenRow, token_row
 
 Turn = dict[str, Any]
+Piece = tuple[str, bool]
+"""A piece of text, and whether it is an answer."""
 
-SHOWN_NAMES = 20
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_UNRECOGNISED_ROWS = 1_000
-OWN_NAMES = (
-    "name your fields with data.prompt_field=... and data.response_field=..., or with "
-    "data.messages_field=..."
-)
-
-
-class BadRow(ValueError):
-    """One row cannot be used; the message gives the reason."""
 
 
 class Conversation(NamedTuple):
@@ -52,157 +42,10 @@ class Conversation(NamedTuple):
     """The first turn whose answer is trained on; earlier turns are context."""
     whole: bool = False
     """Whether the row is one text without a prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tags:
-    """The keys and role names of a sharegpt file."""
-
-    role: str = "from"
-    content: str = "value"
-    user: str = "human"
-    assistant: str = "gpt"
-    observation: str = "observation"
-    function: str = "function_call"
-    system: str = "system"
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The field names of a format; an empty name is a part that the format does not have."""
-
-    format: str
-    prompt: str = ""
-    response: str = ""
-    messages: str = ""
-    text: str = ""
-    tags: Tags = field(default_factory=Tags)
-    query: str = ""
-    history: str = ""
-    system: str = ""
-    tools: str = ""
-
-    @property
-    def needed(self) -> tuple[str, ...]:
-        names = (self.prompt, self.response, self.messages, self.text)
-        return tuple(name for name in names if name)
-
-    def missing(self, names: Iterable[str]) -> list[str]:
-        return [name for name in self.needed if name not in names]
-
-    def __str__(self) -> str:
-        parts = (self.query, self.history, self.system, self.tools)
-        optional = [name for name in parts if name and self.format != "prompt_response"]
-        extra = f", optional {', '.join(optional)}" if optional else ""
-        return f"{self.format} ({', '.join(self.needed)}{extra})"
-
-
-_LAYOUTS = (
-    Layout("prompt_response", "prompt", "response"),
-    Layout("prompt_completion", "prompt", "completion", tools="tools"),
-    Layout("alpaca", "instruction", "output", query="input", history="history", system="system"),
-    Layout("messages", messages="messages", tools="tools"),
-    Layout("sharegpt", messages="conversations", system="system", tools="tools"),
-    Layout("text", text="text"),
-)
-
-
-def layouts_of(config: DataConfig) -> list[Layout]:
-    """The layouts that the settings allow (`contradictions` has checked that they agree)."""
-    name = "messages" if config.format == "openai" else config.format
-    layouts = [layout for layout in _LAYOUTS if name in ("auto", layout.format)]
-    if config.prompt_field and config.response_field:
-        kind = "prompt_response" if name == "auto" else name
-        layouts = [Layout(kind, config.prompt_field, config.response_field, tools="tools")]
-    elif field_of_turns := config.messages_field:
-        layouts = [
-            replace(layout, messages=field_of_turns) for layout in layouts if layout.messages
-        ]
-    if config.system_field:
-        layouts = [replace(layout, system=config.system_field) for layout in layouts]
-    return layouts
-
-
-class Recogniser:
-    """Detects the layout of a file from the first row that has all fields of one."""
-
-    def __init__(self, layouts: Sequence[Layout]) -> None:
-        self.accepted = list(layouts)
-        self.layout: Layout | None = layouts[0] if len(layouts) == 1 else None
-        self.known = {name for layout in layouts for name in layout.needed}
-        self.waiting: list[tuple[int, str, list[str]]] = []
-        """(index, place, fields) of rows before the first that shows the format."""
-
-    def read(self, index: int, place: str, values: dict[str, Any]) -> Conversation | None:
-        """The conversation of a row; None while the format is unknown (the row is kept waiting)."""
-        if self.layout is None:
-            self._recognise(place, values)
-        if self.layout is None:
-            names = sorted(values, key=lambda name: name not in self.known)  # known ones first
-            self.waiting.append((index, place, names[: SHOWN_NAMES + 1]))
-            if len(self.waiting) >= _UNRECOGNISED_ROWS:
-                self.settle()
-            return None
-        if missing := self.layout.missing(values):
-            raise BadRow(_missing(missing, list(values)))
-        return conversation(values, self.layout)
-
-    def settle(self) -> list[tuple[int, str, str]]:
-        """(index, place, problem) of the waiting rows; an error if no format was detected."""
-        if self.layout is None and self.waiting:
-            _, place, names = self.waiting[0]
-            accepted = "; ".join(str(layout) for layout in self.accepted)
-            raise DataError(
-                f"{place}: the fields {listed(names)} match no known format, nor do those of any "
-                f"later row; accepted: {accepted}; or {OWN_NAMES}"
-            )
-        waited, self.waiting = self.waiting, []
-        return [
-            (index, place, _missing(self.layout.missing(names), names))
-            for index, place, names in waited
-            if self.layout
-        ]
-
-    def _recognise(self, place: str, values: dict[str, Any]) -> None:
-        fitting = [layout for layout in self.accepted if not layout.missing(values)]
-        if len(fitting) > 1:  # a `text` column often repeats the other fields
-            fitting = [layout for layout in fitting if layout.format != "text"]
-        if len({layout.messages or layout.format for layout in fitting}) == 1:
-            fitting = fitting[:1]  # same field of turns: _by_keys tells messages from sharegpt
-        if len(fitting) > 1:
-            raise DataError(
-                f"{place}: the fields match more than one format: "
-                f"{'; '.join(str(layout) for layout in fitting)}; set data.format, or {OWN_NAMES}"
-            )
-        if fitting:
-            self.layout = _by_keys(fitting[0], values)
-
-
-def _by_keys(layout: Layout, values: dict[str, Any]) -> Layout:
-    """Detect the format of a list of turns by its keys: `role` is messages, `from` sharegpt."""
-    turns = values[layout.messages] if layout.messages else None
-    first = turns[0] if isinstance(turns, list) and turns else None
-    if not isinstance(first, dict):
-        return layout
-    if "role" in first:
-        return replace(layout, format="messages")
-    return replace(layout, format="sharegpt") if layout.tags.role in first else layout
-
-
-def _missing(missing: list[str], names: list[str]) -> str:
-    plural = "field" if len(missing) == 1 else "fields"
-    return f"{plural} {listed(missing)} missing (the row has {listed(names)}); {OWN_NAMES}"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Format names for a message, at most SHOWN_NAMES."""
-    shown = ", ".join(ascii_safe(name) for name in names[:SHOWN_NAMES]) or "no fields"
-    return shown + (", ..." if len(names) > SHOWN_NAMES else "")
-
-
-def ascii_safe(name: object) -> str:
-    """A value of the row in quotes, shortened and escaped for printing."""
-    return repr(str(name)[:40])
+    pieces: tuple[Piece, ...] = ()
+    """The row as texts that are encoded one by one, with nothing added (axolotl's segments)."""
+    tokens: TokenRow | None = None
+    """The row as token ids and labels."""
 
 
 # --- rows --------------------------------------------------------------------------------------
@@ -210,6 +53,10 @@ def ascii_safe(name: object) -> str:
 
 def conversation(values: Mapping[str, Any], layout: Layout) -> Conversation:
     """The content of a row, read by its layout."""
+    if layout.format == "tokens":
+        return Conversation("", "", whole=True, tokens=_tokens(values))
+    if layout.format == "segments":
+        return Conversation("", "", whole=True, pieces=_segments(values, layout.text))
     if layout.text:
         return Conversation("", text_of(values, layout.text, "write the text"), whole=True)
     tools = _tools(values, layout)
@@ -217,7 +64,8 @@ def conversation(values: Mapping[str, Any], layout: Layout) -> Conversation:
         read = _sharegpt if layout.format == "sharegpt" else _messages
         return _checked(read(values, layout), tools, f"field {layout.messages!r}")
     sides = [isinstance(values[name], list | dict) for name in (layout.prompt, layout.response)]
-    if layout.format == "prompt_completion" and any(sides):
+    of_turns = any(has_turns(values[name]) for name in (layout.prompt, layout.response))
+    if layout.format == "prompt_completion" and any(sides) or of_turns and not layout.query:
         return _completion(values, layout, tools)
     user = text_of(values, layout.prompt)
     if layout.query and values.get(layout.query) is not None:
@@ -236,7 +84,8 @@ def _completion(values: Mapping[str, Any], layout: Layout, tools: tuple[Turn, ..
     if not all(isinstance(values[name], list) for name in (layout.prompt, layout.response)):
         raise BadRow(
             f"field {layout.prompt!r} is {kind(values[layout.prompt])} and {layout.response!r} "
-            f"{kind(values[layout.response])}; write both as text, or both as lists of turns"
+            f"{kind(values[layout.response])}; write both as text, or both as lists of turns; if "
+            f"one is the whole conversation, name it with data.messages_field"
         )
     prompt = _messages(values, replace(layout, messages=layout.prompt))
     answer = _messages(values, replace(layout, messages=layout.response, system=""))
@@ -301,6 +150,8 @@ def _history(values: Mapping[str, Any], layout: Layout) -> list[Turn]:
 def _turns(values: Mapping[str, Any], name: str) -> list[tuple[str, Turn]]:
     """(location, turn) of every item of a list of turns; null values are dropped."""
     items = values[name]
+    if isinstance(items, str) and items.lstrip().startswith("["):  # a list in a cell of a CSV file
+        items = _json(items, f"field {name!r}")
     if not isinstance(items, list):
         raise BadRow(f"field {name!r} is {kind(items)}, must be a list of turns")
     if not items:
@@ -364,7 +215,10 @@ def _content(content: object, where: str) -> str:
 
 
 def _sharegpt(values: Mapping[str, Any], layout: Layout) -> list[Turn]:
-    """Turns by tags: human and observation at odd positions, gpt and function at even ones."""
+    """Turns by tags: human and observation at odd positions, gpt and function at even ones.
+
+    The assistant may open the conversation; the positions count from the turn after that.
+    """
     tags = layout.tags
     odd = {tags.user: "user", tags.observation: "tool"}
     even = {tags.assistant: "assistant", tags.function: "assistant"}
@@ -374,7 +228,8 @@ def _sharegpt(values: Mapping[str, Any], layout: Layout) -> list[Turn]:
         where, item = items.pop(0)
         text = _checked_text(item.get(tags.content), f"{where}: {tags.content!r}")
         turns = [_turn("system", text)]
-    for place, (where, item) in enumerate(items):
+    opened = items and items[0][1].get(tags.role) == tags.assistant
+    for place, (where, item) in enumerate(items, 1 if opened else 0):
         if tags.role not in item:
             raise BadRow(f"{where} has no {tags.role!r} (it has {listed(list(item))}); add it")
         speaker = item[tags.role]
@@ -385,7 +240,7 @@ def _sharegpt(values: Mapping[str, Any], layout: Layout) -> list[Turn]:
         if speaker not in wanted:
             raise BadRow(
                 f"{where}: {ascii_safe(speaker)} where {' or '.join(wanted)} is required (they "
-                "alternate, after at most one system turn at the beginning); fix the order"
+                "alternate, after at most one system turn and one opening answer); fix the order"
             )
         text = _checked_text(item.get(tags.content), f"{where} ({speaker}): {tags.content!r}")
         if speaker in even and not text.strip():
@@ -395,6 +250,47 @@ def _sharegpt(values: Mapping[str, Any], layout: Layout) -> list[Turn]:
         else:
             turns.append(_turn(wanted[speaker], text))
     return turns
+
+
+def _tokens(values: Mapping[str, Any]) -> TokenRow:
+    """The token ids and labels of a row; the labels are the ids, or -100."""
+    try:
+        ids, labels = row = token_row(values)
+    except KeyError:
+        raise BadRow(
+            "field 'input_ids' without 'labels', so the response is not known; add 'labels' (-100 "
+            f"outside the response), or {' or '.join(map(repr, MASKS))} (1 in the response)"
+        ) from None
+    except (TypeError, ValueError) as problem:
+        raise BadRow(f"{problem}; repair the row") from None
+    if ids and min(ids) < 0:
+        raise BadRow(f"field 'input_ids' has {min(ids)}, which is no token id; repair the row")
+    for at, (token, label) in enumerate(zip(ids, labels, strict=True), 1):
+        if label not in (IGNORE, token):
+            raise BadRow(
+                f"field 'labels' has {label} at position {at}, where 'input_ids' has {token}; "
+                f"a label is the token at its own position (not shifted), or {IGNORE}"
+            )
+    if all(label == IGNORE for label in labels[1:]):
+        raise BadRow(f"field 'labels' has only {IGNORE}, so there is no response; remove the row")
+    return row
+
+
+def _segments(values: Mapping[str, Any], name: str) -> tuple[Piece, ...]:
+    """axolotl's template-free rows: a list of `text` and `label`, true where it is trained on."""
+    items = values[name]
+    if not has_turns(items):
+        what = "an empty list" if items == [] else kind(items)
+        raise BadRow(f"field {name!r} is {what}, must be a list of objects with 'label' and 'text'")
+    pieces: list[Piece] = []
+    for number, item in enumerate(items, 1):
+        where = f"field {name!r}, segment {number}"
+        if not isinstance(item, dict) or not isinstance(item.get("label"), bool):
+            raise BadRow(f"{where} has no 'label' that is true or false; add it")
+        pieces.append((_checked_text(item.get("text"), f"{where}: 'text'"), item["label"]))
+    if not any(label and text for text, label in pieces):
+        raise BadRow(f"field {name!r} has no text with 'label' true; mark the response")
+    return tuple(pieces)
 
 
 def _calls(text: str, where: str) -> list[Turn]:
@@ -431,12 +327,6 @@ def _json(text: str, where: str) -> Any:
     except (ValueError, RecursionError) as problem:
         reason = str(problem)[:80] if isinstance(problem, ValueError) else "nested too deeply"
         raise BadRow(f"{where} is not valid JSON ({reason}); write it as JSON text") from None
-
-
-def kind(value: object) -> str:
-    """The JSON name of a value's type."""
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
-    return "null" if value is None else names.get(type(value), "an object")
 
 
 def text_of(values: Mapping[str, Any], name: str, missing: str = "") -> str:

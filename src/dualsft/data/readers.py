@@ -17,7 +17,7 @@ import gzip
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -29,6 +29,8 @@ _LONGEST_FACTOR = 4
 _MOST_BLANK_LINES = 10_000_000
 _SPACE = b" \t\r\n"
 _MARK = b"\xef\xbb\xbf"
+INDEX_COLUMN = "Unnamed: 0"
+"""The name of a first column without one, as pandas reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,16 +326,20 @@ def json_reader(path: Path, limits: Limits) -> Reader:
 
 
 class CsvReader(Reader):
-    """CSV with a header (RFC 4180: quotes doubled inside quotes, which may hold newlines)."""
+    """CSV with a header (RFC 4180: quotes doubled inside quotes, which may hold newlines).
+
+    The delimiter is the one of `delimiters` that the header has. The first column may have no name
+    (the index that pandas writes).
+    """
 
     kind: ClassVar[str] = "CSV"
-    delimiter: ClassVar[str] = ","
+    delimiters: ClassVar[str] = ",;\t|"
 
     def _records(self) -> Iterator[Record]:
         self._began, self._pulled, self._ended = 1, 0, False
         before = csv.field_size_limit(self.limits.max_line_bytes)
         try:
-            rows = csv.reader(self._text(), delimiter=self.delimiter, strict=True)
+            rows = csv.reader(self._text(), delimiter=self._delimiter(), strict=True)
             names: list[str] = []
             while (cells := self._next(rows)) is not None:
                 if isinstance(cells, str) or (cells and names):
@@ -342,6 +348,22 @@ class CsvReader(Reader):
                     names = self._header(cells)
         finally:
             csv.field_size_limit(before)
+
+    def _delimiter(self) -> str:
+        """The delimiter in the first line that is not blank; what is quoted does not count."""
+        if len(self.delimiters) == 1:
+            return self.delimiters
+        with Stream(self.path, self.limits) as stream:
+            head = stream.read(CHUNK_BYTES).removeprefix(_MARK).lstrip(b"\r\n")
+        self.check_kind(head)
+        header = re.sub(rb'"[^"]*"?', b"", head).partition(b"\n")[0].decode("utf-8", "replace")
+        found = [mark for mark in self.delimiters if mark in header]
+        if len(found) > 1:
+            raise self.damage(
+                f"the header has {' and '.join(map(repr, found))}, so its delimiter is not clear; "
+                "put a column name that holds one of them in quotes"
+            )
+        return found[0] if found else ","
 
     def _text(self) -> Iterator[str]:
         for line in self._lines():
@@ -375,6 +397,8 @@ class CsvReader(Reader):
                 f"the header has {len(cells):,} columns; {self.limits.max_columns:,} are allowed: "
                 "keep only those with text"
             )
+        if len(cells) > 1 and not cells[0].strip():
+            cells = [INDEX_COLUMN, *cells[1:]]
         for number, name in enumerate(cells, 1):
             if not name.strip():
                 raise self.damage(
@@ -394,7 +418,7 @@ class CsvReader(Reader):
         elif len(cells) != len(names):
             record.problem = (
                 f"the row has {len(cells):,} fields and the header {len(names):,}; quote a field "
-                "that holds a comma, a quote or a newline"
+                "that holds the delimiter, a quote or a newline"
             )
         else:
             record.values = dict(zip(names, cells, strict=True))
@@ -410,7 +434,24 @@ class CsvReader(Reader):
 class TsvReader(CsvReader):
     """CSV with tabs as delimiters."""
 
-    delimiter: ClassVar[str] = "\t"
+    delimiters: ClassVar[str] = "\t"
+
+
+class ValuesReader(Reader):
+    """Rows in memory, as mappings."""
+
+    unit: ClassVar[str] = "row"
+    kind: ClassVar[str] = "rows"
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]], limits: Limits) -> None:
+        super().__init__(Path("rows"), limits)
+        self._rows = rows
+
+    def _records(self) -> Iterator[Record]:
+        for index, row in enumerate(self._rows):
+            problem = "" if isinstance(row, Mapping) else "is no mapping of fields; give a dict"
+            values = dict(row) if isinstance(row, Mapping) else None
+            yield Record(index, index + 1, values=values, problem=problem)
 
 
 _SURROGATE = re.compile("[\udc80-\udcff]")

@@ -1,7 +1,8 @@
 """Read the files of a corpus into checked rows, and report the rows that cannot be used.
 
 `data/sources.py` resolves a path to files, `data/readers.py` and `data/tables.py` turn a file into
-records, and `data/formats.py` turns a record into a conversation. The rows are D_full, the input of
+records, `data/layouts.py` detects their format, and `data/formats.py` turns a record into a
+conversation. The rows are D_full, the input of
 Algorithm 1.
 
 No row is skipped silently. A row that cannot be used is reported with file, 1-based line (or row),
@@ -18,10 +19,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualsft.data.formats import BadRow, Recogniser, Turn, ascii_safe, kind, layouts_of, listed
-from dualsft.data.readers import Limits, LinesReader, Reader, Record
+from dualsft.data.formats import Piece, Turn, conversation
+from dualsft.data.layouts import BadRow, Recogniser, ascii_safe, kind, listed
+from dualsft.data.readers import Limits, LinesReader, Reader, Record, ValuesReader
 from dualsft.data.sources import LONGEST_SOURCE, SourceFile, find_files, make_reader
 from dualsft.data.tables import to_json
+from dualsft.data.tokens import TokenRow
 from dualsft.errors import DataError
 
 if TYPE_CHECKING:
@@ -30,6 +33,11 @@ if TYPE_CHECKING:
 SHOWN_PROBLEMS = 20
 KEPT_PROBLEMS = 10_000
 _PROGRESS_ROWS = 1_000
+_LOST = {
+    "left": "prompt tokens from the left",
+    "prompt": "earlier rounds or the beginning of the prompt",
+    "right": "tokens at the end",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,8 @@ class Row:
     tools: tuple[Turn, ...] = ()
     trained_from: int = 0
     whole: bool = False
+    pieces: tuple[Piece, ...] = ()
+    tokens: TokenRow | None = None
 
 
 @dataclass(slots=True)
@@ -61,6 +71,7 @@ class DataReport:
     format: str = ""
     template: str = ""
     max_length: int | None = None
+    truncation: str = "left"
     files: list[str] = field(default_factory=list)
     num_rows: int = 0
     """Rows in the files; blank lines do not count."""
@@ -96,10 +107,11 @@ class DataReport:
         special = (
             "hold the text of a special token (such as an end token), which becomes that token"
         )
+        cut = "a" if self.truncation == "right" else "an earlier"
         counted = (
             (self.num_bad, "are bad and left out (data.bad_rows=skip)"),
-            (self.num_truncated, f"lost prompt tokens from the left to fit {self.max_length}"),
-            (self.num_cut_responses, "lost tokens of an earlier response in that cut"),
+            (self.num_truncated, f"lost {_LOST[self.truncation]} to fit {self.max_length}"),
+            (self.num_cut_responses, f"lost tokens of {cut} response in that cut"),
             (self.num_double_bos, "began with more than one BOS; one was kept"),
             (self.num_empty_prompts, "have an empty prompt"),
             (self.num_split_borders, split),
@@ -260,15 +272,15 @@ class _Collector:
     def add(self, file: SourceFile, reader: Reader, index: int, record: Record) -> None:
         """Add one record: a row, a problem, or a row that waits until its format is known."""
         if file.path not in self._recognisers:  # one per file, because a list may mix formats
-            layouts = [file.layout] if file.layout else layouts_of(self.config)
-            self._recognisers[file.path] = Recogniser(layouts)
+            self._recognisers[file.path] = Recogniser(self.config, file.layout)
         recogniser = self._recognisers[file.path]
         place = f"{file.path}, {reader.unit} {record.line}"
         self.report.num_rows += 1
         try:
             values = _fields(record, self.limits)
-            content = recogniser.read(index, place, values)
-            if content is not None:
+            layout = recogniser.find(index, place, values)
+            if layout is not None:
+                content = conversation(values, layout)
                 raw = _raw(reader, record, values)
                 row_id = _row_id(values, raw, index)
                 source = self.source_of(file, values)
@@ -341,6 +353,24 @@ def read_rows(
     report.num_good = len(rows)
     settle(report, config.bad_rows, known=0)
     return rows, report
+
+
+def read_values(
+    values: Iterable[Mapping[str, Any]], config: DataConfig
+) -> tuple[list[Row], DataReport]:
+    """The usable rows among rows in memory, as `read_rows` does for files."""
+    limits, report = Limits(), DataReport(path="rows")
+    reader, file = ValuesReader(values, limits), SourceFile(Path("rows"))
+    name = config.source_field
+    collector = _Collector(
+        config, report, limits, lambda _, row: "" if name is None else _source(row, name)
+    )
+    for record in reader:
+        collector.add(file, reader, record.index, record)
+    collector.finish()
+    report.num_good = len(collector.rows)
+    settle(report, config.bad_rows, known=0)
+    return collector.rows, report
 
 
 def _sample(rows: list[Row], files: Sequence[SourceFile], report: DataReport) -> list[Row]:

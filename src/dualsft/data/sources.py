@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from dualsft.config.parse import did_you_mean
-from dualsft.data.formats import Layout, Tags
+from dualsft.data.layouts import Layout, Tags
 from dualsft.data.readers import CsvReader, Limits, LinesReader, Reader, TsvReader, json_reader
 from dualsft.errors import ConfigError, DataError
 from dualsft.storage.manifest import sha256_file

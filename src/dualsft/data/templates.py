@@ -21,13 +21,14 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, compress
+from itertools import accumulate, chain, compress, pairwise
 from operator import not_
 from typing import TYPE_CHECKING
 
-from dualsft.data.chat import ChatTemplate, Piece, read_template
-from dualsft.data.formats import Turn
+from dualsft.data.chat import ChatTemplate, read_template
+from dualsft.data.formats import Piece, Turn
 from dualsft.data.rows import Row
+from dualsft.data.tokens import IGNORE
 from dualsft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +51,15 @@ TEXT_TEMPLATES: dict[str, tuple[str, str]] = {
 
 A system text replaces the first part.
 """
+
+
+def request_text(template: str, prompt: str, first: bool = True, system: str = "") -> str:
+    """A request in a plain-text template, as the model receives it before it answers."""
+    preamble, request = TEXT_TEMPLATES[template]
+    head = (system or preamble) if first else ""
+    lead = "\n\n" if head or (preamble and not first) else ""
+    return f"{head}{lead}{request.replace('{instruction}', prompt)}"
+
 
 _MOST_CHARACTERS = 16 << 20  # of a row's texts up to each boundary, in total
 
@@ -126,13 +136,7 @@ class Template:
         """The text that the model receives before it answers a single question."""
         if self.name == "chat":
             return self.chat.prompt([{"role": "user", "content": prompt}])
-        return self._request(prompt, first=True)
-
-    def _request(self, prompt: str, first: bool, system: str = "") -> str:
-        preamble, request = TEXT_TEMPLATES[self.name]
-        head = (system or preamble) if first else ""
-        lead = "\n\n" if head or (preamble and not first) else ""
-        return f"{head}{lead}{request.replace('{instruction}', prompt)}"
+        return request_text(self.name, prompt)
 
     def _render_turns(self, row: Row) -> list[Piece]:
         """A conversation in a plain-text template: alternating requests and answers with EOS."""
@@ -150,7 +154,7 @@ class Template:
         pieces: list[Piece] = []
         for k in range(0, len(turns), 2):
             answer = turns[k + 1]
-            request = self._request(turns[k]["content"], first=k == 0, system=system)
+            request = request_text(self.name, turns[k]["content"], k == 0, system)
             trained = before + k + 1 >= row.trained_from and answer.get("weight") != 0
             pieces += [(request, False), (self._ended(answer["content"]), trained)]
         return pieces
@@ -194,6 +198,19 @@ class Template:
             ids = list(chain(*apart[i])) if split else joint[i]
             encoded.append(self._labelled(pieces, ids, borders.get(i, ends), split))
         return encoded
+
+    def encode_given(self, row: Row) -> Encoded:
+        """Token ids of a row that brings them, or pieces to encode one by one; nothing is added."""
+        if row.tokens is not None:
+            ids, labels = row.tokens
+            marked = [label != IGNORE for label in labels]
+        else:
+            parts = self._encode([text for text, _ in row.pieces])
+            ids = list(chain(*parts))
+            marked = [m for part, (_, m) in zip(parts, row.pieces, strict=True) for _ in part]
+        edges = [at for at, (a, b) in enumerate(pairwise([False, *marked, False])) if a != b]
+        answers = list(zip(edges[::2], edges[1::2], strict=True))
+        return Encoded(ids, answers, ids[:1] == [self.bos_id], False, False)
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """The tokens that the model receives before it answers a single question."""

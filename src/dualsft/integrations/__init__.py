@@ -1,1 +1,1 @@
-"""Other people's tools: Hugging Face Trainer and TRL."""
+"""Work with other libraries: Trainer and TRL, PEFT adapters, rows of a run as data."""

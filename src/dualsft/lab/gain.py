@@ -420,7 +420,8 @@ def _roles(ctx: RunContext) -> tuple[dict[str, Row], dict[str, list[str]]]:
 
 
 def _content(row: Row) -> tuple[Any, ...]:
-    return row.prompt, row.response, row.turns, row.tools, row.trained_from, row.whole
+    said = row.prompt, row.response, row.turns, row.tools, row.trained_from, row.whole
+    return *said, row.pieces, row.tokens
 
 
 def _sources(rows: Sequence[Row]) -> list[str]:

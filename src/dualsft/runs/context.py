@@ -315,6 +315,19 @@ class RunContext:
             chosen["finetune.lr"] = self.base_lr()
         return chosen
 
+    def data_settings(self) -> Settings:
+        """Settings of the data, without those of later versions at their defaults: a stage that was
+        made before they existed stays valid."""
+        later = {
+            "source_field": None,
+            "input_field": None,
+            "text_field": None,
+            "truncation": "left",
+        }
+        unset = {f"data.{name}": value for name, value in later.items()}
+        chosen = self.pick("data.*") | self.template_hash()
+        return {k: v for k, v in chosen.items() if k not in unset or v != unset[k]}
+
     def template_hash(self) -> Settings:
         """Hash of the template file, to replace its path."""
         file = self.config.data.template_file

@@ -242,9 +242,9 @@ def answer(ctx: RunContext, model: PreTrainedModel, prompt: str) -> str:
 def evaluation_settings(ctx: RunContext) -> Settings:
     """Settings and file hashes for the fingerprint. The harness version defines the prompts."""
     evaluation = ctx.config.evaluation
-    chosen = ctx.pick("evaluation.*", "data.*") | ctx.template_hash()
+    chosen = ctx.pick("evaluation.*") | ctx.data_settings()
     for key in ("data.path", "data.val_path", "data.anchor_path", "data.source_field"):
-        del chosen[key]
+        chosen.pop(key, None)
     del chosen["evaluation.allow_code_execution"]
     chosen["evaluation.files"] = {
         name: source_hash(ctx.data_path(path), ctx.config.data, f"evaluation.files: {name}")

@@ -34,10 +34,8 @@ LONG_ROWS = 20_000
 
 
 def settings(ctx: RunContext) -> Settings:
-    chosen = ctx.pick("seed", "data.*", "split.*") | ctx.template_hash()
+    chosen = ctx.pick("seed", "split.*") | ctx.data_settings()
     del chosen["data.padding_side"]  # affects batches, not the split
-    if ctx.config.data.source_field is None:
-        del chosen["data.source_field"]
     for key in ("data.path", *FOREIGN):
         if (path := chosen.pop(key)) is not None:
             chosen[f"rows of {key}"] = source_hash(ctx.data_path(path), ctx.config.data, key)

@@ -1,0 +1,1 @@
+"""Work with other libraries: a delta as a PEFT adapter."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,6 +30,7 @@ from dualsft.errors import ConfigError
 from dualsft.model.delta import Delta, check_target, load_for, moved_entries, written_whole
 from dualsft.model.resolve import is_hub_id
 from dualsft.storage.gaps import from_gaps, to_gaps
+from dualsft.storage.manifest import atomic_write_text
 from dualsft.storage.vectors import save_tensors
 
 try:
@@ -42,6 +43,7 @@ except ImportError as problem:
     ) from problem
 
 SPARSE = "DUALSFT_SPARSE"
+WEIGHTS = "adapter_model.safetensors"
 Kind = Literal["shira", "sparse"]
 
 
@@ -133,49 +135,60 @@ def write_adapter(base: str, path: Path, out: Path, kind: Kind = "shira") -> Ada
     _, model, (delta,) = load_for(base, [path])
     moved, changes = moved_entries(model, delta)
     layers = _linear_layers(model, moved, path)
-    needed = {
-        n: -(-len(moved.indices[n]) // sum(layer.weight.shape)) for n, layer in layers.items()
-    }
-    r = max(needed.values(), default=0)
-    ranks = needed if kind == "sparse" else dict.fromkeys(needed, r)
+    ranks = _ranks(moved, layers, kind)
+    tensors: dict[str, Tensor] = {}
+    num_stored = 0
+    for name, layer in layers.items():
+        shape = layer.weight.shape
+        count = ranks[name] * sum(shape)
+        index, change = _filled(moved.indices[name], changes[name], count, shape.numel())
+        key = f"base_model.model.{_module(name)}.shira"
+        sparse = {f"{key}_gaps": to_gaps(index)} if kind == "sparse" else {}
+        tensors |= {
+            f"{key}_weight": change,
+            **(sparse or {f"{key}_indices": _places(index, shape)}),
+        }
+        num_stored += count
+    config = _config(base, {_module(name): r for name, r in ranks.items()}, kind)
+    with written_whole(out) as part:
+        config.save_pretrained(str(part))
+        save_tensors(part / WEIGHTS, tensors, {})
+        atomic_write_text(part / "README.md", _readme(config, kind, delta.base_hash))
+    return Adapter(moved.num_entries, num_stored, config.r, (out / WEIGHTS).stat().st_size)
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _ranks(moved: Delta, layers: Mapping[str, nn.Linear], kind: Kind) -> dict[str, int]:
+    """r of each layer: so that r · (in + out) entries hold its own."""
+    ranks = {n: -(-len(moved.indices[n]) // sum(p.weight.shape)) for n, p in layers.items()}
+    if kind == "shira":
+        ranks = dict.fromkeys(ranks, max(ranks.values(), default=0))
     if problems := [
-        f"{path}: {name} needs r={ranks[name]}, more than its {layer.weight.numel():,} entries hold"
+        f"{name} needs r={ranks[name]}: {ranks[name] * sum(layer.weight.shape):,} entries, more "
+        f"than its {layer.weight.numel():,}"
         for name, layer in layers.items()
         if ranks[name] * sum(layer.weight.shape) > layer.weight.numel()
     ]:
         other = "--kind sparse or " if kind == "shira" else ""
         raise ConfigError([*problems, f"use {other}`dualsft export merge`"])
-    tensors: dict[str, Tensor] = {}
-    for name, layer in layers.items():
-        count = ranks[name] * sum(layer.weight.shape)
-        index, change = _filled(moved.indices[name], changes[name], count, layer.weight.numel())
-        key = f"base_model.model.{name.removesuffix('.weight')}."
-        tensors[f"{key}shira_weight"] = change
-        if kind == "sparse":
-            tensors[f"{key}shira_gaps"] = to_gaps(index)
-        else:
-            tensors[f"{key}shira_indices"] = _places(index, layer.weight.shape)
-    modules = {name.removesuffix(".weight"): ranks[name] for name in layers}
-    common = {
-        "r": r,
+    return ranks
+
+
+def _config(base: str, ranks: dict[str, int], kind: Kind) -> ShiraConfig:
+    common: dict[str, Any] = {
+        "r": max(ranks.values(), default=0),
         "mask_type": "delta",  # no mask is drawn on loading: the file has the indices
-        "target_modules": sorted(modules),
         "base_model_name_or_path": base if is_hub_id(base) else Path(base).name,
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
     }
-    config = (
-        SparseConfig(**common, rank_pattern=modules) if kind == "sparse" else ShiraConfig(**common)
-    )
-    config.target_modules = sorted(modules)  # the set that it has become has no order
-    with written_whole(out) as part:
-        config.save_pretrained(str(part))
-        weights = part / "adapter_model.safetensors"
-        save_tensors(weights, tensors, {})
-        (part / "README.md").write_text(_readme(config, kind, delta.base_hash), encoding="utf-8")
-        num_bytes = weights.stat().st_size
-    stored = sum(len(tensors[key]) for key in tensors if key.endswith(".shira_weight"))
-    return Adapter(moved.num_entries, stored, r, num_bytes)
+    sparse = kind == "sparse"
+    config = SparseConfig(**common, rank_pattern=ranks) if sparse else ShiraConfig(**common)
+    config.target_modules = sorted(ranks)  # given above, it would become a set, in any order
+    return config
 
 
 def _linear_layers(model: nn.Module, moved: Delta, path: Path) -> dict[str, nn.Linear]:

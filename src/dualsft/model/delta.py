@@ -130,6 +130,7 @@ class Delta:
         if header["format"] == COMPACT:
             rule = "gap must be uint8 or uint16 and end with an index, val finite with one for each"
             for name in names:
+                tensors.pop(f"{name}.idx", None)
                 with suppress(ValueError, KeyError):
                     tensors[f"{name}.idx"] = from_gaps(tensors.pop(f"{name}.gap"))
         if problems := [f"{path}: {n}: {rule}" for n in names if _lacks(tensors, n)]:
@@ -251,7 +252,7 @@ def combine_deltas(
             continue
         index = torch.cat([delta.indices[name] for delta, _ in parts]).unique()
         old = entries_of(p, index)
-        total, times, own = old.double(), torch.zeros_like(index), []
+        total, times, own = old.to(torch.float64, copy=True), torch.zeros_like(index), []
         for delta, weight in parts:
             value, here = delta.values[name], torch.searchsorted(index, delta.indices[name])
             before = old[here]
@@ -406,14 +407,16 @@ def compact(base: str, path: Path, out: Path, lossy: bool = False) -> tuple[int,
     dtype = whole.dtype or model.dtype
     if lossy and dtype.itemsize < 4:
         raise ConfigError(f"--lossy: the values of {path} have 16 bits already; leave it out")
-    rounded = {name: change.to(torch.bfloat16) for name, change in changes.items()}
-    squares = sum(float(change.square().sum()) for change in changes.values())
-    wrong = sum(float((rounded[n].double() - c).square().sum()) for n, c in changes.items())
-    added_in = str(dtype).removeprefix("torch.") if lossy else ""
-    smaller = replace(whole, values=rounded, added_in=added_in) if lossy else whole
+    error = 0.0
+    if lossy:
+        rounded = {name: change.to(torch.bfloat16) for name, change in changes.items()}
+        squares = sum(float(change.square().sum()) for change in changes.values())
+        wrong = sum(float((rounded[n].double() - c).square().sum()) for n, c in changes.items())
+        error = math.sqrt(wrong / squares) if squares else 0.0
+        whole = replace(whole, values=rounded, added_in=str(dtype).removeprefix("torch."))
     with written_whole(out) as part:
-        smaller.save(part, compact=True)
-    return smaller.num_entries, math.sqrt(wrong / squares) if squares else 0.0
+        whole.save(part, compact=True)
+    return whole.num_entries, error
 
 
 def extract(base: str, tuned: Path, out: Path, dtype: str = "auto") -> int:

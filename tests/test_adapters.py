@@ -313,6 +313,24 @@ def test_survival_counts_what_a_cast_leaves(base: Path, tmp_path: Path) -> None:
     assert "3 in float32; after a cast 1 in bfloat16, 2 in float16" in merged.lines("merged")[-1]
 
 
+def test_stochastic_rounding_keeps_small_changes_on_average(base: Path, tmp_path: Path) -> None:
+    """A change of a tenth of bfloat16's distance moves one entry in ten, to its neighbour."""
+    old = loaded(base, torch.bfloat16).float().get_parameter(UP).detach().view(-1)
+    step = torch.nextafter(old.bfloat16(), torch.full_like(old, 9.0).bfloat16()).float() - old
+    Delta({UP: torch.arange(len(old))}, {UP: old + 0.1 * step}).save(tmp_path / "d")
+    counts = {}
+    for stochastic in (False, True):
+        out = tmp_path / f"{stochastic}"
+        merge(str(base), [tmp_path / "d"], out, "bfloat16", stochastic=stochastic)
+        found = load_file(out / "model.safetensors")[UP].view(-1).float()
+        assert bool(((found == old) | (found == old + step)).all())
+        counts[stochastic] = int((found != old).sum())
+    assert counts[False] == 0
+    assert counts[True] == pytest.approx(0.1 * len(old), rel=0.25)
+    with pytest.raises(ConfigError, match="--stochastic"):
+        merge(str(base), [tmp_path / "d"], tmp_path / "x", stochastic=True)
+
+
 def test_the_run_says_what_a_cast_leaves(make_run: Runner, base: Path) -> None:
     """summary.json, the report and the card; counted here from the two models."""
     run = make_run("finetune.lr=1e-4")

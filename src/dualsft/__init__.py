@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dualsft.api import score, select, warmup
     from dualsft.lab.estimate.estimate import estimate
     from dualsft.lab.explain import explain
-    from dualsft.model.delta import apply_delta, extract_delta
+    from dualsft.model.delta import apply_delta, combine_deltas, extract_delta
     from dualsft.runs.pipeline import run
     from dualsft.train.optimizer import SparseAdamW
 
@@ -58,6 +58,7 @@ _LAZY = {
     "warmup": "dualsft.api",
     "SparseAdamW": "dualsft.train.optimizer",
     "apply_delta": "dualsft.model.delta",
+    "combine_deltas": "dualsft.model.delta",
     "extract_delta": "dualsft.model.delta",
     "estimate": "dualsft.lab.estimate.estimate",
     "explain": "dualsft.lab.explain",
@@ -79,6 +80,7 @@ __all__ = [
     "SplitConfig",
     "WarmupConfig",
     "apply_delta",
+    "combine_deltas",
     "estimate",
     "explain",
     "extract_delta",

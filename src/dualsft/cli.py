@@ -516,9 +516,13 @@ def merge(
         list[float] | None,
         typer.Option(help="Factor of a delta's changes, once per delta.", show_default="1"),
     ] = None,
+    stochastic: Annotated[
+        bool,
+        typer.Option("--stochastic", help="With a narrower --dtype: round changes at random."),
+    ] = False,
 ) -> None:
     """Merge deltas into their base model: the sum of their changes, as a Hugging Face folder."""
-    merged = later("dualsft.model.delta").merge(base, deltas, out, dtype, force, weight)
+    merged = later("dualsft.model.delta").merge(base, deltas, out, dtype, force, weight, stochastic)
     show(*merged.lines(f"merged into {out}"))
 
 

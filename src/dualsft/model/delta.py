@@ -333,6 +333,15 @@ def save_model(model: PreTrainedModel, tokenizer: Any, base: Path, target: Path)
             shutil.copyfile(base / name, target / name)
 
 
+def _rounded(x: Tensor, dtype: torch.dtype, rng: torch.Generator) -> Tensor:
+    """Cast to one of the two neighbours in `dtype`, the closer one more often; unbiased."""
+    near = x.to(dtype)
+    beyond = torch.where(x > near, torch.inf, -torch.inf).to(dtype)
+    other = torch.nextafter(near, beyond)
+    share = (x.double() - near.double()) / (other.double() - near.double())
+    return torch.where(torch.rand(x.shape, generator=rng) < share, other, near)
+
+
 @dataclass(frozen=True)
 class Merged:
     """What an export did: entries written, entries of several deltas, entries that differ."""
@@ -376,18 +385,30 @@ def merge(
     dtype: str = "auto",
     force: bool = False,
     weights: Sequence[float] | None = None,
+    stochastic: bool = False,
 ) -> Merged:
     """Write base + deltas as a Hugging Face folder.
 
-    `auto` is the dtype of the run, taken from the delta's values.
+    `auto` is the dtype of the run, taken from the delta's values. A narrower one loses changes of
+    less than half the distance of its numbers; `stochastic` rounds the changed entries up or down
+    at random, so that the changes are right on average.
     """
     check_target(out)
     folder, model, deltas = load_for(base, paths, force)
     chosen = model.dtype if dtype == "auto" else _dtype(dtype, folder)
     delta, num_shared = combine_deltas(model, deltas, weights)
-    left = survival(take_delta(model, delta.indices).values, delta.values)
+    old = take_delta(model, delta.indices).values
+    left = survival(old, delta.values)
+    if stochastic and chosen.itemsize >= model.dtype.itemsize:
+        narrower = f"a dtype narrower than {model.dtype}".replace("torch.", "")
+        raise ConfigError(f"--stochastic: has no effect without --dtype; give {narrower}")
     if chosen != model.dtype:
         model = load_model(folder, chosen, _CPU)
+    if stochastic:
+        rng = torch.Generator().manual_seed(0)
+        values = {n: _rounded(value, chosen, rng) for n, value in delta.values.items()}
+        left |= survival({n: o.to(chosen) for n, o in old.items()}, values)
+        delta = replace(delta, values=values)
     apply_delta(model, delta)
     with written_whole(out) as part:
         save_model(model, load_tokenizer(folder), folder, part)

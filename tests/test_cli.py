@@ -154,7 +154,7 @@ def test_export_merge_and_extract(reference: Path, model_folder: Folders, tmp_pa
     given = sum(index.numel() for name, index in one.items() if name.endswith(".idx"))
     assert sum(two[name].numel() for name in moved) > 0.9 * given > 0
     with pytest.raises(dualsft.ConfigError, match="made from"):
-        merge(str(model_folder("qwen2")), Path(delta), tmp_path / "x")
+        merge(str(model_folder("qwen2")), [Path(delta)], tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from copy import deepcopy as copy
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from properties import Properties, scratch, texts
 from torch import Tensor, nn
 
 from dualsft.errors import ConfigError
-from dualsft.model.delta import Delta, apply_delta, extract_delta, take_delta
+from dualsft.model.delta import Delta, apply_delta, combine_deltas, extract_delta, take_delta
+from dualsft.storage.gaps import from_gaps, to_gaps
 from dualsft.storage.manifest import (
     Fingerprint,
     jsonable,
@@ -108,15 +110,21 @@ def base_and_difference_are_the_tuned_model(models: tuple[Weights, Weights]) -> 
     assert base.bits() == tuned.bits()
 
 
-@PROPERTIES.holds(models=two_models, mask=masks, name=texts, at=st.floats(0, 1, exclude_max=True))
+@PROPERTIES.holds(
+    models=two_models,
+    mask=masks,
+    name=texts,
+    at=st.floats(0, 1, exclude_max=True),
+    compact=st.booleans(),
+)
 def a_delta_file_is_read_back_or_refused(
-    models: tuple[Weights, Weights], mask: dict[str, Tensor], name: str, at: float
+    models: tuple[Weights, Weights], mask: dict[str, Tensor], name: str, at: float, compact: bool
 ) -> None:
     _, tuned = models
     delta = take_delta(tuned, mask, base_model=name, base_hash="ab12")
     with scratch() as folder:
         path = folder / "delta.safetensors"
-        delta.save(path)
+        delta.save(path, compact)
         found = Delta.load(path)
         assert (found.base_model, found.base_hash) == (name, "ab12")
         kept = {n: i.tolist() for n, i in mask.items() if i.numel()}
@@ -129,6 +137,48 @@ def a_delta_file_is_read_back_or_refused(
         path.write_bytes(damaged)
         with pytest.raises(ConfigError, match="delta.safetensors"):
             Delta.load(path)
+
+
+@PROPERTIES.holds(
+    left_out=st.lists(st.sampled_from([0, 1, 254, 255, 256, 510, 65534, 65535, 70000]), max_size=9)
+)
+def indices_are_their_gaps(left_out: list[int]) -> None:
+    """Also where a gap needs several numbers, in the type that takes fewer bytes."""
+    index = torch.tensor(left_out, dtype=torch.int64).add(1).cumsum(0) - 1
+    gaps = to_gaps(index)
+    assert from_gaps(gaps).tolist() == index.tolist()
+    sizes = [width * sum(g // top + 1 for g in left_out) for width, top in ((1, 255), (2, 65535))]
+    assert gaps.numel() * gaps.itemsize == min(sizes)
+
+
+@PROPERTIES.holds(models=two_models, others=two_models, mask=masks, more=masks)
+def deltas_sum_and_count_what_they_share(
+    models: tuple[Weights, Weights],
+    others: tuple[Weights, Weights],
+    mask: dict[str, Tensor],
+    more: dict[str, Tensor],
+) -> None:
+    base, (tuned, other) = models[0].double(), (models[1].double(), others[1].double())
+    deltas = [take_delta(tuned, mask), take_delta(other, more)]
+    one, none = combine_deltas(base, deltas[:1])
+    both, shared = combine_deltas(base, deltas)
+    before, after = (dict(m.named_parameters()) for m in (base, apply_delta(copy(base), both)))
+    moved = 0
+    for name, p in before.items():
+        total, times = p.detach().view(-1).tolist(), [0] * p.numel()
+        for delta in deltas:
+            for i, v in zip(delta.indices[name].tolist(), delta.values[name].tolist(), strict=True):
+                old = p.detach().view(-1)[i].item()
+                moves = v != old or math.copysign(1, v) != math.copysign(1, old)
+                total[i] = total[i] + (v - old) if times[i] else v
+                times[i] += moves
+        moved += sum(t > 1 for t in times)
+        found = after[name].detach().view(-1).tolist()
+        for got, wanted, t in zip(found, total, times, strict=True):
+            assert got == wanted if t < 2 else math.isclose(got, wanted, rel_tol=1e-9, abs_tol=1e-9)
+    assert shared == moved and none == 0
+    alone = [dict(apply_delta(copy(base), d).named_parameters()) for d in (one, deltas[0])]
+    assert all(torch.equal(p, alone[1][n]) for n, p in alone[0].items())
 
 
 # --- manifests -----------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def test_merge_takes_the_run_s_dtype(model_folder: Folders, tmp_path: Path) -> N
     name = "model.layers.0.mlp.up_proj.weight"
     delta = take_delta(model, {name: torch.tensor([0, 5])}, "llama", weights_hash(base))
     delta.save(tmp_path / "delta.safetensors")
-    merge(str(base), tmp_path / "delta.safetensors", tmp_path / "out")
+    merge(str(base), [tmp_path / "delta.safetensors"], tmp_path / "out")
     assert load_file(tmp_path / "out/model.safetensors")[name].dtype == torch.bfloat16
 
 

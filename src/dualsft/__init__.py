@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dualsft.integrations.transformers import restrict
     from dualsft.lab.estimate.estimate import estimate
     from dualsft.lab.explain import explain
-    from dualsft.model.delta import apply_delta, extract_delta
+    from dualsft.model.delta import apply_delta, combine_deltas, extract_delta
     from dualsft.runs.pipeline import run
     from dualsft.train.optimizer import SparseAdamW
 
@@ -63,6 +63,7 @@ _LAZY = {
     "encode": "dualsft.data.examples",
     "SparseAdamW": "dualsft.train.optimizer",
     "apply_delta": "dualsft.model.delta",
+    "combine_deltas": "dualsft.model.delta",
     "extract_delta": "dualsft.model.delta",
     "estimate": "dualsft.lab.estimate.estimate",
     "explain": "dualsft.lab.explain",
@@ -84,6 +85,7 @@ __all__ = [
     "SplitConfig",
     "WarmupConfig",
     "apply_delta",
+    "combine_deltas",
     "encode",
     "estimate",
     "explain",

@@ -47,7 +47,10 @@ from dualsft.system.paths import RunPath, files_read, folder_in_place
 from dualsft.system.progress import Reporter
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-export_app = typer.Typer(no_args_is_help=True, help="Merge a delta into a model, or extract one.")
+export_app = typer.Typer(
+    no_args_is_help=True,
+    help="Deltas: merge, compact, as an adapter, extract. Rows of a run as data.",
+)
 app.add_typer(export_app, name="export")
 
 console = Console(highlight=False, soft_wrap=True)
@@ -131,6 +134,7 @@ def _words(what: str, text: str) -> Any:
 
 Words = Annotated[list[str] | None, _words("RECIPE|FILE.yaml", RECIPES)]
 Comparison = Annotated[list[str] | None, _words("MATRIX|FILE.yaml", "A matrix (docs/methods.md)")]
+Delta = Annotated[Path, typer.Argument(help="delta.safetensors of a run.")]
 RunFolder = Annotated[Path, _argument("The run folder.")]
 Base = Annotated[str, typer.Argument(help="Base model: folder, .gguf file or short name.")]
 Until = Annotated[str | None, typer.Option(help=f"Last stage: {', '.join(STAGE_NAMES)}.")]
@@ -507,16 +511,41 @@ def show_options(one: Any, paper: Mapping[str, Any] = MappingProxyType({})) -> N
 @export_app.command()
 def merge(
     base: Base,
-    delta: Annotated[Path, typer.Argument(help="delta.safetensors of a run.")],
+    deltas: Annotated[
+        list[Path], _argument("delta.safetensors of a run, or of several runs.", "DELTA...")
+    ],
     out: Annotated[Path, typer.Argument(help="Folder to write the merged model to.")],
     dtype: Annotated[str, typer.Option(help="dtype of the merged weights.")] = "auto",
     force: Annotated[
         bool, typer.Option(help="Merge even if the hash of the base model differs.")
     ] = False,
+    weight: Annotated[
+        list[float] | None,
+        typer.Option(help="Factor of a delta's changes, once per delta.", show_default="1"),
+    ] = None,
+    stochastic: Annotated[
+        bool,
+        typer.Option("--stochastic", help="With a narrower --dtype: round changes at random."),
+    ] = False,
 ) -> None:
-    """Merge a delta into its base model; writes a Hugging Face folder."""
-    count = later("dualsft.model.delta").merge(base, delta, out, dtype, force)
-    show(f"{count:,} entries merged into {out}")
+    """Merge deltas into their base model: the sum of their changes, as a Hugging Face folder."""
+    merged = later("dualsft.model.delta").merge(base, deltas, out, dtype, force, weight, stochastic)
+    show(*merged.lines(f"merged into {out}"))
+
+
+@export_app.command()
+def compact(
+    base: Base,
+    delta: Delta,
+    out: Annotated[Path, typer.Argument(help="Delta file to write.")],
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="Store each change in bfloat16; not bit for bit.")
+    ] = False,
+) -> None:
+    """Write a delta in fewer bytes; `merge` gives the same model from it bit for bit."""
+    count, error = later("dualsft.model.delta").compact(base, delta, out, lossy)
+    told = f"; relative error of the changes {error:.1e}" if lossy else ""
+    show(f"{count:,} entries written to {out}, {out.stat().st_size / 1e6:.2f} MB{told}")
 
 
 @export_app.command()
@@ -552,6 +581,24 @@ def data(
     consent = given_paths("export data", words)
     with reading(folder):
         show(*later("dualsft.integrations.rows").export_data(folder, out, kind, consent))
+
+
+@export_app.command()
+def adapter(
+    base: Base,
+    delta: Delta,
+    out: Annotated[Path, typer.Argument(help="Folder to write the adapter to.")],
+    kind: Annotated[
+        str, typer.Option(help="shira: loads with PEFT alone; sparse: small, needs dualsft.")
+    ] = "shira",
+) -> None:
+    """Write a delta as a PEFT adapter of its base model."""
+    made = later("dualsft.integrations.peft").write_adapter(base, delta, out, kind)
+    show(
+        f"{made.num_entries:,} entries written to {out} as {kind}, r={made.r}: "
+        f"{made.num_stored:,} with the unchanged ones that fill its layers, "
+        f"{made.num_bytes / 1e6:.2f} MB"
+    )
 
 
 @app.command(context_settings=WORDS)

@@ -8,18 +8,24 @@ holds `<param>.idx` (int64, flat, sorted) and `<param>.val` (the new values, in 
 The header records the base model, the hash of its weights and the hash of the delta, so that a
 damaged file is found before it is merged. The file stores values, not differences, so that base +
 delta equals the merged model bit for bit. `apply_delta` and `extract_delta` are inverses. Results
-of `merge` and `extract` are written atomically.
+of `merge`, `extract` and `compact` are written atomically.
+
+A compact file (`compact`) has `<param>.gap` in place of `<param>.idx`: the number of entries that
+are left out before each changed one, in 8 or 16 bits. On request it stores the changes in bfloat16
+in place of the values; the header then names the dtype in which they are added to the base.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +38,7 @@ from dualsft.errors import ConfigError, RunError
 from dualsft.model.load import DTYPES, choose_dtype, load_model, load_tokenizer
 from dualsft.model.resolve import resolve_model, weights_hash
 from dualsft.model.sharded import entries_of, is_sharded, saved_weights
+from dualsft.storage.gaps import from_gaps, to_gaps
 from dualsft.storage.manifest import read_stage_manifest
 from dualsft.storage.tensor_files import TensorFile
 from dualsft.storage.vectors import ParamVector, Vector, of_all, save_tensors
@@ -40,6 +47,9 @@ from dualsft.system.usage import explained
 
 FORMAT = "dualsft-delta-2"
 UNHASHED = "dualsft-delta-1"  # the first format, without a content hash; still readable
+COMPACT = "dualsft-delta-3"  # gaps in place of indices
+SERVED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""dtypes in which models are served, and in which a small change of a weight can be lost."""
 _PROCESSOR_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -58,23 +68,36 @@ class Delta:
     values: dict[str, Tensor]
     base_model: str = ""
     base_hash: str = ""
+    added_in: str = ""
+    """If the values are changes: the dtype in which they are added to the base."""
 
     @property
     def num_entries(self) -> int:
         """Number of entries over all processes; in a sharded run each holds only its own rows."""
         return world().across(sum(i.numel() for i in self.indices.values()))
 
-    def save(self, path: Place) -> None:
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """dtype of the fine-tuned weights; None for a delta without entries."""
+        if self.added_in:
+            return DTYPES[self.added_in]
+        return next((value.dtype for value in self.values.values()), None)
+
+    def save(self, path: Place, compact: bool = False) -> None:
         """Write the delta file. Rank 0 writes; the other processes send it their entries."""
+        assert compact or not self.added_in, "only a compact file holds changes"
         tensors: dict[str, Tensor] = {}
         for name, index in self.indices.items():
-            tensors[f"{name}.idx"] = index.to("cpu", torch.int64).contiguous()
+            index = index.to("cpu", torch.int64).contiguous()
+            tensors |= {f"{name}.gap": to_gaps(index)} if compact else {f"{name}.idx": index}
             tensors[f"{name}.val"] = self.values[name].to("cpu").contiguous()
         every = of_all(tensors)
         # a parameter without changed entries in any process is left out
         used = {name: t for name, t in tensors.items() if every.forms[name].num_entries}
         every = every if len(used) == len(tensors) else of_all(used)
-        header = {"format": FORMAT, "base_model": self.base_model, "base_hash": self.base_hash}
+        header = {"format": COMPACT if compact else FORMAT}
+        header |= {"base_model": self.base_model, "base_hash": self.base_hash}
+        header |= {"added_in": self.added_in} if self.added_in else {}
         every.write(path, header | {"sha256": _content_hash(every, header)})
 
     @classmethod
@@ -85,19 +108,31 @@ class Delta:
             header, tensors = dict(file.metadata), file.tensors()
         except (OSError, RunError) as problem:
             raise ConfigError(f"{path}: cannot be read as a delta: {problem}") from problem
-        if header.get("format") not in (FORMAT, UNHASHED):
+        if header.get("format") not in (FORMAT, UNHASHED, COMPACT):
             raise ConfigError(
                 f"{path}: its header has format {header.get('format')!r}, not {FORMAT!r}; give "
                 "the delta.safetensors of a run folder"
             )
         stated = header.pop("sha256", None)
-        if header["format"] == FORMAT and stated != _content_hash(ParamVector(tensors), header):
+        if header["format"] != UNHASHED and stated != _content_hash(ParamVector(tensors), header):
             raise ConfigError(
                 f"{path}: its content does not match the hash in its header: the file is "
                 "damaged; copy it again, or run `dualsft finetune` on its run folder again"
             )
+        added_in = header.get("added_in", "")
+        if added_in and (header["format"] != COMPACT or added_in not in DTYPES):
+            raise ConfigError(
+                f"{path}: its header has added_in {added_in!r}, which is not one of "
+                f"{', '.join(DTYPES)} in a file of format {COMPACT}; copy the delta again"
+            )
         names = sorted({key.rpartition(".")[0] for key in tensors})
         rule = "idx must be int64 and increasing, val finite and of the same length"
+        if header["format"] == COMPACT:
+            rule = "gap must be uint8 or uint16 and end with an index, val finite with one for each"
+            for name in names:
+                tensors.pop(f"{name}.idx", None)
+                with suppress(ValueError, KeyError):
+                    tensors[f"{name}.idx"] = from_gaps(tensors.pop(f"{name}.gap"))
         if problems := [f"{path}: {n}: {rule}" for n in names if _lacks(tensors, n)]:
             raise ConfigError(problems)
         return cls(
@@ -105,7 +140,29 @@ class Delta:
             {n: tensors[f"{n}.val"] for n in names},
             header.get("base_model", ""),
             header.get("base_hash", ""),
+            added_in,
         )
+
+    def on(self, model: nn.Module) -> Delta:
+        """This delta as new values on its base; raises for a model that it does not fit."""
+        parameters = dict(model.named_parameters())
+        problems = []
+        for name, index in self.indices.items():
+            count = parameters[name].numel() if name in parameters else 0
+            if name not in parameters:
+                problems.append(f"the delta has {name!r}, which the model does not have")
+            elif index.numel() and (int(index.min()) < 0 or int(index.max()) >= count):
+                problems.append(f"the delta indexes {name!r} outside its {count} entries")
+        if problems:
+            raise ConfigError([*problems, "give the base model that the delta was made from"])
+        if not self.added_in:
+            return self
+        old = take_delta(model, self.indices).values
+        values = {
+            name: (old[name].double() + change.double()).to(self.dtype)
+            for name, change in self.values.items()
+        }
+        return replace(self, values=values, added_in="")
 
 
 def _place(path: Place) -> RunPath:
@@ -149,17 +206,8 @@ def take_delta(
 @torch.no_grad()
 def apply_delta(model: nn.Module, delta: Delta | str | Path) -> nn.Module:
     """Write a delta's values into the model in place, and return the model."""
-    delta = delta if isinstance(delta, Delta) else Delta.load(Path(delta))
+    delta = (delta if isinstance(delta, Delta) else Delta.load(Path(delta))).on(model)
     parameters = dict(model.named_parameters())
-    problems = []
-    for name, index in delta.indices.items():
-        count = parameters[name].numel() if name in parameters else 0
-        if name not in parameters:
-            problems.append(f"the delta has {name!r}, which the model does not have")
-        elif index.numel() and (int(index.min()) < 0 or int(index.max()) >= count):
-            problems.append(f"the delta indexes {name!r} outside its {count} entries")
-    if problems:
-        raise ConfigError([*problems, "give the base model that the delta was made from"])
     for name, index in delta.indices.items():
         p = parameters[name]
         p.view(-1)[index.to(p.device)] = delta.values[name].to(p.device, p.dtype)
@@ -180,6 +228,72 @@ def extract_delta(base: nn.Module, tuned: nn.Module, **origin: Any) -> Delta:
         if index.numel():
             indices[name] = index
     return take_delta(tuned, indices, **origin)
+
+
+@torch.no_grad()
+def combine_deltas(
+    model: nn.Module, deltas: Sequence[Delta], weights: Sequence[float] | None = None
+) -> tuple[Delta, int]:
+    """(base + Σ weight · change as one delta, number of entries that several deltas change).
+
+    `model` is the base. By default every weight is 1: an entry that one delta changes then gets its
+    value bit for bit.
+    """
+    weights = [1.0] * len(deltas) if weights is None else list(weights)
+    if not deltas or len(weights) != len(deltas) or not all(map(math.isfinite, weights)):
+        raise ConfigError(f"{len(deltas)} deltas and weights {weights}: give one number per delta")
+    whole = [delta.on(model) for delta in deltas]
+    indices: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    num_shared = 0
+    for name, p in model.named_parameters():
+        parts = [(d, w) for d, w in zip(whole, weights, strict=True) if name in d.indices]
+        if not parts:
+            continue
+        index = torch.cat([delta.indices[name] for delta, _ in parts]).unique()
+        old = entries_of(p, index)
+        total, times, own = old.to(torch.float64, copy=True), torch.zeros_like(index), []
+        for delta, weight in parts:
+            value, here = delta.values[name], torch.searchsorted(index, delta.indices[name])
+            before = old[here]
+            moved = _bits(value).ne(_bits(before.to(value.dtype)))
+            total[here] += weight * (value.double() - before.double())
+            times[here] += moved
+            own.append((here, value, moved & (weight == 1)))
+        dtype = reduce(torch.promote_types, (value.dtype for _, value, _ in own))
+        new = torch.where(times > 0, total, old).to(dtype)
+        for here, value, exact in own:
+            alone = exact & (times[here] == 1)
+            new[here[alone]] = value[alone].to(dtype)
+        indices[name], values[name] = index, new
+        num_shared += int((times > 1).sum())
+    return replace(whole[0], indices=indices, values=values), num_shared
+
+
+@torch.no_grad()
+def moved_entries(model: nn.Module, delta: Delta) -> tuple[Delta, dict[str, Tensor]]:
+    """(new values of the entries whose bits differ from the base's, changes in float64)."""
+    whole = delta.on(model)
+    old = take_delta(model, whole.indices).values
+    moved = {n: _bits(v).ne(_bits(old[n].to(v.dtype))) for n, v in whole.values.items()}
+    moved = {name: chosen for name, chosen in moved.items() if bool(chosen.any())}
+    indices = {name: whole.indices[name][chosen] for name, chosen in moved.items()}
+    values = {name: whole.values[name][chosen] for name, chosen in moved.items()}
+    changes = {n: v.double() - old[n][moved[n]].double() for n, v in values.items()}
+    return replace(whole, indices=indices, values=values), changes
+
+
+def survival(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many entries differ from the base, in their own dtype and after a cast to `SERVED`."""
+    own = next((value.dtype for value in new.values()), torch.float32)
+    served = SERVED if own.itemsize > 2 else {}
+    dtypes = {str(own).removeprefix("torch."): own, **served}
+    return {
+        label: world().across(
+            sum(int((old[n].to(dtype) != value.to(dtype)).sum()) for n, value in new.items())
+        )
+        for label, dtype in dtypes.items()
+    }
 
 
 def _bits(p: Tensor) -> Tensor:
@@ -219,32 +333,116 @@ def save_model(model: PreTrainedModel, tokenizer: Any, base: Path, target: Path)
             shutil.copyfile(base / name, target / name)
 
 
-def merge(base: str, delta_path: Path, out: Path, dtype: str = "auto", force: bool = False) -> int:
-    """Write base + delta as a Hugging Face folder; returns the number of entries merged.
+def _rounded(x: Tensor, dtype: torch.dtype, rng: torch.Generator) -> Tensor:
+    """Cast to one of the two neighbours in `dtype`, the closer one more often; unbiased."""
+    near = x.to(dtype)
+    beyond = torch.where(x > near, torch.inf, -torch.inf).to(dtype)
+    other = torch.nextafter(near, beyond)
+    share = (x.double() - near.double()) / (other.double() - near.double())
+    return torch.where(torch.rand(x.shape, generator=rng) < share, other, near)
 
-    `auto` is the dtype of the run, taken from the delta's values.
-    """
+
+@dataclass(frozen=True)
+class Merged:
+    """What an export did: entries written, entries of several deltas, entries that differ."""
+
+    num_entries: int
+    num_shared: int
+    survival: Mapping[str, int]
+
+    def lines(self, done: str) -> list[str]:
+        """Lines for a person; `done` says what was done with the entries."""
+        lines = [f"{self.num_entries:,} entries {done}"]
+        if self.num_shared:
+            lines.append(f"{self.num_shared:,} of them are changed by several deltas: summed")
+        own, *others = (f"{n:,} in {dtype}" for dtype, n in self.survival.items())
+        cast = f"; after a cast {', '.join(others)}" if others else ""
+        return [*lines, f"entries that differ from the base: {own}{cast}"]
+
+
+def load_for(
+    base: str, paths: Sequence[Path], force: bool = False
+) -> tuple[Path, PreTrainedModel, list[Delta]]:
+    """(folder, base model in the dtype of the deltas, deltas); refuses deltas of other weights."""
     folder = resolve_model(base)
-    delta = Delta.load(delta_path)
-    _check_target(out)
+    deltas = [Delta.load(path) for path in paths]
     found = weights_hash(folder)
-    if delta.base_hash and delta.base_hash != found and not force:
-        raise ConfigError(
-            f"{delta_path}: made from {delta.base_model!r} with weights {delta.base_hash[:12]}…, "
-            f"but {base!r} has {found[:12]}…; give that base, or --force to merge anyway"
-        )
-    values = list(delta.values.values())
-    chosen = values[0].dtype if dtype == "auto" and values else _dtype(dtype, folder)
-    model = load_model(folder, chosen, _CPU)
+    for path, delta in zip(paths, deltas, strict=True):
+        if delta.base_hash and delta.base_hash != found and not force:
+            raise ConfigError(
+                f"{path}: made from {delta.base_model!r} with weights {delta.base_hash[:12]}…, "
+                f"but {base!r} has {found[:12]}…; give that base, or `export merge` with --force"
+            )
+    dtypes = [delta.dtype for delta in deltas if delta.dtype is not None]
+    dtype = reduce(torch.promote_types, dtypes) if dtypes else _dtype("auto", folder)
+    return folder, load_model(folder, dtype, _CPU), deltas
+
+
+def merge(
+    base: str,
+    paths: Sequence[Path],
+    out: Path,
+    dtype: str = "auto",
+    force: bool = False,
+    weights: Sequence[float] | None = None,
+    stochastic: bool = False,
+) -> Merged:
+    """Write base + deltas as a Hugging Face folder.
+
+    `auto` is the dtype of the run, taken from the delta's values. A narrower one loses changes of
+    less than half the distance of its numbers; `stochastic` rounds the changed entries up or down
+    at random, so that the changes are right on average.
+    """
+    check_target(out)
+    folder, model, deltas = load_for(base, paths, force)
+    chosen = model.dtype if dtype == "auto" else _dtype(dtype, folder)
+    delta, num_shared = combine_deltas(model, deltas, weights)
+    old = take_delta(model, delta.indices).values
+    left = survival(old, delta.values)
+    if stochastic and chosen.itemsize >= model.dtype.itemsize:
+        narrower = f"a dtype narrower than {model.dtype}".replace("torch.", "")
+        raise ConfigError(f"--stochastic: has no effect without --dtype; give {narrower}")
+    if chosen != model.dtype:
+        model = load_model(folder, chosen, _CPU)
+    if stochastic:
+        rng = torch.Generator().manual_seed(0)
+        values = {n: _rounded(value, chosen, rng) for n, value in delta.values.items()}
+        left |= survival({n: o.to(chosen) for n, o in old.items()}, values)
+        delta = replace(delta, values=values)
     apply_delta(model, delta)
     with written_whole(out) as part:
         save_model(model, load_tokenizer(folder), folder, part)
-    return delta.num_entries
+    return Merged(delta.num_entries, num_shared, left)
+
+
+def compact(base: str, path: Path, out: Path, lossy: bool = False) -> tuple[int, float]:
+    """Write a delta in fewer bytes; returns the number of entries and the relative error.
+
+    Entries whose bits are those of the base are left out, and the indices become gaps, so that the
+    merged model stays the same bit for bit. `lossy` stores each change in bfloat16 in place of the
+    new value; the error is the root mean square of what this alters, relative to the changes.
+    """
+    check_target(out)
+    _, model, (delta,) = load_for(base, [path])
+    whole, changes = moved_entries(model, delta)
+    dtype = whole.dtype or model.dtype
+    if lossy and dtype.itemsize < 4:
+        raise ConfigError(f"--lossy: the values of {path} have 16 bits already; leave it out")
+    error = 0.0
+    if lossy:
+        rounded = {name: change.to(torch.bfloat16) for name, change in changes.items()}
+        squares = sum(float(change.square().sum()) for change in changes.values())
+        wrong = sum(float((rounded[n].double() - c).square().sum()) for n, c in changes.items())
+        error = math.sqrt(wrong / squares) if squares else 0.0
+        whole = replace(whole, values=rounded, added_in=str(dtype).removeprefix("torch."))
+    with written_whole(out) as part:
+        whole.save(part, compact=True)
+    return whole.num_entries, error
 
 
 def extract(base: str, tuned: Path, out: Path, dtype: str = "auto") -> int:
     """Write the entries in which `tuned` differs from `base`; returns the number of entries."""
-    _check_target(out)
+    check_target(out)
     folder = resolve_model(base)
     chosen = _dtype(dtype, folder)
     before = load_model(folder, chosen, _CPU)
@@ -256,7 +454,7 @@ def extract(base: str, tuned: Path, out: Path, dtype: str = "auto") -> int:
     return delta.num_entries
 
 
-def _check_target(out: Path) -> None:
+def check_target(out: Path) -> None:
     """Refuse an existing target and create its parent folder, before any model is loaded."""
     if out.exists():
         raise ConfigError(f"{out}: already exists; give a new name")

@@ -105,6 +105,18 @@ def competitors(chosen: Mapping[str, Any]) -> str:
     return names.get(chosen.get("denominator_of", ""), "candidate parameters")
 
 
+def served_text(tuned: Mapping[str, Any]) -> str:
+    """What is left of the changes in each dtype; empty where it was not counted."""
+    counts: Mapping[str, int] = tuned.get("survival") or {}
+    total = max(1, tuned.get("changed_entries") or 0)
+    shares = [
+        f"{number(counts[dtype])} ({percent(counts[dtype] / total)}) in {dtype}"
+        for dtype in ("float64", "float32", "bfloat16", "float16")
+        if dtype in counts
+    ]
+    return f"entries that differ from the base: {', '.join(shares)}" if shares else ""
+
+
 # --- rows of tables -----------------------------------------------------------------------------
 
 

@@ -42,6 +42,7 @@ from dualsft.lab.report.facts import (
     number,
     peak_gib,
     percent,
+    served_text,
 )
 from dualsft.model.load import load_tokenizer
 from dualsft.model.safety import check_decoding, check_folder
@@ -63,7 +64,7 @@ MAX_FIGURE_BYTES = 64 << 20
 
 FUNCTIONS = (
     *(rows.loss_rows, rows.benchmark_rows, rows.prompt_rows, rows.score_rows),
-    *(rows.mask_rows, rows.source_rows, rows.cost_rows, rows.competitors),
+    *(rows.mask_rows, rows.source_rows, rows.cost_rows, rows.competitors, served_text),
 )
 FILTERS = (number, percent, duration, peak_gib, rows.texts)
 """What the templates can call."""
@@ -223,6 +224,8 @@ def _chosen_card(facts: Facts) -> Card:
     if "k" in chosen:
         weights = f"{percent(chosen['share'])} of the weights"
         lines.append(f"{chosen['k']:,} of {chosen['denominator']:,} {competitors(chosen)}")
+    if served := served_text(facts.get("finetune", {})):
+        lines.append(served)
     if methods := methods_of(facts):
         lines.append("by " + ", ".join(f"{name} ({axis})" for axis, name in methods.items()))
     return "Chosen", f"{data}, {weights}", lines

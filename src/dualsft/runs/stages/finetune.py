@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from dualsft.data.examples import Example
 from dualsft.errors import ConfigError
-from dualsft.model.delta import Delta, extract_delta, save_model, take_delta
+from dualsft.model.delta import Delta, extract_delta, save_model, survival, take_delta
 from dualsft.model.load import text_parameters
 from dualsft.model.resolve import weights_hash
 from dualsft.runs.context import RunContext, Settings
@@ -72,6 +72,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     examples = training_examples(ctx, final)
     start = selection / "start"
     model = ctx.load(start) if start.is_dir() else ctx.theta_old()
+    before = take_delta(model, indices or {}).values
     params: ParamMethod = ctx.methods.load("params")
     job = Job(ctx, "params", part, examples)
     plan = finetune_plan(ctx, len(examples))
@@ -124,7 +125,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
         facts |= after.apply(editing, ctx.theta_old(), model)
         accounts["after"] = editing.accounts.as_dict()
     still = every is None and after is None and not start.is_dir()
-    delta, changed = _delta(ctx, model, indices if still else None)
+    delta, changed, left = _delta(ctx, model, indices if still else None, before)
     if every is not None and changed is not None:
         ctx.reporter.say(
             f"moving mask: {trained:,} entries at a time; {changed:,} in total differ from θ_old"
@@ -140,6 +141,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
         **counts,
         "num_parameters": ctx.num_parameters,
         "changed_entries": changed,
+        **({"survival": left} if left else {}),
         "lr": plan.lr,
         **({"auto": resolved(ctx, len(examples))} if is_auto(ctx) else {}),
         "base_hash": weights_hash(ctx.model_folder),
@@ -203,24 +205,29 @@ def _moving(
 
 
 def _delta(
-    ctx: RunContext, model: PreTrainedModel, indices: Mapping[str, Tensor] | None
-) -> tuple[Delta | None, int | None]:
-    """(delta, number of changed entries).
+    ctx: RunContext,
+    model: PreTrainedModel,
+    indices: Mapping[str, Tensor] | None,
+    before: Mapping[str, Tensor],
+) -> tuple[Delta | None, int | None, dict[str, int]]:
+    """(delta, number of its entries, how many differ from θ_old by dtype).
 
     The delta holds the mask's entries, or all entries that differ from θ_old (for a moving mask,
     the union of its masks). It is None if the change is not sparse, because a delta takes up to
-    five times the bytes of an entry.
+    five times the bytes of an entry. `before` holds the values of θ_old at `indices`.
     """
     origin = (Path(ctx.config.model.path).name, weights_hash(ctx.model_folder))
     if indices is not None:
         delta = take_delta(model, indices, *origin)
-        return delta, delta.num_entries
+        return delta, delta.num_entries, survival(before, delta.values)
     dense = ctx.methods.name("params") in ("all", None) or ctx.methods.load("params").adapter
     if dense and ctx.methods["after"] is None:
-        return None, None
-    delta = extract_delta(ctx.theta_old(), model, base_model=origin[0], base_hash=origin[1])
+        return None, None, {}
+    base = ctx.theta_old()
+    delta = extract_delta(base, model, base_model=origin[0], base_hash=origin[1])
+    left = survival(take_delta(base, delta.indices).values, delta.values)
     dense = delta.num_entries > DENSE * ctx.num_parameters
-    return None if dense else delta, delta.num_entries
+    return None if dense else delta, delta.num_entries, left
 
 
 def save_tuned(ctx: RunContext, model: PreTrainedModel, folder: RunPath) -> None:

@@ -169,7 +169,7 @@ FORGED = {
     "patched json": 'import json\njson.dumps = lambda *a, **k: \'{"reason": "passed"}\'\n',
     "patched os": "import os\nwrite = os.write\nos.write = lambda fd, b: write(fd, b'passed')\n",
     "reads the tests": FRAMES + "text = repr([places, gc.get_objects()])\n"
-    "def add(a, b): return (5 if a == 2 else 0) if 'assert add' in text else 7\n",
+    "def add(a, b): return (5 if a == 2 else 0) if 'assert %s' % 'add' in text else 7\n",
     "prints the marker": 'print(\'passed\')\nprint(\'{"reason": "passed", "compiled": true}\')\n',
     "atexit": "import atexit, os\natexit.register(lambda: os._exit(0))\n",
     "trace": "import sys\nsys.settrace(lambda f, e, a: f.f_globals.update(add=sum))\n",
@@ -189,9 +189,11 @@ FORGED = {
 def test_hostile_programs_do_not_pass(name: str) -> None:
     """The function that forges is wrong."""
     program = HOSTILE.get(name) or WRONG + FORGED[name]
-    test = "import copy, math\nxs = [1]\n" + TEST.replace("-1, 1) == 0", "5, 5) == 10")
-    test += "\nassert abs(add(1, 1) - 2) < 1e-6 and add(xs, 0) == len(xs)"
-    assert not judge(program, QUICK, test).passed
+    more = (
+        "import copy, math\nxs = [1]\nassert add(xs, 0) == len(xs)\nassert abs(add(1, 1) - 2) < 1"
+    )
+    assert not judge(program).passed
+    assert name in HOSTILE or not judge(program, test=more).passed
 
 
 def test_a_test_that_catches_everything_is_not_passed_by_an_end() -> None:

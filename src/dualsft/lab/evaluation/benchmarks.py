@@ -337,9 +337,8 @@ class Answers:
         for task in self.tasks:
             for request in task.instances:
                 (candidate,) = request.filtered_resps[self.benchmark.filter]
-                test, entry = str(task.doc_to_target(request.doc)), request.doc["entry_point"]
-                helpers = request.doc["prompt"].rpartition(f"def {entry}(")[0]
-                todo[candidate, test] = Program(candidate, test, entry, helpers)
+                test = str(task.doc_to_target(request.doc))
+                todo[candidate, test] = Program.of(request.doc, candidate, test)
         weak = self.ctx.config.evaluation.allow_weak_sandbox
         label = f"{self.label}, running the programs"
         with self.ctx.reporter.track(label, len(todo), "programs") as bar:

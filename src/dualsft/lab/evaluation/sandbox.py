@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -53,6 +53,12 @@ class Program:
     """Name of the function under test: all that the test uses of the candidate."""
     helpers: str = ""
     """What the test may use besides: the code of the prompt before that function."""
+
+    @classmethod
+    def of(cls, row: Mapping[str, str], candidate: str, test: str) -> Program:
+        """The program for a row of HumanEval."""
+        entry = row["entry_point"]
+        return cls(candidate, test, entry, row["prompt"].rpartition(f"def {entry}(")[0])
 
 
 @dataclass(frozen=True, slots=True)

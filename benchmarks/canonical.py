@@ -36,7 +36,7 @@ def programs(path: Path) -> list[Program]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     todo = programs(parser.parse_args().file)
     start = time.perf_counter()

@@ -258,13 +258,15 @@ class Outside:
             facts += [state.st_mode, state.st_uid, state.st_mtime_ns, state.st_nlink, bytes(flags)]
             facts += [path.read_bytes(), os.listxattr(path)]
         facts += [sorted(os.listdir(self.folder)), self.victim.poll(), os.getpgid(pid)]
-        facts += [Path(f"/proc/{pid}/stat").read_text().split(") ")[1].split()[0]]
+        facts += [Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] in "TtZX"]
         facts += [os.sched_getaffinity(pid), os.sched_getscheduler(pid)]
         facts += [os.getpriority(os.PRIO_PROCESS, one) for one in (pid, 0)]
         facts += [resource.prlimit(pid, resource.RLIMIT_NOFILE), platform.node(), os.getcwd()]
-        facts += [Path(f"/proc/sysvipc/{kind}").read_text() for kind in ("shm", "msg", "sem")]
+        kinds = ("shm", "msg", "sem")
+        facts += [f" {0x6475} " in Path(f"/proc/sysvipc/{kind}").read_text() for kind in kinds]
+        facts += [os.statvfs(place).f_flag for place in ("/", "/proc")]
         facts += [Path("/dev/shm/dualsft-probe").exists(), os.listdir(tempfile.gettempdir())]
-        return [*facts, Path("/proc/mounts").read_text(), select.select(self.servers, [], [], 0)]
+        return [*facts, select.select(self.servers, [], [], 0)]
 
     def attempt(self, name: str) -> tuple[ProgramVerdict, bool]:
         """The verdict of a probe, and whether everything outside is as before."""

@@ -472,7 +472,7 @@ def stored_consent(folder: Path) -> list[str]:
 
     That the setting exists, "… =true only when you trust its authors", is no consent.
     """
-    keys = rb"(trust_remote_code|allow_code_execution)"
+    keys = rb"(trust_remote_code|allow_code_execution|allow_weak_sandbox)"
     yes = re.compile(keys + rb"\W{1,9}true(?! only when)", re.IGNORECASE)
     return [
         str(path.relative_to(folder))

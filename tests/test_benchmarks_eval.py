@@ -25,7 +25,7 @@ from dualsft.lab.compare.matrix import load_matrix
 from dualsft.lab.compare.tables import write_tables
 from dualsft.lab.evaluation import benchmarks as benchmarking
 from dualsft.lab.evaluation import tasks as benchmark_tasks
-from dualsft.lab.evaluation.sandbox import run_candidate
+from dualsft.lab.evaluation.sandbox import Program, run_candidate
 from dualsft.lab.evaluation.tasks import (
     BENCHMARKS,
     build_tasks,
@@ -143,7 +143,8 @@ def test_requests_are_the_harnesss_own(
         @staticmethod
         def compute(references: list[str], predictions: list[list[str]], k: list[int]) -> Any:
             (test,), ((candidate,),) = references, predictions
-            return {"pass@1": float(run_candidate(candidate, test).passed)}, {}
+            entry = test.rpartition("check(")[2].strip(")\n")
+            return {"pass@1": float(run_candidate(Program(candidate, test, entry)).passed)}, {}
 
     monkeypatch.setattr(evaluate, "load", lambda _: CodeEval)
     theirs = harness_tasks(name, data_dir)
@@ -437,7 +438,7 @@ def test_mmlu_is_never_a_mean_over_fewer_subjects(tmp_path: Path) -> None:
 
 def test_the_right_answers_score_one(finished: Callable, data_dir: Path) -> None:
     """Canonical solutions pass, wrong ones fail, and what is no program is a format error."""
-    evaluation = SimpleNamespace(data_dir=str(data_dir), limit_tasks=3)
+    evaluation = SimpleNamespace(data_dir=str(data_dir), limit_tasks=3, allow_weak_sandbox=False)
     ctx: Any = SimpleNamespace(
         answers=None,
         config=SimpleNamespace(evaluation=evaluation),

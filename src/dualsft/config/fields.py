@@ -324,6 +324,9 @@ class EvaluationConfig:
     allow_code_execution: bool = False
     """Run the programs that the models generate for humaneval, in a sandbox. Set by the flag
     --allow-code-execution; never read from a file, never stored."""
+    allow_weak_sandbox: bool = False
+    """Run them also on a machine whose kernel lacks a protection of the sandbox. Only from the
+    command line or Python; never read from a file, never stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -335,7 +335,11 @@ def sealed_text(text: str) -> str:
     return f"{SEAL_LINE}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
 
 
-CONSENTS = ("model.trust_remote_code", "evaluation.allow_code_execution")
+CONSENTS = (
+    "model.trust_remote_code",
+    "evaluation.allow_code_execution",
+    "evaluation.allow_weak_sandbox",
+)
 """Settings that allow code to run. They are accepted only from the command line or from Python.
 They are never read from a file or stored in a run folder, since files may come from others."""
 OUTSIDE = (

@@ -22,7 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from dualsft.errors import RunError
-from dualsft.lab.evaluation.sandbox import ProgramVerdict, describe_protection, run_candidates
+from dualsft.lab.evaluation.sandbox import (
+    PROTECTIONS,
+    Program,
+    ProgramVerdict,
+    describe_protection,
+    run_candidates,
+)
 from dualsft.lab.evaluation.tasks import (
     BENCHMARKS,
     DOMAINS,
@@ -327,15 +333,17 @@ class Answers:
 
     def _run_programs(self) -> None:
         """Run the candidates and tests of all items in the sandbox."""
-        pairs: list[tuple[str, str]] = []
+        todo: dict[tuple[str, str], Program] = {}
         for task in self.tasks:
             for request in task.instances:
                 (candidate,) = request.filtered_resps[self.benchmark.filter]
-                pairs.append((candidate, str(task.doc_to_target(request.doc))))
-        todo = list(dict.fromkeys(pairs))
+                test = str(task.doc_to_target(request.doc))
+                todo[candidate, test] = Program.of(request.doc, candidate, test)
+        weak = self.ctx.config.evaluation.allow_weak_sandbox
         label = f"{self.label}, running the programs"
         with self.ctx.reporter.track(label, len(todo), "programs") as bar:
-            self.verdicts = dict(zip(todo, run_candidates(todo, advance=bar.advance), strict=True))
+            ran = run_candidates([*todo.values()], advance=bar.advance, allow_weak=weak)
+        self.verdicts = dict(zip(todo, ran, strict=True))
 
     def _score(self) -> Outcome:
         """Apply the harness's filters and metrics to all items."""
@@ -423,11 +431,12 @@ def task_facts(ctx: RunContext, name: str, sides: Mapping[str, Outcome]) -> dict
     if benchmark.runs_code:
         ran = [verdict for side in SIDES for verdict in sides[side].verdicts]
         facts["sandbox"] = describe_protection(ran)
-        weak = [what for what, how in facts["sandbox"].items() if "only" in how]
-        if weak:
+        lacking = {one for verdict in ran for one, held in verdict.protection.items() if not held}
+        if lacking:
+            missing = "; ".join(PROTECTIONS[one] for one in sorted(lacking))
             ctx.reporter.warn(
-                f"{name}: this machine's kernel did not help to hold the generated code in "
-                f"({', '.join(weak)}); it was held by the interpreter alone"
+                f"{name}: the generated programs were run without {missing} "
+                "(evaluation.allow_weak_sandbox)"
             )
     return facts
 

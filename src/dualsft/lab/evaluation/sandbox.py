@@ -1,12 +1,12 @@
-"""Run generated programs (HumanEval pass@1), each in its own sandboxed process.
+"""Run generated programs (HumanEval pass@1), each in processes of its own that are shut in.
 
 A candidate passes under the same rule as in the harness's `code_eval`: candidate and test finish
 without an exception within three seconds. Every program gets a fresh interpreter
-(`lab/evaluation/sandbox_child.py`) in an empty folder, with a minimal environment, limits on
-memory, time, file size and processes, no network, no input, and its output discarded. After the
-time limit the whole process group is killed. A program written to attack this sandbox from inside
-its interpreter could still fake a pass, as in the harness, but cannot reach anything outside. Not
-part of Algorithm 1.
+(`lab/evaluation/sandbox_child.py`), which forks into a process for the program and one for the
+tests. Neither can reach anything outside, nor the program its tests. There is no folder to clean
+up: the only one is a tmpfs that disappears with the processes, and these die with this one. A
+machine whose kernel does not offer all protections is refused, unless the user insists
+(`evaluation.allow_weak_sandbox`). Not part of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -14,27 +14,51 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dualsft.errors import RunError
+from dualsft.errors import ConfigError, RunError
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _START_SECONDS = 60.0
 """Time for the interpreter to start and isolate itself, generous for a busy machine."""
 _MOST_ANSWER = 4096
-"""Maximum bytes of an answer. A program that writes more to the pipe fails."""
+"""Maximum bytes of an answer."""
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "HOME": "/proc",  # the tmpfs
+    "TMPDIR": "/proc",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A generated program and its test."""
+
+    candidate: str
+    test: str
+    """Ends with a call of its `check` with the function under test."""
+    entry: str
+    """Name of the function under test: all that the test uses of the candidate."""
+    helpers: str = ""
+    """What the test may use besides: the code of the prompt before that function."""
+
+    @classmethod
+    def of(cls, row: Mapping[str, str], candidate: str, test: str) -> Program:
+        """The program for a row of HumanEval."""
+        entry = row["entry_point"]
+        return cls(candidate, test, entry, row["prompt"].rpartition(f"def {entry}(")[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +69,11 @@ class SandboxLimits:
     """Wall time, as in the harness."""
     memory: int = 2 * 2**30
     file: int = 2**20
-    processes: int = 64
+    folder: int = 2**24
+    """Bytes of all files together."""
+    entries: int = 1024
+    """Files and folders."""
+    threads: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,44 +89,49 @@ class ProgramVerdict:
     """Which kernel protections were active."""
 
 
-def run_candidate(candidate: str, test: str, limits: SandboxLimits | None = None) -> ProgramVerdict:
-    """Run one candidate and its test in the sandbox."""
+PROTECTIONS = {
+    "namespaces": "user and mount namespaces (a container's profile or a sysctl may forbid them)",
+    "landlock": "Landlock (Linux 5.13, in the kernel's list of security modules)",
+    "seccomp": "seccomp filters on x86_64 or aarch64",
+}
+"""What every program is held by, and what it needs."""
+
+
+def run_candidate(
+    program: Program, limits: SandboxLimits | None = None, allow_weak: bool = False
+) -> ProgramVerdict:
+    """Run one program in the sandbox. Without `allow_weak`, every protection is required."""
     limits = limits or SandboxLimits()
-    folder = os.path.realpath(tempfile.mkdtemp(prefix="dualsft-sandbox-"))
-    reading, writing = os.pipe()
-    job = {
-        "candidate": candidate,
-        "test": test,
-        "limits": asdict(limits) | {"cpu": int(limits.seconds) + 1},
-        "token": secrets.token_hex(16),
-        "pipe": writing,
-    }
-    try:
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-B", str(_CHILD), json.dumps(asdict(limits))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        env=_ENVIRONMENT,
+        start_new_session=True,
+    )
+    with process:
         try:
-            process = _start(folder, writing)
+            return _judge(process, program, limits, allow_weak)
         finally:
-            os.close(writing)
-        try:
-            return _judge(process, reading, job, limits)
-        finally:
-            _kill(process)
-    finally:
-        os.close(reading)
-        shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def run_candidates(
-    pairs: Sequence[tuple[str, str]],
+    programs: Sequence[Program],
     limits: SandboxLimits | None = None,
     workers: int | None = None,
     advance: Callable[[int], None] = lambda _: None,
+    allow_weak: bool = False,
 ) -> list[ProgramVerdict]:
-    """Verdicts of (candidate, test) pairs, in order. Runs `workers` programs in parallel."""
+    """Verdicts of programs, in order. Runs `workers` programs in parallel."""
     workers = workers or max(1, min(8, (os.cpu_count() or 1) // 2))
     verdicts: list[ProgramVerdict] = []
     pool = ThreadPoolExecutor(workers)
     try:
-        for verdict in pool.map(lambda pair: run_candidate(pair[0], pair[1], limits), pairs):
+        for verdict in pool.map(lambda one: run_candidate(one, limits, allow_weak), programs):
             verdicts.append(verdict)
             advance(1)
     finally:
@@ -106,94 +139,78 @@ def run_candidates(
     return verdicts
 
 
+def check_sandbox(allow_weak: bool) -> None:
+    """Raise unless this machine can hold a program, or the user accepts what it offers."""
+    run_candidate(Program("", "", "none"), allow_weak=allow_weak)
+
+
 def describe_protection(verdicts: Sequence[ProgramVerdict]) -> dict[str, str]:
     """Describe the isolation of the programs: the protections that every one of them had."""
     found = [v.protection for v in verdicts if v.protection]
-    names = ("network_namespace", "seccomp", "landlock")
-    active = {name for name in names if found and all(one[name] for one in found)}
-    inner = "audit hook of the interpreter only"
-    network = [name.replace("_", " ") for name in names[:2] if name in active]
+    active = [name for name in PROTECTIONS if found and all(one[name] for one in found)]
+
+    def held(*names: str) -> str:
+        return " and ".join(name for name in active if name in names) or "nothing"
+
     return {
-        "network": " and ".join(network) or inner,
-        "processes": "seccomp" if "seccomp" in active else f"rlimit and {inner}",
-        "files": "Landlock" if "landlock" in active else inner,
-        "limits": "rlimits and a wall clock",
+        "network": held("namespaces", "seccomp"),
+        "processes": held("namespaces", "seccomp"),
+        "files": held(*PROTECTIONS),
+        "limits": "rlimits and a wall clock" + (", tmpfs" if "namespaces" in active else ""),
     }
-
-
-def _start(folder: str, writing: int) -> subprocess.Popen[bytes]:
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "LANG": "C.UTF-8",
-        "HOME": folder,
-        "TMPDIR": folder,
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    return subprocess.Popen(
-        [sys.executable, "-I", "-B", str(_CHILD)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=folder,
-        env=environment,
-        pass_fds=(writing,),
-        start_new_session=True,
-    )
 
 
 def _judge(
-    process: subprocess.Popen[bytes], reading: int, job: dict[str, Any], limits: SandboxLimits
+    process: subprocess.Popen[bytes], program: Program, limits: SandboxLimits, allow_weak: bool
 ) -> ProgramVerdict:
-    """Send the job, then read the active protections and the answer, each with a timeout."""
+    """Read the active protections, send the program, read the verdict, each with a timeout."""
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(job).encode())
-        process.stdin.close()
-    first, rest = _read_line(reading, b"", time.monotonic() + _START_SECONDS)
-    protection = _parse(first)
-    if protection is None:
+    protection, rest = _read(process, b"", _START_SECONDS)
+    if not protection:
         raise RunError(
             "the sandbox for generated code did not start (it needs to start a Python interpreter "
             "with 2 GiB of address space); leave humaneval out of evaluation.tasks"
         )
-    line, _ = _read_line(reading, rest, time.monotonic() + limits.seconds)
-    if line is None:
+    missing = [text for name, text in PROTECTIONS.items() if not protection[name]]
+    if missing and not allow_weak:
+        raise ConfigError(
+            "evaluation.tasks: humaneval runs programs that the models write, and this machine "
+            f"cannot hold them in without {'; '.join(missing)}; evaluate where there is, leave "
+            "humaneval out, or accept the risk with evaluation.allow_weak_sandbox=true on this "
+            "command line"
+        )
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(asdict(program)).encode())
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    answer, _ = _read(process, rest, limits.seconds)
+    if answer is None:
         return ProgramVerdict(False, "timed out", True, protection)
-    answer = _parse(line)
-    forms = {"token": str, "reason": str, "compiled": bool}
-    whole = answer is not None and all(isinstance(answer.get(k), t) for k, t in forms.items())
-    if answer is None or not whole or answer["token"] != job["token"]:
-        return ProgramVerdict(False, "ended early", True, protection)
-    reason = answer["reason"]
-    return ProgramVerdict(reason == "passed", reason, answer["compiled"], protection)
+    reason, compiled = str(answer.get("reason", "ended early")), answer.get("compiled")
+    return ProgramVerdict(reason == "passed", reason, compiled is not False, protection)
 
 
-def _read_line(reading: int, rest: bytes, deadline: float) -> tuple[bytes | None, bytes]:
-    """(a line, the bytes after it). The line is None after the deadline and b"" if the pipe is
-    closed or the line is too long."""
+def _read(
+    process: subprocess.Popen[bytes], rest: bytes, seconds: float
+) -> tuple[dict[str, Any] | None, bytes]:
+    """A line of JSON from the checker, and the bytes after it.
+
+    None after so many seconds, {} if the checker has ended.
+    """
+    assert process.stdout is not None
+    deadline, ready = time.monotonic() + seconds, select.poll()
+    ready.register(process.stdout, select.POLLIN)
     while b"\n" not in rest:
         left = deadline - time.monotonic()
-        if left <= 0 or not select.select([reading], [], [], left)[0]:
+        if left <= 0 or not ready.poll(left * 1000):
             return None, rest
-        piece = os.read(reading, _MOST_ANSWER)
+        piece = os.read(process.stdout.fileno(), _MOST_ANSWER)
         rest += piece
         if not piece or len(rest) > _MOST_ANSWER:
-            return b"", b""
+            return {}, b""
     line, _, rest = rest.partition(b"\n")
-    return line, rest
-
-
-def _parse(line: bytes | None) -> dict[str, Any] | None:
     try:
-        found = json.loads(line or b"")
-    except (ValueError, RecursionError):  # the program may write arbitrary bytes to the pipe
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process group, including any processes that the program started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        found = json.loads(line)
+    except (ValueError, RecursionError):  # a test may write arbitrary bytes to the pipe
+        found = {}
+    return found if isinstance(found, dict) else {}, rest

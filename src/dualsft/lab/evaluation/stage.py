@@ -29,6 +29,7 @@ from dualsft.engine.losses import comparison
 from dualsft.engine.walk import remaining_batches
 from dualsft.errors import RunError
 from dualsft.lab.evaluation.benchmarks import harness_model, run_benchmarks, vllm_model
+from dualsft.lab.evaluation.sandbox import check_sandbox
 from dualsft.lab.evaluation.tasks import BENCHMARKS, check_positions, task_files, wanted_tasks
 from dualsft.memory.plans import OutOfMemory, memory_errors_shared
 from dualsft.model.sharded import is_sharded, release
@@ -245,7 +246,7 @@ def evaluation_settings(ctx: RunContext) -> Settings:
     chosen = ctx.pick("evaluation.*") | ctx.data_settings()
     for key in ("data.path", "data.val_path", "data.anchor_path", "data.source_field"):
         chosen.pop(key, None)
-    del chosen["evaluation.allow_code_execution"]
+    del chosen["evaluation.allow_code_execution"], chosen["evaluation.allow_weak_sandbox"]
     chosen["evaluation.files"] = {
         name: source_hash(ctx.data_path(path), ctx.config.data, f"evaluation.files: {name}")
         for name, path in evaluation.files.items()
@@ -260,9 +261,11 @@ def evaluation_settings(ctx: RunContext) -> Settings:
 
 
 def _check(ctx: RunContext) -> None:
-    """Check before any stage that the benchmarks fit the model's context length."""
+    """Check before any stage that the benchmarks fit the model's context, and the sandbox."""
     for name in wanted_tasks(ctx.config.evaluation.tasks):
         check_positions(name, BENCHMARKS[name].new_tokens, ctx.max_positions)
+        if BENCHMARKS[name].runs_code:
+            check_sandbox(ctx.config.evaluation.allow_weak_sandbox)
 
 
 STAGE = Stage("evaluation", run, evaluation_settings, ("split", "finetune"), check=_check)

@@ -26,6 +26,7 @@ from dualsft.data.formats import BadRow
 from dualsft.data.rows import DataReport, Row, settle
 from dualsft.data.templates import Encoded, Template
 from dualsft.errors import ConfigError, DataError
+from dualsft.system.bounds import RAISE, TIMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 IGNORE = -100
 """The label of a token outside the responses."""
 
+MAX_TEXT = TIMES * (1 << 20)
+"""Most characters of a row that are tokenized, which takes seconds per million; more only if
+`TEXT_PER_TOKEN` of them for each token of data.max_length are."""
+TEXT_PER_TOKEN = 64
 _CHUNK_ROWS = 1_000
 
 
@@ -200,12 +205,19 @@ def _encode(
 ) -> list[Example]:
     """Encode rows to examples of at most `limit` tokens; `cure` is for a longer response."""
     rendered: list[tuple[Row, list[Piece]]] = []
+    most = max(MAX_TEXT, TEXT_PER_TOKEN * limit)
     for row in rows:
         try:
-            rendered.append((row, template.render(row)))
+            pieces = template.render(row)
         except ValueError as problem:
             what = f"{problem}; repair the row, or use another data.template"
             report.add(row.index, _place(row, report), what)
+            continue
+        if (length := sum(len(text) for text, _ in pieces)) <= most:
+            rendered.append((row, pieces))
+        else:
+            what = f"its text has {length:,} characters, over {most:,} (MAX_TEXT)"
+            report.add(row.index, _place(row, report), f"{what}; shorten it, or {RAISE}")
     examples: list[Example] = []
     encoded = template.encode([pieces for _, pieces in rendered])
     for (row, _), tokens in zip(rendered, encoded, strict=True):

@@ -35,7 +35,7 @@ LONG_ROWS = 20_000
 
 def settings(ctx: RunContext) -> Settings:
     chosen = ctx.pick("seed", "data.*", "split.*") | ctx.template_hash()
-    del chosen["data.padding_side"]  # affects batches, not the split
+    del chosen["data.padding_side"], chosen["data.outside"]  # do not affect the split
     if ctx.config.data.source_field is None:
         del chosen["data.source_field"]
     for key in ("data.path", *FOREIGN):

@@ -35,7 +35,7 @@ TOKENIZER_MEMORY = TIMES * (1 << 30)
 DEPTH = 64
 MAX_VALUES = TIMES * 100_000
 MAX_FILES = TIMES * 20_000
-MAX_ADDED_TOKENS = TIMES * 50_000
+MAX_ADDED_TOKENS = TIMES * 100_000
 MAX_GROWTH = (TIMES * 64, TIMES * 8)
 """Largest factor by which a tokenizer may lengthen a text, and its decoder that of the tokens."""
 MAX_PARTS = TIMES * 4_000

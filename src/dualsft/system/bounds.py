@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     import pyarrow as pa
 
-TIMES = int(word) if (word := os.environ.get("DUALSFT_LIMITS", "")).isdecimal() and int(word) else 1
+_WORD = os.environ.get("DUALSFT_LIMITS", "")
+TIMES = max(1, min(int(_WORD), 1000)) if _WORD.isdecimal() else 1
 """Factor of every limit that a larger honest file may need; the user's word, never a file's."""
 RAISE = "DUALSFT_LIMITS=10 in the environment makes the limits 10 times as large"
 MAX_PARSED_BYTES = TIMES * (256 << 20)
@@ -31,7 +32,7 @@ MAX_PARSED_BYTES = TIMES * (256 << 20)
 ROW_BYTES = 512
 """Memory that a row needs besides its text."""
 MAX_FOLDERS = TIMES * 20_000
-"""Most folders that a pattern or a folder of data may search."""
+"""Most folders that a pattern, or a folder of data, may search."""
 FREE_BYTES = TIMES * (128 << 20)
 """Size below which sparse files and strongly compressed tables are accepted."""
 MAX_HOLLOW = 8

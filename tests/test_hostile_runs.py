@@ -588,7 +588,7 @@ DECODERS: dict[str, Callable[[dict[str, Any]], object]] = {
         t["added_tokens"][0] | {"id": len(t["model"]["vocab"]), "content": "Z" * 10**6}
     ),
     "added tokens": lambda t: t["added_tokens"].extend(
-        t["added_tokens"][0] | {"id": 1000 + i, "content": f"<t{i}>"} for i in range(60_000)
+        t["added_tokens"][0] | {"id": 1000 + i, "content": f"<t{i}>"} for i in range(120_000)
     ),
 }
 

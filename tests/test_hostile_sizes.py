@@ -99,7 +99,7 @@ def test_random_damage_to_tables_does_not_crash(count: int, tmp_path: Path) -> N
 # --- hostile sizes -------------------------------------------------------------------------------
 
 WORKER = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 from pathlib import Path
 from dualsft.config import settings as config
 from dualsft.data.rows import read_rows
@@ -112,13 +112,13 @@ def memory(name):
 def read(path):
     data = config.load(None, ["model.path=m", f"data.path={path}", "data.bad_rows=skip"]).data
     Path("/proc/self/clear_refs").write_text("5")
-    base = memory("VmRSS")
+    base, began = memory("VmRSS"), time.process_time()
     try:
         rows, report = read_rows(Path(path), data)
         result = {"rows": len(rows), "said": report.bad[:3] + report.notes()}
     except (ConfigError, DataError) as problem:
         result = {"rows": 0, "said": problem.problems}
-    return result | {"extra": memory("VmHWM") - base}
+    return result | {"extra": memory("VmHWM") - base, "seconds": time.process_time() - began}
 
 for line in sys.stdin:
     child = os.fork()
@@ -195,6 +195,24 @@ def write_hostile(name: str, path: Path) -> None:
             path.write_bytes(GOOD + b"\n" + b"{\n" * 1_000_000)
         case "blank_lines.jsonl":
             path.write_bytes(GOOD + b"\n" * 5_000_000)
+        case "blank_between.jsonl":
+            path.write_bytes((GOOD + b" \n" * 500_000) * 10)
+        case "objects.jsonl" | "objects.json":
+            row = GOOD[:-1] + b', "x": [' + b"{}," * 10_000_000 + b"{}]}"
+            path.write_bytes(b"[" + GOOD + b"," + row + b"]" if path.suffix == ".json" else row)
+        case "rows.jsonl.gz":  # 30 kilobytes, ten million rows
+            path.write_bytes(gzip.compress((GOOD + b"\n") * 100_000) * 100)
+        case "rows.arrow":
+            zeros, zstd = pa.nulls(100_000, pa.int8()), pa.ipc.IpcWriteOptions(compression="zstd")
+            one = pa.DictionaryArray.from_arrays(zeros.fill_null(0), ["ask"])
+            table = pa.concat_tables([columns(prompt=one, response=one)] * 100)
+            path.write_bytes(m.arrow_stream(table, options=zstd))
+        case "rows.parquet":
+            nothing = pa.nulls(30_000_000, pa.string())
+            path.write_bytes(m.parquet(columns(prompt=nothing, response=nothing)))
+        case "padded.jsonl.gz":
+            path.write_bytes(gzip.compress(GOOD + b"\n"))
+            os.truncate(path, 10 << 30)
         case _ if name.startswith("sparse"):
             kind = path.suffix
             before = {".jsonl": GOOD + b"\n", ".json": b"[" + GOOD, ".csv": HEAD}.get(kind, b"PAR1")
@@ -228,13 +246,21 @@ REFUSED_SIZES = {
     "one_value.parquet": "row 1",
     "one_value.arrow": "row 1",
     "dictionary.parquet": "",
+    "blank_lines.jsonl": "line 1000002: more than 1,000,000 blank lines",
+    "blank_between.jsonl": "blank lines so far (max_blank_lines)",
+    "objects.jsonl": "(MAX_PARSED_BYTES)",
+    "objects.json": "(MAX_PARSED_BYTES)",
+    "rows.parquet": "max_ratio is 100",
+    "padded.jsonl.gz": "a sparse file",
 }
 """Each is refused, or the one row that is too large is named."""
 SLOW_SIZES = {
     "bad_lines.jsonl": "line 2",
     "bomb_blank.jsonl.gz": "line ",
+    "rows.jsonl.gz": "max_ratio is 100",
+    "rows.arrow": "max_ratio is 100",
 }
-HARMLESS_SIZES = ("columns.jsonl", "turns.jsonl", "blank_lines.jsonl")
+HARMLESS_SIZES = ("columns.jsonl", "turns.jsonl")
 """Odd, but no reason to refuse them; or said by name."""
 
 
@@ -269,6 +295,7 @@ def hostile(worker: subprocess.Popen[str], tmp_path: Path) -> Hostile:
         path.unlink()
         assert "died" not in result, f"{name}: the process ended with status {result['died']}"
         assert result["extra"] <= 512 * MEGABYTE, f"{result['extra'] / MEGABYTE:.0f} MB"
+        assert result["seconds"] <= 10, f"{result['seconds']:.1f} s of processor time"
         return path, result
 
     return read

@@ -101,8 +101,8 @@ def test_twenty_problems_are_shown_and_the_rest_counted(corpus: Path) -> None:
 @pytest.mark.parametrize(
     ("limits", "ends"),
     [
-        (Limits(max_line_bytes=10_000, max_ratio=20), b"\n"),
-        (Limits(max_line_bytes=10_000, max_ratio=20), b""),
+        (Limits(max_line_bytes=10_000, free_bytes=10_000, max_ratio=20), b"\n"),
+        (Limits(max_line_bytes=10_000, free_bytes=10_000, max_ratio=20), b""),
         (Limits(max_expanded_bytes=100_000), b"\n"),
     ],
 )

@@ -251,7 +251,7 @@ def test_a_hub_entry_of_dataset_info(tmp_path: Path, hub: Callable[[], list[Any]
     folder = tmp_path / "lf"
     folder.mkdir()
     info(folder, mine={"hf_hub_url": "org/name", "subset": "s", "columns": columns})
-    rows, _ = read_rows(folder, DataConfig(path=str(folder), dataset="mine"))
+    rows, _ = read_rows(folder, DataConfig(path=str(folder), dataset="mine", outside=True))
     assert len(rows) == 2 and hub()[0][1]["name"] == "s"
 
 

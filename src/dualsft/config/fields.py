@@ -74,6 +74,9 @@ class DataConfig:
     """Split of a hub dataset, or of a folder with several splits. null: train."""
     revision: str | None = None
     """Branch, tag or commit of a hub dataset. null: the default branch."""
+    outside: bool = False
+    """Read what a file of a data folder names outside of it: a dataset of the hub in hf_hub_url of
+    dataset_info.json, or a link. Leave it off for folders from others."""
     format: Literal[
         "auto",
         "prompt_response",

@@ -345,7 +345,7 @@ They are never read from a file or stored in a run folder, since files may come 
 OUTSIDE = (
     *("model.path", "data.path", "data.val_path", "data.anchor_path", "data.template_file"),
     *("evaluation.files", "evaluation.data_dir"),
-    *("model.revision", "data.revision", "data.dataset", "data.subset"),
+    *("model.revision", "data.revision", "data.dataset", "data.subset", "data.outside"),
 )
 """Settings that name files outside a run folder, or choose among them. Those of a run folder's own
 config.yaml are used only if this user wrote that file: a received folder could name the user's
@@ -404,7 +404,7 @@ def _foreign_paths(flat: Mapping[str, Any], given: set[str], source: str) -> lis
         f"was received or copied, or the cache is another one); if it is what you want, give it on "
         f"this command line: {key}=..."
         for key, path in named.items()
-        if path not in (None, {}, "null") and not _packaged(key, path)
+        if path not in (*NO, {}) and not _packaged(key, path)
     ]
 
 

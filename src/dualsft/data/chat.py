@@ -18,16 +18,13 @@ tokens"). Not part of Algorithm 1.
 from __future__ import annotations
 
 import re
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from os.path import commonprefix
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from dualsft.errors import ConfigError
+from dualsft.system.bounds import TIMES, bounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,9 +32,9 @@ if TYPE_CHECKING:
     from dualsft.data.formats import Piece, Turn
 
 MAX_TEMPLATE_BYTES = 1 << 20
-MAX_SECONDS = 10.0
+MAX_SECONDS = 10.0 * TIMES
 MAX_OUTPUT = 64 << 20
-MAX_MEMORY = 2 << 30
+MAX_MEMORY = TIMES * (2 << 30)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Span = tuple[int, int]
@@ -62,7 +59,7 @@ class ChatTemplate:
         With `trained_from=None` the last turn is the only answer. Raises ValueError if the
         conversation cannot be rendered or its answers cannot be found.
         """
-        with _bounded():
+        with bounded("the chat template fails on this row", MAX_SECONDS, MAX_MEMORY):
             # {% generation %} also marks answers with weight 0, which are not trained on
             all_trained = trained_from == 0 and all(turn.get("weight") != 0 for turn in turns)
             if all_trained and _GENERATION.search(self.source(tools)):
@@ -88,7 +85,7 @@ class ChatTemplate:
 
     def prompt(self, turns: Sequence[Turn]) -> str:
         """The text that the model receives before it generates an answer."""
-        with _bounded():
+        with bounded("the chat template fails on this row", MAX_SECONDS, MAX_MEMORY):
             return self._render(turns, (), add_generation_prompt=True)
 
     def _render(
@@ -222,49 +219,3 @@ def read_template(path: str) -> str:
         raise ConfigError(
             f"data.template_file: {path!r} cannot be read ({problem}); give a UTF-8 text file"
         ) from None
-
-
-@contextmanager
-def _bounded() -> Iterator[None]:
-    """Limit time and memory while a template runs, if the platform supports it."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def stop(_: int, __: FrameType | None) -> NoReturn:
-        raise TimeoutError(f"it takes longer than {MAX_SECONDS:g} seconds")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
-    limit = _limit_memory()
-    try:
-        yield
-    except (TimeoutError, MemoryError) as problem:  # raised between two renderings
-        raise ValueError(f"the chat template fails on this row ({problem!r})") from problem
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        if left:
-            signal.setitimer(signal.ITIMER_REAL, left, interval)
-        if limit is not None:
-            import resource
-
-            resource.setrlimit(resource.RLIMIT_AS, limit)
-
-
-def _limit_memory() -> tuple[int, int] | None:
-    """Let the process grow by MAX_MEMORY; returns the limit to restore, or None if none was set."""
-    try:
-        import resource
-
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            held = int(statm.read().split()[0]) * resource.getpagesize()
-        limit: Any = resource.getrlimit(resource.RLIMIT_AS)
-        soft, hard = limit
-        if soft != resource.RLIM_INFINITY and soft <= held + MAX_MEMORY:
-            return None
-        resource.setrlimit(resource.RLIMIT_AS, (held + MAX_MEMORY, hard))
-    except (ImportError, OSError, ValueError):
-        return None
-    return limit

@@ -30,6 +30,7 @@ from dualsft.data.rows import DataReport, Row, read_values, settle
 from dualsft.data.templates import Encoded, Template
 from dualsft.data.tokens import IGNORE, MASKS, TokenRow, token_row, whole_numbers
 from dualsft.errors import ConfigError, DataError
+from dualsft.system.bounds import RAISE, TIMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_TEXT = TIMES * (1 << 20)
+"""Most characters of a row that are tokenized, which takes seconds per million; more only if
+`TEXT_PER_TOKEN` of them for each token of data.max_length are."""
+TEXT_PER_TOKEN = 64
 _CHUNK_ROWS = 1_000
 
 
@@ -201,12 +206,19 @@ def _encode(
 ) -> list[Example]:
     """Encode rows to examples of at most `limit` tokens; `cure` is for a longer response."""
     rendered: list[tuple[Row, list[Piece]]] = []
+    most = max(MAX_TEXT, TEXT_PER_TOKEN * limit)
     for row in rows:
         try:
-            rendered.append((row, [] if _is_given(row) else template.render(row)))
+            pieces = [] if _is_given(row) else template.render(row)
         except ValueError as problem:
             what = f"{problem}; repair the row, or use another data.template"
             report.add(row.index, _place(row, report), what)
+            continue
+        if (length := sum(len(text) for text, _ in pieces)) <= most:
+            rendered.append((row, pieces))
+        else:
+            what = f"its text has {length:,} characters, over {most:,} (MAX_TEXT)"
+            report.add(row.index, _place(row, report), f"{what}; shorten it, or {RAISE}")
     examples: list[Example] = []
     usual = iter(template.encode([pieces for _, pieces in rendered if pieces]))
     for row, pieces in rendered:

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 from dualsft.errors import DataError
+from dualsft.system.bounds import FREE_BYTES, RAISE, ROW_BYTES, TIMES, check_json
 
 CHUNK_BYTES = 1 << 20
 _LONGEST_FACTOR = 4
-_MOST_BLANK_LINES = 10_000_000
 _SPACE = b" \t\r\n"
 _MARK = b"\xef\xbb\xbf"
 INDEX_COLUMN = "Unnamed: 0"
@@ -35,20 +35,28 @@ INDEX_COLUMN = "Unnamed: 0"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Size limits; a file that exceeds one is refused."""
+    """Size limits; a file that exceeds one is refused. `DUALSFT_LIMITS=N` makes them larger."""
 
-    max_line_bytes: int = 32 << 20
+    max_line_bytes: int = TIMES * (32 << 20)
     """Bytes per row; reading stops at a line of more than four times as many."""
-    max_expanded_bytes: int = 64 << 30
+    max_expanded_bytes: int = TIMES * (64 << 30)
     """Bytes that a gzip file may expand to."""
-    max_ratio: int = 200
-    """Expansion ratio allowed for a gzip file once it exceeds `max_line_bytes`."""
-    max_columns: int = 10_000
+    max_ratio: int = TIMES * 100
+    """Times by which the rows of a compressed file may exceed it, once over `free_bytes`. A row
+    counts as its bytes and `ROW_BYTES`."""
+    free_bytes: int = FREE_BYTES
+    max_columns: int = TIMES * 10_000
     """Fields per row."""
+    max_blank_lines: int = TIMES * 1_000_000
+    """Blank lines of a file that has not ten times as many others."""
+    max_bad_rows: int = TIMES * 100_000
+    """Bad rows, if there are not ten times as many good ones."""
+    max_groups: int = TIMES * 10_000
+    """Row groups of a Parquet file."""
 
     def most_bytes(self, packed: int) -> int:
         """Bytes that a compressed file of this size may expand to."""
-        by_ratio = max(self.max_line_bytes, self.max_ratio * packed)
+        by_ratio = max(self.free_bytes, self.max_ratio * packed)
         return min(self.max_expanded_bytes, by_ratio)
 
 
@@ -74,7 +82,8 @@ class Stream:
         self._size = path.stat().st_size
         self._file: BinaryIO = path.open("rb", buffering=CHUNK_BYTES)
         self._bytes: Any = gzip.GzipFile(fileobj=self._file) if self._zipped else self._file
-        self._most = limits.most_bytes(self._size)
+        self._limits = limits
+        self._most = limits.most_bytes(0)
         self._given = 0
 
     def __enter__(self) -> Stream:
@@ -87,21 +96,38 @@ class Stream:
         return self._counted(self._bytes.read(size))
 
     def readline(self, size: int) -> bytes:
-        return self._counted(self._bytes.readline(size))
+        piece = self._bytes.readline(size)
+        self.count(len(piece) + ROW_BYTES)
+        return piece
 
     def share(self) -> float:
         """Fraction of the file that has been read."""
         return self._file.tell() / max(1, self._size)
 
-    def _counted(self, piece: bytes) -> bytes:
-        self._given += len(piece)
+    def count(self, num_bytes: int) -> None:
+        """Count bytes against the limit of a compressed file, which grows with what is read."""
+        self._given += num_bytes
         if self._zipped and self._given > self._most:
-            raise _TooLarge(f"{self._most:,}")
+            self._most = self._limits.most_bytes(self._file.tell())
+            if self._given > self._most:
+                raise _TooLarge(f"{self._most:,}")
+
+    def _counted(self, piece: bytes) -> bytes:
+        self.count(len(piece))
         return piece
 
 
 class _TooLarge(Exception):
     """A gzip file expanded to more bytes than its limit."""
+
+
+def too_much_memory(text: bytes) -> str | None:
+    """Why a row is refused whose values would need far more memory than its text."""
+    try:
+        check_json(text)
+    except ValueError as problem:
+        return f"{problem} (MAX_PARSED_BYTES); shorten the row, or {RAISE}"
+    return None
 
 
 def is_gzip(path: Path) -> bool:
@@ -132,8 +158,9 @@ class Reader(ABC):
             ) from problem
         except _TooLarge as problem:
             raise self.damage(
-                f"the gzip file expands to more than {problem} bytes, which looks like a "
-                "decompression bomb; if it is not, unpack it and give the unpacked file"
+                f"the gzip file expands to more than {problem} bytes (max_ratio is "
+                f"{self.limits.max_ratio}; a row counts {ROW_BYTES} and its bytes), which looks "
+                f"like a decompression bomb; if it is not, give the unpacked file, or {RAISE}"
             ) from problem
         except OSError as problem:
             raise self.damage(f"cannot be read ({problem}); copy the file again") from problem
@@ -161,6 +188,7 @@ class Reader(ABC):
         most = self.limits.max_line_bytes
         with Stream(self.path, self.limits) as self._stream:
             length = blank = 0
+            most_blank = self.limits.max_blank_lines
             while piece := self._stream.readline(CHUNK_BYTES if length > most else most + 1):
                 line = piece.removesuffix(b"\n")
                 length += len(line)
@@ -174,9 +202,12 @@ class Reader(ABC):
                         self.check_kind(line)
                         line = line.removeprefix(_MARK)
                     yield line if length <= most else None
-                    blank = 0 if length else blank + 1
-                    if blank > _MOST_BLANK_LINES:
-                        raise self.damage(f"more than {blank:,} blank lines in a row; remove them")
+                    blank += not line or line.isspace()
+                    if blank > most_blank and blank > 0.9 * self.at:
+                        raise self.damage(
+                            f"more than {most_blank:,} blank lines so far (max_blank_lines), and "
+                            f"hardly any others; remove them, or {RAISE}"
+                        )
                     self.at, length = self.at + 1, 0
             if length > most:
                 yield None
@@ -271,6 +302,9 @@ class ArrayReader(Reader):
         Doubling the buffer keeps the total time linear in the length of the element.
         """
         assert self._stream is not None
+        if len(held) > CHUNK_BYTES and (why := too_much_memory(held)):
+            self.at += _blank_lines(held)
+            raise self.damage(f"the element that begins here has {why}")
         if len(held) > self.limits.max_line_bytes:
             self.at += _blank_lines(held)
             raise self.damage(
@@ -290,6 +324,8 @@ class ArrayReader(Reader):
         return held + more
 
     def _element(self, raw: bytes) -> Record:
+        assert self._stream is not None
+        self._stream.count(ROW_BYTES)
         text = raw.strip(_SPACE)
         record = Record(self.count, self.at + (_blank_lines(raw) if text else 0), text)
         if not text:

@@ -21,11 +21,20 @@ from typing import TYPE_CHECKING, Any
 
 from dualsft.data.formats import Piece, Turn, conversation
 from dualsft.data.layouts import BadRow, Recogniser, ascii_safe, kind, listed
-from dualsft.data.readers import Limits, LinesReader, Reader, Record, ValuesReader
+from dualsft.data.readers import (
+    CHUNK_BYTES,
+    Limits,
+    LinesReader,
+    Reader,
+    Record,
+    ValuesReader,
+    too_much_memory,
+)
 from dualsft.data.sources import LONGEST_SOURCE, SourceFile, find_files, make_reader
 from dualsft.data.tables import to_json
 from dualsft.data.tokens import TokenRow
 from dualsft.errors import DataError
+from dualsft.system.bounds import RAISE
 
 if TYPE_CHECKING:
     from dualsft.config.settings import DataConfig
@@ -169,6 +178,8 @@ def _raw(reader: Reader, record: Record, values: dict[str, Any]) -> bytes:
 
 def _parse(raw: bytes, limits: Limits) -> dict[str, Any]:
     """Parse the JSON object of a row strictly: UTF-8, no NaN, no repeated key."""
+    if len(raw) > CHUNK_BYTES and (why := too_much_memory(raw)):
+        raise BadRow(why)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as problem:
@@ -289,6 +300,12 @@ class _Collector:
                 self.report.num_repeated_ids += self._is_repeated(values.get("id"))
         except BadRow as problem:
             self.report.add(index, place, str(problem))
+            most, bad = self.limits.max_bad_rows, self.report.num_bad
+            if bad > most and bad > 0.9 * self.report.num_rows:
+                raise DataError(
+                    f"{file.path}: {bad:,} of the first {self.report.num_rows:,} rows are bad, "
+                    f"over {most:,} (max_bad_rows); check that the file is of its kind, or {RAISE}"
+                ) from None
         if recogniser.layout is not None:
             self._settle(recogniser)
 

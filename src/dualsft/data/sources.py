@@ -30,6 +30,7 @@ from dualsft.data.layouts import Layout, Tags
 from dualsft.data.readers import CsvReader, Limits, LinesReader, Reader, TsvReader, json_reader
 from dualsft.errors import ConfigError, DataError
 from dualsft.storage.manifest import sha256_file
+from dualsft.system.bounds import MAX_FOLDERS, RAISE, blocks_of, data_bytes, hollow
 from dualsft.system.usage import cache_root
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
 KINDS = ", ".join(f"*{suffix}" for suffix in SUFFIXES) + ", each also with .gz"
 MAX_INFO_BYTES = 16 << 20
+OUTSIDE = "if you want what is outside the folder to be read, set data.outside=true"
 LONGEST_SOURCE = 200
 """Characters of the name of a source."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -112,6 +114,12 @@ def find_files(
     for found, times in Counter(file.path for file in files).items():
         if times > 1:
             problems.append(f"{key}: {str(found)!r} is named twice; name it once")
+    for file in files:
+        state = file.path.stat()
+        if hollow([(state, blocks_of(state))]):
+            with file.path.open("rb") as opened:
+                if why := hollow([(state, data_bytes(opened.fileno()))]):
+                    problems.append(f"{key}: {str(file.path)!r} has {why}; copy the file again")
     if problems:
         raise ConfigError(problems)
     return _named(files)
@@ -192,6 +200,7 @@ class _Finder:
                 return self._llamafactory(path)
             return [self._file(path)]
         if glob.has_magic(item):
+            self._check_extent(str(path))
             found = sorted(glob.glob(str(path), recursive=True))
             files = [self._file(Path(name)) for name in found if Path(name).is_file()]
             if not files:
@@ -208,6 +217,17 @@ class _Finder:
 
     def _refuse(self, item: object, what: str, cure: str) -> NoReturn:
         raise ConfigError(f"{self.key}: {str(item)!r} {what}; {cure}")
+
+    def _check_extent(self, pattern: str) -> None:
+        """Refuse a pattern that searches too many folders, before it is expanded."""
+        parts = Path(pattern).parts
+        for end in range(1, len(parts)):
+            folders = str(Path(*parts[:end]))
+            if glob.has_magic(folders):
+                for number, _ in enumerate(glob.iglob(f"{folders}/", recursive=True)):
+                    if number >= MAX_FOLDERS:
+                        what = f"searches more than {MAX_FOLDERS:,} folders (MAX_FOLDERS)"
+                        self._refuse(pattern, what, f"give a narrower pattern, or {RAISE}")
 
     def _file(self, path: Path) -> SourceFile:
         if not _suffix(path):
@@ -254,6 +274,7 @@ class _Finder:
             name = entry.get("filename") if isinstance(entry, dict) else None
             path = self._inside(folder, name, "state.json")
             files.append(SourceFile(path, source=folder.resolve().name))
+        self._check_links(folder, [file.path for file in files])
         if not files:
             self._refuse(folder, "names no data file in state.json", "save it again")
         return files
@@ -261,6 +282,7 @@ class _Finder:
     def _plain(self, folder: Path) -> list[SourceFile]:
         """All data files below a folder, of one kind; if names contain splits, only data.split."""
         found: dict[Path, str] = {}
+        self._check_extent(f"{glob.escape(str(folder))}/**/*")
         for path in sorted(folder.rglob("*")):
             inside = path.relative_to(folder)
             hidden = any(part.startswith((".", "_")) for part in inside.parts)
@@ -294,6 +316,29 @@ class _Finder:
             self._refuse(folder / where, f"names {name!r}, which does not exist", "add it")
         return folder / path
 
+    def _check_links(self, folder: Path, files: list[Path]) -> None:
+        """Refuse files named by a file of this folder that are links out of it, unless allowed."""
+        root = folder.resolve()
+        roots = [root]
+        if root.parent.name == "snapshots":  # the hub's cache links into its blobs
+            roots.append(root.parent.parent / "blobs")
+        for path in [] if self.config.outside else files:
+            if not any((target := path.resolve()).is_relative_to(r) for r in roots):
+                self._refuse(
+                    path, f"is a link to {str(target)!r}, outside {str(folder)!r}", OUTSIDE
+                )
+
+    def _check_hub(self, info: Path, name: str, hub: HubDataset) -> None:
+        """Refuse an entry that names a local path, and one of the hub, unless allowed."""
+        what = f"names {hub.name!r} in hf_hub_url of {name!r}"
+        if not _HUB_ID.fullmatch(hub.name) or Path(hub.name).exists():
+            self._refuse(info, f"{what}, which is not a hub id (org/name)", "repair it")
+        place = Path(hub.data_dir or "")
+        if place.is_absolute() or ".." in place.parts:
+            self._refuse(info, f"names {hub.data_dir!r} in folder of {name!r}", "repair it")
+        if not self.config.outside:
+            self._refuse(info, f"{what}, a dataset of the hub", OUTSIDE)
+
     def _json(self, path: Path) -> dict[str, Any]:
         if path.stat().st_size > MAX_INFO_BYTES:
             self._refuse(path, f"is larger than {MAX_INFO_BYTES:,} bytes", "shorten it")
@@ -324,10 +369,12 @@ class _Finder:
             except ValueError as problem:
                 raise ConfigError(f"{self.key}: {path}, dataset {name!r}: {problem}") from None
             if isinstance(source, HubDataset):
+                self._check_hub(path, name, source)
                 found = self._hub(source)
             else:
                 place = self._inside(path.parent, source, path.name)
                 found = self._plain(place) if place.is_dir() else [self._file(place)]
+                self._check_links(path.parent, [file.path for file in found])
             files += [SourceFile(file.path, layout, num_samples, name) for file in found]
         return files
 
@@ -419,6 +466,9 @@ def _read_entry(entry: Any) -> tuple[str | HubDataset, Layout, int | None]:
     source = entry.get("hf_hub_url") or entry.get("file_name")
     if not isinstance(source, str) or not source:
         raise ValueError("it needs file_name or hf_hub_url, as text; add one")
+    for key in ("subset", "split", "folder"):
+        if not isinstance(entry.get(key) or "", str):
+            raise ValueError(f"{key} must be text; repair it")
     split = entry.get("split", "train")
     if "hf_hub_url" in entry:
         source = HubDataset(source, entry.get("subset"), split, None, entry.get("folder"))

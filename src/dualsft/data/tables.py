@@ -16,6 +16,7 @@ import json
 import math
 import tempfile
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -27,6 +28,7 @@ import pyarrow.parquet as pq
 
 from dualsft.data.readers import CHUNK_BYTES, Reader, Record, Stream, is_gzip
 from dualsft.errors import DataError
+from dualsft.system.bounds import FREE_BYTES, RAISE, ROW_BYTES, limited_memory
 
 _BATCH_ROWS = 256
 _DAMAGE = (pa.ArrowException, ValueError, OverflowError, OSError, EOFError, MemoryError)
@@ -45,7 +47,8 @@ class TableReader(Reader):
         self._size = self.path.stat().st_size
         try:
             with self._opened() as file:
-                for batch in self._batches(file):
+                batches = self._batches(file)
+                while batch := self._next(batches):
                     for start in range(0, batch.num_rows, _BATCH_ROWS):
                         yield from self._rows(batch.slice(start, _BATCH_ROWS))
         except DataError:
@@ -58,6 +61,12 @@ class TableReader(Reader):
                 f"the {self.kind} file is damaged, cut off or of another kind ({reason}); "
                 "write it again, or give the file its right suffix"
             ) from problem
+
+    def _next(self, batches: Iterator[pa.RecordBatch]) -> pa.RecordBatch | None:
+        """The next batch, in bounded memory: a page may claim gigabytes."""
+        most = self.limits.most_bytes(self._size)
+        with limited_memory(most + FREE_BYTES):
+            return next(batches, None)
 
     @abstractmethod
     def _batches(self, file: Any) -> Iterator[pa.RecordBatch]:
@@ -91,19 +100,15 @@ class TableReader(Reader):
                 f"the file has {len(schema.names):,} columns; {self.limits.max_columns:,} are "
                 "allowed: keep only those with text"
             )
-        if twice := [name for name in schema.names if schema.names.count(name) > 1]:
+        if twice := [name for name, times in Counter(schema.names).items() if times > 1]:
             raise self.damage(f"column {twice[0][:60]!r} occurs twice; rename one of them")
 
     def _rows(self, batch: pa.RecordBatch) -> Iterator[Record]:
         for column in batch.columns:
             _check_column(column)
         sizes = _row_bytes(batch)
-        self._given += int(sizes.sum())
-        if self._given > self.limits.most_bytes(self._size):
-            raise self.damage(
-                f"the rows hold more than {self._given:,} bytes in a file of {self._size:,}, which "
-                "looks like a decompression bomb; if it is not, write it as JSON Lines"
-            )
+        self._given += int(sizes.sum()) + ROW_BYTES * batch.num_rows
+        self._check_given(self._given)
         for fields in self._values(batch, sizes > self.limits.max_line_bytes):
             record = Record(self.count, self.count + 1)
             if isinstance(fields, str):
@@ -113,6 +118,15 @@ class TableReader(Reader):
             self.count += 1
             self.at = self.count + 1
             yield record
+
+    def _check_given(self, num_bytes: int) -> None:
+        if num_bytes > self.limits.most_bytes(self._size):
+            raise self.damage(
+                f"the rows hold more than {num_bytes:,} bytes in a file of {self._size:,} "
+                f"(max_ratio is {self.limits.max_ratio}; a row counts {ROW_BYTES} and its bytes), "
+                "which looks like a decompression bomb; if it is not, write it as JSON Lines, or "
+                + RAISE
+            )
 
     def _values(self, batch: pa.RecordBatch, long: np.ndarray) -> list[dict[str, Any] | str]:
         """The fields of every row, or the problem with it; rows marked `long` are not converted."""
@@ -219,6 +233,12 @@ class ParquetReader(TableReader):
 
         Column metadata is not read: pyarrow crashes on some kinds of damage to it.
         """
+        self._check_given(ROW_BYTES * metadata.num_rows)
+        if metadata.num_row_groups > self.limits.max_groups:
+            raise self.damage(
+                f"the file has {metadata.num_row_groups:,} row groups; {self.limits.max_groups:,} "
+                f"are allowed (max_groups): write it again with more rows in each, or {RAISE}"
+            )
         for g in range(metadata.num_row_groups):
             group = metadata.row_group(g)
             a_row = group.total_byte_size // max(1, group.num_rows)

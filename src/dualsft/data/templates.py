@@ -30,6 +30,7 @@ from dualsft.data.formats import Piece, Turn
 from dualsft.data.rows import Row
 from dualsft.data.tokens import IGNORE
 from dualsft.errors import ConfigError
+from dualsft.system.usage import is_panic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -278,14 +279,22 @@ class Template:
     def _encode(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
         if not texts:
             return []
-        encoding = self.tokenizer(
-            texts,
-            add_special_tokens=add_special_tokens,
-            padding=False,
-            truncation=False,
-            return_attention_mask=False,
-            verbose=False,
-        )
+        try:
+            encoding = self.tokenizer(
+                texts,
+                add_special_tokens=add_special_tokens,
+                padding=False,
+                truncation=False,
+                return_attention_mask=False,
+                verbose=False,
+            )
+        except BaseException as problem:
+            if not is_panic(problem):
+                raise
+            raise ConfigError(
+                f"model.path: its tokenizer fails on a text ({str(problem)[:200]}); make or "
+                "download the model again"
+            ) from problem
         return [list(ids) for ids in encoding["input_ids"]]  # type: ignore[union-attr]
 
     # --- checks --------------------------------------------------------------------------------

@@ -39,9 +39,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from dualsft.errors import ConfigError
-from dualsft.model.safety import check_folder, weight_files
+from dualsft.model.safety import check_folder, check_tokenizer, weight_files
 from dualsft.storage.vectors import accumulation_dtype, reduction_dtype
-from dualsft.system.usage import is_out_of_memory
+from dualsft.system.bounds import FREE_BYTES, RAISE, TIMES, bounded
+from dualsft.system.usage import is_out_of_memory, is_panic
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,9 @@ DTYPES = {
     "float64": torch.float64,
 }
 
+MAX_BUILD_SECONDS = TIMES * 30.0
+MAX_BUILD_MEMORY = TIMES * (4 << 30)
+"""Processor time and memory for building a model of a config.json without its weights."""
 LARGER = 4
 """Parameters per byte of weights beyond which config.json is wrong; tied ones count twice here."""
 
@@ -78,14 +82,14 @@ _MEND = "; repair the file, or make or download the model again"
 def _refused_if_broken(what: str, cure: str = _MEND) -> Iterator[None]:
     """Name the model in errors of transformers, whose parsers and classes raise any type.
 
-    Out-of-memory is not the model's fault and is raised as it is.
+    Out-of-memory is not the model's fault and is raised as it is. A panic in Rust is no Exception.
     """
     try:
         yield
     except ConfigError:
         raise
-    except Exception as problem:
-        if is_out_of_memory(problem):
+    except BaseException as problem:
+        if is_out_of_memory(problem) or not (is_panic(problem) or isinstance(problem, Exception)):
             raise
         reason = f"{type(problem).__name__}: {problem}"
         raise ConfigError(f"model.path: {what}: {reason}{cure}") from problem
@@ -126,14 +130,24 @@ def _from_config(
     return _auto_class(config).from_config(config, trust_remote_code=remote, **given).eval()
 
 
+def _on_meta(
+    config: Any, remote: bool, dtype: torch.dtype | None, attention: str
+) -> PreTrainedModel:
+    """The model of a configuration without weights, in bounded time and memory."""
+    # the address space says nothing about memory where CUDA is: it reserves hundreds of gigabytes
+    memory = MAX_BUILD_MEMORY if not torch.cuda.is_available() else None
+    with bounded("its parts are too many", MAX_BUILD_SECONDS, memory), torch.device("meta"):
+        return _from_config(config, remote, dtype, attention)
+
+
 def empty_model(
     folder: Path, remote: bool = False, dtype: torch.dtype | None = None, attention: str = "auto"
 ) -> PreTrainedModel:
     """The model as `load_model` builds it on the meta device: shapes without weights."""
     config = _load_config(folder, remote)
     what = f"no model can be built from the config.json of {str(folder)!r}"
-    with _refused_if_broken(what, "; repair it, or download it again"), torch.device("meta"):
-        return _from_config(config, remote, dtype, attention)
+    with _refused_if_broken(what, "; repair it, or download it again"):
+        return _on_meta(config, remote, dtype, attention)
 
 
 def shallow_model(
@@ -192,8 +206,8 @@ def load_model(
     config = _load_config(folder, remote)
     files = weight_files(folder)  # refuses missing, pickled and truncated weights
     what = f"no model can be built from the config.json of {str(folder)!r}"
-    with _refused_if_broken(what, "; repair it, or download it again"), torch.device("meta"):
-        _refuse_larger(_from_config(config, remote, dtype, attention), files, folder)
+    with _refused_if_broken(what, "; repair it, or download it again"):
+        _refuse_larger(_on_meta(config, remote, dtype, attention), files, folder)
     with _refused_if_broken(f"{str(folder)!r} cannot be loaded"):
         model, report = _auto_class(config).from_pretrained(
             folder,
@@ -224,11 +238,13 @@ def _refuse_larger(model: PreTrainedModel, files: Sequence[Path], folder: Path) 
     transformers would allocate it before it finds that the shapes differ.
     """
     described = sum(p.numel() for p in model.parameters())
+    tables = sum(b.nbytes for b in model.buffers())
     stored = sum(file.stat().st_size for file in files)
-    if described > LARGER * stored:
+    if described > LARGER * stored or tables > LARGER * stored + FREE_BYTES:
+        what = f"{described:,} parameters and {tables:,} bytes of tables"
         raise ConfigError(
-            f"model.path: {folder}: config.json describes {described:,} parameters, and the "
-            f"weights have {stored:,} bytes; repair config.json, or download the model again"
+            f"model.path: {folder}: config.json describes {what}, and the weights have {stored:,} "
+            f"bytes; repair config.json, or download the model again; {RAISE}"
         )
 
 
@@ -253,6 +269,7 @@ def _refuse_incomplete(folder: Path, report: Mapping[str, Any]) -> None:
 def load_tokenizer(folder: Path, remote: bool = False) -> Any:
     """Load the folder's tokenizer; one without an end-of-sequence token is refused."""
     check_folder(folder, remote)
+    check_tokenizer(folder)
     settings = {"trust_remote_code": remote, "local_files_only": True}
     with _refused_if_broken(f"{str(folder)!r} has no usable tokenizer"):
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, **settings)

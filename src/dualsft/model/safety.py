@@ -19,7 +19,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 from dualsft.errors import ConfigError
-from dualsft.system.bounds import MAX_PARSED_BYTES, check_json
+from dualsft.system.bounds import MAX_PARSED_BYTES, RAISE, TIMES, check_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -27,18 +27,20 @@ CONFIGS = "*config*.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npz", ".npy", ".h5", ".joblib"}
 
-CONFIG_BYTES = 4 << 20
-INDEX_BYTES = 64 << 20
+CONFIG_BYTES = TIMES * (4 << 20)
+INDEX_BYTES = TIMES * (64 << 20)
 TEMPLATE_BYTES = 1 << 20
 HEADER_BYTES = 100_000_000  # the format's own limit
-TOKENIZER_BYTES = 128 << 20
-TOKENIZER_MEMORY = 1 << 30
+TOKENIZER_BYTES = TIMES * (128 << 20)
+TOKENIZER_MEMORY = TIMES * (1 << 30)
 DEPTH = 64
-MAX_VALUES = 100_000
-MAX_FILES = 20_000
-MAX_ADDED_TOKENS = 50_000
-MAX_GROWTH = 8
-"""Largest factor by which the decoder of a tokenizer may lengthen the text of the tokens."""
+MAX_VALUES = TIMES * 100_000
+MAX_FILES = TIMES * 20_000
+MAX_ADDED_TOKENS = TIMES * 100_000
+MAX_GROWTH = (TIMES * 64, TIMES * 8)
+"""Largest factor by which a tokenizer may lengthen a text, and its decoder that of the tokens."""
+MAX_PARTS = TIMES * 4_000
+"""Most values in the description of its normalizer, pre-tokenizer, post-processor or decoder."""
 MAX_COUNTS = {
     "layer": 1024,
     "expert": 4096,
@@ -108,25 +110,43 @@ def check_neighbours(gguf: Path) -> None:
         raise ConfigError([f"model.path: {problem}; {cure}" for problem in problems])
 
 
-def check_decoding(folder: Path) -> None:
-    """Refuse a tokenizer.json that turns a few token ids into any amount of text."""
+def check_tokenizer(folder: Path) -> None:
+    """Refuse a tokenizer.json whose parts turn little text, or few token ids, into any amount."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         return
-    content = _read_json(path, TOKENIZER_BYTES, memory=TOKENIZER_MEMORY)
+    try:
+        content = _read_json(path, TOKENIZER_BYTES, memory=TOKENIZER_MEMORY)
+    except ConfigError as problem:
+        raise ConfigError(f"model.path: {folder}: {problem}") from problem
     told = content if isinstance(content, dict) else {}
-    growth = 1.0
-    for _, _, value in _entries({"decoder": told.get("decoder")}):
-        if isinstance(value, dict) and value.get("type") == "Replace":
-            pattern, new = value.get("pattern"), value.get("content")
-            old = pattern.get("String") if isinstance(pattern, dict) else None
-            length = len(old) if isinstance(old, str) else 0  # an empty pattern is everywhere
-            growth *= max(1.0, len(str(new)) / length) if length else len(str(new)) + 1
     added = told.get("added_tokens")
     many = isinstance(added, list) and len(added) > MAX_ADDED_TOKENS
-    if growth > MAX_GROWTH or many:
-        why = f"over {MAX_ADDED_TOKENS:,} added tokens" if many else "its decoder repeats text"
-        raise ConfigError(f"model.path: {folder}: tokenizer.json: {why}; {_MEND}")
+    why = f"over {MAX_ADDED_TOKENS:,} added tokens (MAX_ADDED_TOKENS)" if many else None
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        parts = list(_entries({part: told.get(part)}))
+        count = sum(len(value) for _, _, value in parts if isinstance(value, dict | list))
+        growth = math.prod(_growth(value) for _, _, value in parts if isinstance(value, dict))
+        if count > MAX_PARTS:
+            why = f"its {part} has {count:,} values, over {MAX_PARTS:,} (MAX_PARTS)"
+        elif growth > MAX_GROWTH[part == "decoder"]:
+            most = MAX_GROWTH[part == "decoder"]
+            why = f"its {part} repeats text up to {growth:.3g} times, over {most} (MAX_GROWTH)"
+    if why:
+        raise ConfigError(f"model.path: {folder}: tokenizer.json: {why}; {_MEND}, or {RAISE}")
+
+
+def _growth(part: dict[str, Any]) -> float:
+    """Times by which this part of a tokenizer may lengthen a text."""
+    if part.get("type") == "Prepend":
+        return max(1, len(str(part.get("prepend"))))
+    if part.get("type") != "Replace":
+        return 1
+    pattern, new = part.get("pattern"), len(str(part.get("content")))
+    old = pattern.get("String") if isinstance(pattern, dict) else None
+    if isinstance(old, str) and old:
+        return max(1, new / len(old))
+    return new + 1  # an expression, which may match nothing, as an empty pattern does everywhere
 
 
 def weight_files(folder: Path) -> list[Path]:

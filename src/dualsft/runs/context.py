@@ -326,6 +326,7 @@ class RunContext:
         }
         unset = {f"data.{name}": value for name, value in later.items()}
         chosen = self.pick("data.*") | self.template_hash()
+        del chosen["data.outside"]  # consent to read, which changes no row
         return {k: v for k, v in chosen.items() if k not in unset or v != unset[k]}
 
     def template_hash(self) -> Settings:

@@ -12,17 +12,28 @@ import contextlib
 import errno
 import os
 import resource
+import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MAX_PARSED_BYTES = 256 << 20
+_WORD = os.environ.get("DUALSFT_LIMITS", "")
+TIMES = max(1, min(int(_WORD), 1000)) if _WORD.isdecimal() else 1
+"""Factor of every limit that a larger honest file may need; the user's word, never a file's."""
+RAISE = "DUALSFT_LIMITS=10 in the environment makes the limits 10 times as large"
+MAX_PARSED_BYTES = TIMES * (256 << 20)
 """Most memory that the values of a JSON file may need."""
-FREE_BYTES = 128 << 20
+ROW_BYTES = 512
+"""Memory that a row needs besides its text."""
+MAX_FOLDERS = TIMES * 20_000
+"""Most folders that a pattern, or a folder of data, may search."""
+FREE_BYTES = TIMES * (128 << 20)
 """Size below which sparse files and strongly compressed tables are accepted."""
 MAX_HOLLOW = 8
 """Most times by which the size of files may exceed their space on disk."""
@@ -121,7 +132,7 @@ def table_batches(
         parquet = pq.ParquetFile(file, read_dictionary=strings, **options)
         batches = parquet.iter_batches(min(rows, BATCH_ROWS), columns=names, use_threads=False)
         while True:
-            with _limited_memory(most + FREE_BYTES):
+            with limited_memory(most + FREE_BYTES):
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -146,7 +157,33 @@ def _decoded_bytes(column: pa.Array) -> int:
 
 
 @contextlib.contextmanager
-def _limited_memory(extra: int) -> Iterator[None]:
+def bounded(what: str, seconds: float, memory: int | None) -> Iterator[None]:
+    """Let code that a file describes use this much processor time and this much more memory.
+
+    Over either, it raises a ValueError that begins with `what`. Only in the main thread; what runs
+    inside one call of a library is stopped when that returns.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_: int, __: FrameType | None) -> NoReturn:
+        raise TimeoutError(f"it takes longer than {seconds:g} seconds")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        with contextlib.nullcontext() if memory is None else limited_memory(memory):
+            yield
+    except (TimeoutError, MemoryError) as problem:
+        raise ValueError(f"{what} ({problem!r}); {RAISE}") from problem
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+@contextlib.contextmanager
+def limited_memory(extra: int) -> Iterator[None]:
     """Let the process grow by `extra` bytes at most: a page may claim gigabytes (Linux only)."""
     if sys.platform != "linux":
         yield

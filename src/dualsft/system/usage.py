@@ -50,6 +50,11 @@ SPARE_BYTES = 16 << 20
 # --- memory -------------------------------------------------------------------------------------
 
 
+def is_panic(problem: BaseException) -> bool:
+    """Whether this is a panic of a library in Rust, which is no `Exception` in Python."""
+    return type(problem).__module__ == "pyo3_runtime"
+
+
 def is_out_of_memory(problem: BaseException) -> bool:
     """Whether the error is an out-of-memory error, on a GPU or on the CPU."""
     import torch

@@ -45,7 +45,7 @@ from dualsft.lab.report.facts import (
     served_text,
 )
 from dualsft.model.load import load_tokenizer
-from dualsft.model.safety import check_decoding, check_folder
+from dualsft.model.safety import check_folder
 from dualsft.runs.context import model_in
 from dualsft.runs.preflight import FOLDERS, shown_files
 from dualsft.storage.manifest import atomic_write_text, damage
@@ -181,7 +181,6 @@ def find_tokenizer(run: RunPath, facts: Facts) -> tuple[Any, str]:
             try:
                 place = model_in(run / folder, hashed=True)
                 check_folder(place)
-                check_decoding(place)
                 return load_tokenizer(place), ""
             except ConfigError as problem:
                 return None, str(problem)

@@ -1,16 +1,17 @@
 """Does the selection find the target, and is it worth training on? Mixed, noisy and clean pools.
 
     python -m benchmarks.pools --data DIR --out DIR [--pools mixed,code] [--seeds 3,4,5]
-        [--arms recommended,less] [--masks own,short] [--rates 3e-4,7e-4] [--draws 8]
+        [--arms recommended,less] [--masks own,short] [--pairs less:s2ft,random:random]
+        [--rates 3e-4,7e-4] [--draws 8]
 
 Makes pools of 3,000 rows from GSM8K, Alpaca and code (gzip JSONL in --data), lets the package
 select from them with `recommended` and with other scores, and trains on the result: a mask, 3
 epochs, 16 rows per step. The mask is that of `recommended`, or those of MASKS, each trained on the
-same rows. Two references are trained in the same way with several draws: random rows of the pool,
-and random rows of its target part. The learning rate of each arm is the best of --rates on rows
-held apart (draws: tuned on the first). Reported per arm: the loss of unseen target rows, KL to the
-base and loss on rows of other behaviour, and the share of selected rows that are off target, wrong
-or copies.
+same rows; --pairs trains the rows of one way to select under the mask of another. Two references
+are trained in the same way with several draws: random rows of the pool, and random rows of its
+target part. The learning rate of each arm is the best of --rates on rows held apart (draws: tuned
+on the first). Reported per arm: the loss of unseen target rows, KL to the base and loss on rows of
+other behaviour, and the share of selected rows that are off target, wrong or copies.
 
 One JSON file per pool and seed, rewritten after every training: a second call continues. Several
 processes may work on one folder (--share 1/4): each takes its part of the cells.
@@ -61,6 +62,7 @@ SELECTORS: dict[str, tuple[str, ...]] = {
     "cosine": ("score.rho=1e6",),
     "literal": ("score.form=literal", "select.duplicates=keep"),
     "v_new": ("score.form=literal", "select.duplicates=keep", "score.lam=0"),
+    "paper": ("score.form=literal", "select.duplicates=keep", "score.lam_relative=false"),
     "top_loss": ("method.data=top_loss",),
     "less": ("method.data=less",),
     "spice": ("method.data=spice",),
@@ -74,9 +76,13 @@ MASKS: dict[str, tuple[str, ...]] = {
     "short_new": ("warmup.min_steps=0", "score.lam=0"),
     "start": ("warmup.epochs=0",),
     "new": ("score.lam=0",),
+    "paper": ("score.lam_relative=false",),
+    "s2ft": ("method.params=s2ft",),
+    "random": ("method.params=random",),
 }
 """Settings of each way to choose the mask, on top of `recommended`: after its warmup, after one
-epoch of it, the same without preservation, at θ_old, after the warmup without preservation."""
+epoch of it, the same without preservation, at θ_old, after the warmup without preservation, with
+the paper's absolute λ, and the masks of two other methods."""
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 NAMES = ("Amara", "Bruno", "Chloe", "Dmitri", "Elif", "Farid", "Greta", "Hiro", "Ines", "Jamal")
 
@@ -332,6 +338,11 @@ class Cell:
                 rate = None
                 for i, rows in enumerate(self.draws(only_target)):
                     rate = self.tuned(trainer, f"{reference}{i}{suffix}", rows, rate)
+        for arm, mask in self.args.pairs:
+            trainer.mask = self.mask(mask)
+            first = next(self.draws(False)) if arm == "random" else None
+            rows = first or self.found["selected"][arm]["rows"]
+            self.tuned(trainer, f"{'random0' if first else arm}@{mask}", rows)
 
     def tuned(
         self, trainer: Trainer, arm: str, rows: list[int], rate: float | None = None
@@ -361,7 +372,19 @@ class Trainer:
     def train(self, rows: Sequence[int], lr: float) -> dict[str, float]:
         """Losses after training the mask on these rows at this rate."""
         start = time.perf_counter()
+        self.fit(rows, lr)
+        found: dict[str, float] = {}
+        for name, examples in self.sets.items():
+            if name in ("test", "tune"):
+                found[name] = self.loss(examples)
+            else:
+                found[name], found[f"{name}_kl"] = self.against_base(examples)
+        return found | {"seconds": round(time.perf_counter() - start, 1)}
+
+    def fit(self, rows: Sequence[int], lr: float, epochs: int | None = None) -> None:
+        """Train the mask on these rows, from θ_old."""
         plan = replace(finetune_plan(self.ctx, len(rows)), lr=lr)
+        plan = replace(plan, epochs=epochs or plan.epochs)
         with torch.no_grad():
             pairs = zip(self.model.parameters(), self.base.parameters(), strict=True)
             for parameter, original in pairs:
@@ -371,13 +394,6 @@ class Trainer:
         with make_optimizer(self.model, named, self.mask, **settings) as optimizer:
             chosen = [self.examples[i] for i in rows]
             train(self.model, chosen, optimizer, plan, silent(), "training")
-        found: dict[str, float] = {}
-        for name, examples in self.sets.items():
-            if name in ("test", "tune"):
-                found[name] = self.loss(examples)
-            else:
-                found[name], found[f"{name}_kl"] = self.against_base(examples)
-        return found | {"seconds": round(time.perf_counter() - start, 1)}
 
     def batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
         for rows in make_batches(examples, self.ctx.batch_tokens):
@@ -403,8 +419,9 @@ def silent() -> Reporter:
     return Reporter(lambda _: None)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pools", description=__doc__)
+def options(module: str, text: str | None) -> argparse.ArgumentParser:
+    """The options that say which cells, from what, into which folder."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=text)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--data", type=Path, required=True, help="folder of the gzip JSONL files")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
@@ -413,26 +430,40 @@ def main() -> None:
     parser.add_argument("--pools", default=",".join(POOLS))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--rows", type=int, default=3000, help="rows of a pool")
-    parser.add_argument("--arms", default="recommended,literal,cosine,top_loss")
-    parser.add_argument("--masks", default="own", help=f"of {', '.join(MASKS)}")
-    parser.add_argument("--rates", default="1e-4,3e-4,7e-4")
-    parser.add_argument("--draws", type=int, default=8)
     parser.add_argument("--share", default="1/1", help="this process's part of the cells")
     parser.add_argument("--set", nargs="*", default=[], help="key=value of every run")
-    args = parser.parse_args()
+    return parser
+
+
+def cells_of(args: argparse.Namespace) -> Iterator[Cell]:
+    """This process's cells, one after the other."""
     args.work = args.work or args.out / "work"
     args.out.mkdir(parents=True, exist_ok=True)
-    args.arms, args.masks = args.arms.split(","), args.masks.split(",")
-    args.rates = [float(rate) for rate in args.rates.split(",")]
     part, parts = map(int, args.share.split("/"))
     cells = [(pool, int(s)) for s in args.seeds.split(",") for pool in args.pools.split(",")]
     for name, seed in cells[part - 1 :: parts]:
-        cell = Cell(name, seed, args)
-        for arm in args.arms:
+        yield Cell(name, seed, args)
+
+
+def main() -> None:
+    parser = options("pools", __doc__)
+    parser.add_argument("--arms", default="recommended,literal,cosine,top_loss")
+    parser.add_argument("--masks", default="own", help=f"of {', '.join(MASKS)}")
+    parser.add_argument("--pairs", default="", help="ARM:MASK,...; arm `random` is the first draw")
+    parser.add_argument("--rates", default="1e-4,3e-4,7e-4")
+    parser.add_argument("--draws", type=int, default=8)
+    args = parser.parse_args()
+    args.arms, args.masks = args.arms.split(","), args.masks.split(",")
+    args.pairs = [tuple(pair.split(":")) for pair in args.pairs.split(",") if pair]
+    args.rates = [float(rate) for rate in args.rates.split(",")]
+    paired = [arm for arm, _ in args.pairs if arm not in ("random", *args.arms)]
+    for cell in cells_of(args):
+        for arm in [*paired, *args.arms]:
             cell.select(arm)
         cell.train_all()
-        chosen = cell.found["selected"]["recommended"]
-        print(name, seed, f"off target {chosen['off_target']:.1%}", flush=True)
+        last = args.arms[-1]
+        share = cell.found["selected"][last]["off_target"]
+        print(cell.name, cell.seed, last, f"off target {share:.1%}", flush=True)
 
 
 if __name__ == "__main__":

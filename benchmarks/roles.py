@@ -78,8 +78,15 @@ def read_roles(options: Options, limit: int | None = None) -> Roles:
         )
         rows, report = read_rows(Path(path), config)
         limit = limit or (40 if options.quick else ROWS[options.device.type])
-        positions = read_model_config(folder).max_position_embeddings
-        examples, _ = tokenize(rows[:limit], tokenizer, config, report, max_positions=positions)
+        model = read_model_config(folder)
+        examples, _ = tokenize(
+            rows[:limit],
+            tokenizer,
+            config,
+            report,
+            max_positions=model.max_position_embeddings,
+            model_type=model.model_type,
+        )
     roles, start = {}, 0
     for role, share in SHARES.items():
         count = max(2, int(share * len(examples)))

@@ -53,6 +53,12 @@ def tables() -> dict[str, str]:
         ),
         "others64": other_scores(read_pools("warmup_64_seeds_6_7")),
         "masks64": early_masks(read_pools("warmup_64_seeds_0_1")),
+        "pools89": trained_pools(read_pools("warmup_64_seeds_8_9")),
+        "others89": other_scores(read_pools("warmup_64_seeds_8_9"), FRESH),
+        "frontier": frontier(read_pools("warmup_64_seeds_8_9")),
+        "gemma": trained_pools(read_pools("gemma3_270m_seed_8")),
+        "lds": fidelity(read_pools("checks_seed_8")),
+        "agreement": agreement(read_pools("checks_seed_8")),
         "target_share": target_shares(read_pools("target_share")),
     }
 
@@ -285,16 +291,83 @@ def warmups(found: Sequence[Mapping[str, Any]], held: Sequence[Mapping[str, Any]
     return _markdown(lines)
 
 
-def other_scores(cells: Sequence[Mapping[str, Any]]) -> str:
+ARMS = {"recommended": "recommended", "q50": "drawn above the median", "cosine": "cosine"}
+ARMS |= {"literal": "literal (the paper's)"}
+FRESH = {"recommended": "recommended", "less": "LESS", "spice": "SPICE", "top_loss": "top-loss"}
+FRESH |= {"literal": "literal"}
+
+
+def other_scores(cells: Sequence[Mapping[str, Any]], arms: Mapping[str, str] = ARMS) -> str:
     """Loss after training on the rows of other scores, and the share of them off target."""
-    arms = {"recommended": "recommended", "q50": "drawn above the median", "cosine": "cosine"}
-    arms |= {"literal": "literal (the paper's)"}
     lines = [["pool", "seed", *arms.values()]]
     for cell in _in_order(cells):
         line = [NAMES[cell["pool"]], str(cell["seed"])]
         for arm in arms:
-            best = _best(cell["trained"][arm])
-            line.append(f"{best['test']:.3f} ({100 * best['off_target']:.0f} %)")
+            if results := cell["trained"].get(arm):
+                best = _best(results)
+                share = best["copies" if cell["pool"] == "copies" else "off_target"]
+                line.append(f"{best['test']:.3f} ({100 * share:.0f} %)")
+            else:
+                line.append("")
+        lines.append(line)
+    return _markdown(lines)
+
+
+EQUAL_KL = 0.18
+ROWS = {"random0": "random", "paper": "literal, the paper's λ", "less": "LESS", "spice": "SPICE"}
+
+
+def frontier(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Loss at the same KL to the base, and the best loss, of rows under a mask."""
+    pools = [cell for cell in cells if "recommended@s2ft" in cell["trained"]]
+    arms = ("recommended", "random0", "literal", "paper", "less", "spice")
+    masks = {"": "recommended", "paper": "the paper's λ", "s2ft": "S²FT", "random": "random"}
+    lines = [["rows", "mask", *(NAMES[cell["pool"]] for cell in pools)]]
+    for arm in arms:
+        for mask, title in masks.items():
+            name = f"{arm}@{mask}" if mask else arm
+            found = [cell["trained"].get(name, {}) for cell in pools]
+            if all(len(results) > 1 for results in found):
+                texts = [_at_equal_kl(results) for results in found]
+                lines.append([ROWS.get(arm, arm), title, *texts])
+    return _markdown(lines)
+
+
+def _at_equal_kl(results: Mapping[str, Mapping[str, float]]) -> str:
+    """Loss at EQUAL_KL between two rates; the best loss and its KL."""
+    points = [(_kl(result), result["test"]) for _, result in sorted(results.items(), key=_rate)]
+    between = "–"
+    for (low, first), (high, second) in zip(points, points[1:], strict=False):
+        if low <= EQUAL_KL <= high:
+            part = (EQUAL_KL - low) / (high - low)
+            between = f"{first + part * (second - first):.3f}"
+    kl, loss = min(points, key=lambda point: point[1])
+    return f"{between}; {loss:.3f} at {kl:.2f}"
+
+
+def _rate(item: tuple[str, Any]) -> float:
+    return float(item[0])
+
+
+def fidelity(cells: Sequence[Mapping[str, Any]]) -> str:
+    """LDS over single unseen rows, by form of the score."""
+    forms = ("calibrated", "cosine", "inner product")
+    lines = [["pool", "trained for", *forms]]
+    for cell in _in_order([cell for cell in cells if cell["lds"]]):
+        for schedule, found in cell["lds"].items():
+            texts = [f"{found[f]['lds']:.2f} ± {found[f]['sd_boot_subsets']:.2f}" for f in forms]
+            lines.append([NAMES[cell["pool"]], schedule, *texts])
+    return _markdown(lines)
+
+
+def agreement(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Overlap of the top tenths of independent warmups."""
+    lines = [["pool", "warm rows in another order", "another seed", "means of two warmups"]]
+    for cell in _in_order(cells):
+        line = [NAMES[cell["pool"]], f"{cell['warmups']['another order']:.2f}"]
+        for key in ("other rows", "means of two"):
+            found = cell["warmups"][key]
+            line.append(f"{statistics.mean(found):.2f} ({min(found):.2f} to {max(found):.2f})")
         lines.append(line)
     return _markdown(lines)
 

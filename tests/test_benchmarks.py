@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import microscope, peers
+from benchmarks import microscope, peers, pool_checks, pools
 from benchmarks.__main__ import SECTIONS, parse
 from benchmarks.roles import read_roles
+from dualsft.config.settings import to_flat
 
 ROOT = Path(__file__).parents[1]
 
@@ -96,6 +97,29 @@ def test_planted_rows_have_the_answers_of_others() -> None:
         sorted(map(tuple, map(microscope._response, rows))) for rows in (roles.pool, made.pool)
     ]
     assert answers[0] == answers[1]
+
+
+def test_settings_of_arms_and_masks_are_accepted(tmp_path: Path) -> None:
+    pool = pools.Pool(tmp_path, [], "gsm8k", 300)
+    for extra in (*pools.SELECTORS.values(), *pools.MASKS.values()):
+        config = to_flat(pools.settings_of(pool, 8, "smollm2-135m", extra))
+        for key, value in (item.split("=") for item in extra):
+            assert str(config[key]).lower() == value or config[key] == float(value)
+
+
+def test_overlap_of_warmups_is_that_of_the_mean_standardised_scores() -> None:
+    first = {f"{i:02}": float(i) for i in range(40)}
+    other = {f"{i:02}": 100.0 * (i < 2) + i % 2 for i in range(38)}
+    assert pool_checks._overlap([first], [first]) == 1
+    assert pool_checks._overlap([first], [other]) == 0  # the top three of 38 that both have
+    both = pool_checks._overlap([first, other], [other])
+    assert both == pytest.approx(2 / 4)  # 00 and 01 are the first two of both
+    assert pool_checks._overlap([{k: 1e6 * v for k, v in first.items()}, other], [other]) == both
+
+
+def test_warmups_are_averaged_in_disjoint_groups() -> None:
+    assert pool_checks._groups([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4]]
+    assert pool_checks._groups([1, 2, 3], 1) == [[1], [2], [3]]
 
 
 def test_page_names_what_can_be_run() -> None:

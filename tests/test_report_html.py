@@ -419,6 +419,21 @@ def test_scores_of_another_method_have_their_own_unit(make_run: Callable[..., Pa
 # --- the model card, several runs, the command --------------------------------------------------
 
 
+def test_no_text_of_a_run_is_markup_in_markdown(finished: Path, tmp_path: Path) -> None:
+    run, strange = copy(finished, tmp_path), "<img src=x onerror=alert(1)> [x](javascript:alert(1))"
+    methods = json.loads((run / "5_selection/summary.json").read_text())["methods"]
+    replaced(run, "selection", "summary.json", {"methods": methods | {"data": strange}})
+    results = json.loads((run / "7_evaluation/results.json").read_text())
+    files = {strange: results["files"]["validation"]}
+    replaced(run, "evaluation", "results.json", {"files": files | results["files"]})
+    write_report(place(run))
+    write_reports([run, finished], tmp_path / "both")
+    for page in (run / "report.md", run / "model_card.md", tmp_path / "both/report.md"):
+        text = page.read_text()
+        assert "&lt;img src=x" in text, page
+        assert "<img" not in text and "](javascript" not in text, page
+
+
 def test_the_model_card_is_read_by_a_stranger(finished: Path) -> None:
     text = (finished / "model_card.md").read_text()
     head = ModelCard(text).data.to_dict()

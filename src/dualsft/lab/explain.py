@@ -52,8 +52,9 @@ from dualsft.system.paths import RunPath, run_path
 from dualsft.system.progress import Reporter
 from dualsft.system.usage import PeakMemory
 
-SUSPECTED = "support"
-"""The measure that orders the suspects, low first; docs/explain.md has how it compares."""
+SUSPECTED = "loss"
+"""The measure that orders the suspects, high first: the one that finds planted wrong answers best
+on real rows (docs/explain.md)."""
 STAGES = ("split", "warmup", "gradients", "scores", "selection")
 Query = str | Path | Sequence[Mapping[str, Any]]
 
@@ -339,7 +340,6 @@ def _tables(found: _Found) -> dict[str, pa.Table]:
     texts = [texts[at] for at in pool.places] if texts else [[] for _ in pool.ids]
     decided = any(shown.in_state(state).any() for state in ("selected", "rejected"))
     chosen = shown.in_state("selected")[pool.places]
-    measures = {"support": support, "score": pool.scores}
 
     def about(rows: np.ndarray) -> dict[str, Any]:
         selected = pa.array(chosen[rows]) if decided else pa.nulls(len(rows), pa.bool_())
@@ -350,7 +350,7 @@ def _tables(found: _Found) -> dict[str, pa.Table]:
             **_columns([texts[i] for i in rows]),
         }
 
-    order = np.lexsort((pool.lines, measures[SUSPECTED]))
+    order = np.lexsort((pool.lines, -pool.losses))
     suspects = {
         "rank": np.arange(1, len(order) + 1),
         "support": support[order],
@@ -403,8 +403,8 @@ def _page(run: RunPath, name: str, summary: Mapping[str, Any], found: _Found) ->
     column: list[float | None] = [None] * shown.count
     for place, value in zip(pool.places.tolist(), found.support.tolist(), strict=True):
         column[place] = float(f"{value:.9g}")
-    heads = [("support", "support"), ("score", "score"), ("loss", "loss")]
-    columns = {**shown.columns, "support": column, "heads": heads, "low_first": True}
+    heads = [("loss", "loss"), ("support", "support"), ("score", "score")]
+    columns = {**shown.columns, "support": column, "heads": heads}
     blocks = {"examples-data": pack(columns)}
     blocks |= {f"text-{at}": chunk for at, chunk in enumerate(shown.chunks)}
 

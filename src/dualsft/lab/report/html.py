@@ -93,10 +93,18 @@ def _environment() -> Environment:
     return env
 
 
+def _no_markup(value: Any) -> Any:
+    """A value in a Markdown page, where tags and links of a run's texts must not work."""
+    return value.replace("<", "&lt;").replace("](", "]\\(") if isinstance(value, str) else value
+
+
 def render(template: str, **values: Any) -> str:
-    """Fill a template of `pages/`. HTML templates escape all values that are not `Markup`."""
+    """Fill a template of `pages/`. HTML templates escape all values that are not `Markup`, and
+    Markdown templates all tags and links."""
+    env = _environment()
+    env = env.overlay(finalize=_no_markup) if template.endswith(".md") else env
     try:
-        return _environment().get_template(template).render(contents=[], **values)
+        return env.get_template(template).render(contents=[], **values)
     except TemplateError as problem:  # a value of a summary is not of the form that a run writes
         raise ValueError(f"{template}: {problem}") from problem
 

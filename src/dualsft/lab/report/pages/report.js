@@ -192,8 +192,6 @@
     columns = await unpack("examples-data");
     near = new Set(columns.near);
     columns.heads = columns.heads || [["score", "score"], ["loss", "loss"], ["response", "resp. tokens"]];
-    down = !columns.low_first;
-    el("direction").textContent = down ? "high first" : "low first";
     await findPrefix();
     if (el("show").value === "selected" && !columns.state.includes(0)) el("show").value = "all";
     if (columns.score.every((value) => value === null)) el("sort").value = "line";

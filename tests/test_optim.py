@@ -541,6 +541,12 @@ def test_what_would_silently_go_wrong_is_refused(free: bool) -> None:
     optimizer = attached(model, free_gradients=free)
     with pytest.raises(ValueError, match="one parameter group"):
         optimizer.add_param_group({"params": [torch.ones(2)]})
+    group = optimizer.param_groups[0]
+    for changed in ([group, {**group, "params": []}], [group | {"maximize": True}]):
+        optimizer.param_groups = changed
+        with pytest.raises(RuntimeError, match="one parameter group and minimizes"):
+            optimizer.step()
+    optimizer.param_groups = [group]
     with pytest.raises(TypeError, match="state_dict"):
         copy.deepcopy(optimizer)
     backward(model, 0)

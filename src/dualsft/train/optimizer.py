@@ -414,13 +414,18 @@ class SparseAdamW(torch.optim.Optimizer):
 
     def _check_params(self) -> None:
         """Raise if parameters were sharded or replaced: the new ones would never be trained."""
-        listed = [id(p) for group in self.param_groups for p in group["params"]]
+        if len(self.param_groups) != 1 or self.param_groups[0].get("maximize"):
+            raise RuntimeError(
+                "SparseAdamW has one parameter group and minimizes; undo the change of "
+                "param_groups, or train with two optimizers"
+            )
+        listed = [id(p) for p in self.param_groups[0]["params"]]
         whole = all(self._params[name].shape == self._shapes[name] for name in self._indices)
         if not whole or listed != [id(self._params[name]) for name in self._indices]:
             raise RuntimeError(
-                "parameters were replaced while SparseAdamW was attached, as FSDP and DeepSpeed "
-                "do; it does not work with them: train on one device or with "
-                "DistributedDataParallel"
+                "parameters were resized or replaced while SparseAdamW was attached: create it "
+                "after resize_token_embeddings; it does not work with FSDP and DeepSpeed, which "
+                "replace them: train on one device or with DistributedDataParallel"
             )
 
     def _check_open(self) -> None:

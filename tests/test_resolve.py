@@ -27,6 +27,9 @@ from hostile import write_gguf
 from models import assert_equal, save_tiny_folder, snapshot, tiny_model
 from safetensors.torch import load_file, save_file
 from test_cli import cli
+from tokenizers import Tokenizer, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 import dualsft
 from dualsft.config.settings import load
@@ -228,6 +231,29 @@ def test_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("merges", [True, False])
+def test_a_tokenizer_that_lost_its_merges_finds_no_words(merges: bool) -> None:
+    text = "a " + " ".join(f"{a}{b}" for a in ("solar", "river", "stone") for b in ("ring", "wood"))
+    whole = Tokenizer(BPE())
+    whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    whole.train_from_iterator([text], trainers.BpeTrainer(vocab_size=400, show_progress=False))
+    if not merges:
+        whole.model = BPE(whole.get_vocab(), [])
+    share = pretrained.share_of_whole_words(PreTrainedTokenizerFast(tokenizer_object=whole))
+    assert share == (1.0 if merges else 0.0)
+
+
+def test_a_wrongly_converted_tokenizer_is_refused(
+    model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DUALSFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(pretrained, "share_of_whole_words", lambda _: 0.003)
+    write_gguf(model_folder("llama"), tmp_path / "m.gguf")
+    with pytest.raises(ConfigError, match=r"converts the tokenizer of m\.gguf wrongly"):
+        pretrained.resolve_model(str(tmp_path / "m.gguf"))
+    assert not list((tmp_path / "cache").glob("models/*"))
+
+
 def test_gguf_file_is_converted_once_and_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -262,6 +262,24 @@ def _from_gguf(path: Path) -> Path:
     return target if (target / "config.json").is_file() else _convert(path, target)
 
 
+LEAST_WHOLE_WORDS = 0.5
+"""Of converted tokenizers, 1.00 (SmolLM2 and Gemma-3, transformers 5.22) and 0.003 (Gemma-3 by
+5.17, without its merges) were seen."""
+
+
+def share_of_whole_words(tokenizer: Any) -> float:
+    """Share of the vocabulary's words, of some 300, that the tokenizer finds as one token."""
+    ids = sorted(
+        number
+        for token, number in tokenizer.get_vocab().items()
+        if len(token) > 4 and token[0] in "▁Ġ" and token[1:].isascii() and token[1:].isalpha()
+    )
+    ids = ids[:: max(1, len(ids) // 300)]
+    words = (tokenizer.convert_ids_to_tokens(number)[1:] for number in ids)
+    found = [tokenizer.encode(f"a {word}", add_special_tokens=False)[-1] for word in words]
+    return sum(map(int.__eq__, found, ids)) / len(ids) if ids else 1.0
+
+
 def _convert(gguf: Path, target: Path) -> Path:
     """Dequantise a GGUF file to an fp32 Hugging Face folder, written atomically."""
     try:
@@ -273,6 +291,7 @@ def _convert(gguf: Path, target: Path) -> Path:
             "dualsft[gguf]"
         ) from None
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     log.info("converting %s once (about half a minute)", gguf.name)
@@ -289,6 +308,12 @@ def _convert(gguf: Path, target: Path) -> Path:
             f"model.path: {gguf} cannot be converted ({problem}); download it again, or give a "
             "Hugging Face folder"
         ) from problem
+    if (share := share_of_whole_words(tokenizer)) < LEAST_WHOLE_WORDS:
+        raise ConfigError(
+            f"model.path: transformers {transformers.__version__} converts the tokenizer of "
+            f"{gguf.name} wrongly: of the words in its vocabulary, {share:.0%} become one token; "
+            "use another version (5.22 converts Gemma's), or give a Hugging Face folder"
+        )
     # rebuild the model without the quantization_config that transformers sets for a GGUF file
     config = type(quantised.config)(
         **{k: v for k, v in quantised.config.to_dict().items() if k != "quantization_config"}

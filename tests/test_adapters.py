@@ -246,6 +246,7 @@ def resaved(path: Path, tensors: dict[str, Tensor], **header: str) -> Path:
         (torch.tensor([3, 4], dtype=torch.uint8), torch.ones(3)),
         (torch.tensor([3, 4], dtype=torch.uint8), torch.tensor([1.0, float("nan")])),
         (torch.tensor([3, 4], dtype=torch.uint8), torch.ones(2, dtype=torch.int32)),
+        (torch.tensor([3, 4], dtype=torch.uint8), torch.ones(2).to(torch.float8_e4m3fn)),
         (None, torch.ones(2)),
     ],
 )

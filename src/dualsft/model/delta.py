@@ -134,7 +134,9 @@ class Delta:
                 with suppress(ValueError, KeyError):
                     tensors[f"{name}.idx"] = from_gaps(tensors.pop(f"{name}.gap"))
         if problems := [f"{path}: {n}: {rule}" for n in names if _lacks(tensors, n)]:
-            raise ConfigError(problems)
+            raise ConfigError(
+                [*problems, f"values may be {', '.join(DTYPES)}; copy the delta again"]
+            )
         return cls(
             {n: tensors[f"{n}.idx"] for n in names},
             {n: tensors[f"{n}.val"] for n in names},
@@ -190,7 +192,8 @@ def _lacks(tensors: Mapping[str, Tensor], name: str) -> bool:
     if index is None or value is None or index.shape != value.shape or index.ndim != 1:
         return True
     rising = index.dtype == torch.int64 and bool((index[1:] > index[:-1]).all())
-    return not rising or not value.is_floating_point() or not bool(value.isfinite().all())
+    # isfinite and arithmetic do not exist for 8-bit floats
+    return not rising or value.dtype not in DTYPES.values() or not bool(value.isfinite().all())
 
 
 @torch.no_grad()

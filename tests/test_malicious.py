@@ -159,6 +159,20 @@ FOLDERS: dict[str, Poison] = {
     "special tokens that open one here": key("special_tokens_map.json", tokenizer_file="notes.txt"),
     "an argument that opens a file": key("tokenizer_config.json", emoji="/etc/passwd"),
     "a vocabulary of the current directory": key("tokenizer_config.json", target_spm="notes.txt"),
+    "keys with other names": key("config.json", attribute_map={"q": "auto_map"}),
+    "arguments of a tokenizer": key("tokenizer_config.json", init_inputs=["notes.txt"]),
+    "merges that open a file": key("tokenizer_config.json", merges="notes.txt"),
+    "files by the keys of an object": key("tokenizer_config.json", vocab_files={"/etc/passwd": 1}),
+    "other tokenizer files": key(
+        "tokenizer_config.json", fast_tokenizer_files=["tokenizer.1.json"]
+    ),
+    "a file of another folder": key("tokenizer_config.json", subfolder="../outside"),
+    "a tokenizer of several": key("tokenizer_config.json", tokenizer_class="RagTokenizer"),
+    "a model as a tokenizer": key("tokenizer_config.json", tokenizer_class="AutoModelForCausalLM"),
+    "a model of several tokenizers": key("config.json", model_type="rag"),
+    "a configuration in capitals": text(
+        "Tokenizer_Config.JSON", "{}", "not all systems tell it from tokenizer_config.json"
+    ),
     "other weights": key("config.json", transformers_weights="e.safetensors.index.json"),
     "adapter of another model": (
         key("adapter_config.json", base_model_name_or_path="evil/base", peft_type="LORA")[0],
@@ -203,6 +217,23 @@ def test_poisoned_model_folder(name: str, lab: Lab, monkeypatch: pytest.MonkeyPa
             load()
         assert expected in str(refused.value)
     lab.assert_unharmed()
+
+
+def test_a_shard_that_takes_the_place_of_the_weights(lab: Lab) -> None:
+    name = "shard-00001-model-00001-of-00001.safetensors"
+    shutil.copy(lab.model / "model.safetensors", lab.model / name)
+    with pytest.raises(ConfigError, match=f"{name}: makes transformers read other weights"):
+        pretrained.resolve_model(str(lab.model))
+
+
+@pytest.mark.parametrize("key", ["vocab", "merges"])
+def test_a_vocabulary_of_the_user_s_files(key: str, lab: Lab) -> None:
+    path = lab.model / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"][key] = str(lab.outside / "notes.txt")
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="names files for them"):
+        load_tokenizer(lab.model)
 
 
 def test_the_payloads_are_live(lab: Lab) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path, PureWindowsPath
 from stat import S_ISDIR, S_ISREG
@@ -61,6 +62,8 @@ _CODE = (
 _KERNELS = "fetches and runs compiled code; remove the key and choose model.attention instead"
 _OTHER_WEIGHTS = f"names other weights than {WEIGHTS} or {INDEX}, which are checked; remove the key"
 _QUANTISED = "quantised weights cannot be scored or trained exactly; give the unquantised model"
+_OTHER_NAMES = "gives other keys of the file new names, or other classes; remove the key"
+_OTHER_FILES = "names other files than those that are checked; remove the key"
 _REMOTE_KEYS = {"auto_map": _CODE, "custom_pipelines": _CODE}
 _REFUSED_KEYS = {
     "trust_remote_code": "a model cannot allow itself to run code; remove the key",
@@ -70,11 +73,26 @@ _REFUSED_KEYS = {
     "allow_all_kernels": _KERNELS,
     "kernel_config": _KERNELS,
     "transformers_weights": _OTHER_WEIGHTS,
+    **dict.fromkeys(
+        ("attribute_map", "sub_configs", "base_config_key", "_auto_class"), _OTHER_NAMES
+    ),
+    **dict.fromkeys(("fusion_config", "distributed_config"), _OTHER_NAMES),
+    **dict.fromkeys(("fast_tokenizer_files", "configuration_files"), _OTHER_FILES),
+    **dict.fromkeys(("gguf_file", "subfolder", "init_inputs"), _OTHER_FILES),
     "quantization_config": _QUANTISED,
     "compression_config": _QUANTISED,
 }
+_TOKENIZERS = re.compile(
+    r"(?!(Auto|Rag|MyT5|BertJapanese)Tokenizer)\w+Tokenizer(Fast)?|\w+sBackend"
+)
+"""Classes that a tokenizer may have. The key can name any attribute of transformers; those left out
+here, and other classes, open what is not checked."""
+_MODEL_TYPES = {"rag", "myt5", "bert-japanese"}  # have these tokenizers by default
+_SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
+"""A file of this name makes transformers read all .safetensors of the folder."""
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 _VOCABULARIES = (".json", ".txt", ".model", ".tiktoken")
+_READ = (".py", ".safetensors", ".jinja", SPECIAL_TOKENS, "tokenizer.json", "index.json")
 _FILE_KEYS = ("_file", "_files", "_path", "_dir", "_spm", "vocab")
 _UNREAD = {"special_tokens_map_file", "name_or_path", "_name_or_path"}
 """Leftovers from the author's machine in many published configurations; nothing opens them."""
@@ -120,6 +138,15 @@ def check_tokenizer(folder: Path) -> None:
     except ConfigError as problem:
         raise ConfigError(f"model.path: {folder}: {problem}") from problem
     told = content if isinstance(content, dict) else {}
+    model = told.get("model")
+    kinds = {"vocab": (dict, list), "merges": (list, type(None))}
+    if not isinstance(model, dict) or not all(
+        isinstance(model.get(k), v) for k, v in kinds.items()
+    ):
+        raise ConfigError(
+            f"model.path: {folder}: tokenizer.json: its model has no vocabulary and merges, or "
+            f"names files for them; {_MEND}"
+        )
     added = told.get("added_tokens")
     many = isinstance(added, list) and len(added) > MAX_ADDED_TOKENS
     why = f"over {MAX_ADDED_TOKENS:,} added tokens (MAX_ADDED_TOKENS)" if many else None
@@ -166,6 +193,12 @@ def weight_files(folder: Path) -> list[Path]:
             "model again with `model.save_pretrained(folder)`, or use a revision with safetensors"
         )
     problems = [f"model.path: {folder}: {why}" for file in files if (why := _bad_header(file))]
+    problems += [
+        f"model.path: {folder}: {file.name}: makes transformers read other weights than those that "
+        "are checked; remove or rename it"
+        for file in sorted(folder.iterdir())
+        if _SHARD.fullmatch(file.name)
+    ]
     if problems:
         raise ConfigError(problems)
     return files
@@ -197,6 +230,8 @@ def _bad_entries(folder: Path, deep: bool = True) -> Iterator[str]:
             except (OSError, RuntimeError) as problem:
                 yield f"{shown}: cannot be read ({problem}); remove it"
                 continue
+            if (low := name.lower()) != name and (fnmatch(low, CONFIGS) or low.endswith(_READ)):
+                yield f"{shown}: not all systems tell it from {low}, which loaders read; rename it"
             if path.is_symlink() and not any(target.is_relative_to(r) for r in roots):
                 yield f"{shown}: a link to {str(target)!r}, outside the folder; copy the file"
             elif not (S_ISREG(mode) or S_ISDIR(mode)):
@@ -265,7 +300,7 @@ def _excess(key: str, value: Any) -> str | None:
             waiting += one if isinstance(one, list) else []
             if (len(one) if isinstance(one, list) else one if isinstance(one, int) else 0) > most:
                 return f"over {most:,} layers, more than any model has; {_MEND}"
-    if not isinstance(value, int):
+    if not isinstance(value, int) or "_size" in key:  # sizes are held against the weights
         return None
     if key in _DEPTHS and value < 1:
         return f"a model has layers; {_MEND}"
@@ -283,8 +318,13 @@ def _refusal(key: str, value: Any, trust_remote_code: bool) -> str | None:
         return None if trust_remote_code else _REMOTE_KEYS[key]
     if key in _REFUSED_KEYS:
         return _REFUSED_KEYS[key]
-    values = value if isinstance(value, list) else [value]
-    words = [word for word in values if isinstance(word, str)]
+    if key == "tokenizer_class" and not _TOKENIZERS.fullmatch(str(value)):
+        return "is not the name of a tokenizer that this check covers; give its own name"
+    if key == "model_type" and value in _MODEL_TYPES:
+        return "has a tokenizer that opens other files; give a causal language model"
+    if key in ("merges", "vocab", "entity_vocab") and isinstance(value, str):
+        return _OTHER_FILES
+    words = [word for word in _parts(value) if isinstance(word, str)]
     if key.endswith(_IMPLEMENTATIONS) and any("/" in word for word in words):
         return _KERNELS
     if key.endswith(_FILE_KEYS) and key not in _UNREAD and any(map(_leads_out, words)):
@@ -298,7 +338,7 @@ def _outside(key: str, value: Any, folder: Path) -> str | None:
     Loaders hand most keys to classes as arguments, and some of these open what they are given,
     relative to the current directory.
     """
-    for word in value if isinstance(value, list) else [value]:
+    for word in _parts(value):
         if not isinstance(word, str) or key in _UNREAD:
             continue
         if "/" not in word and not key.endswith(_FILE_KEYS):
@@ -310,6 +350,11 @@ def _outside(key: str, value: Any, folder: Path) -> str | None:
         if not S_ISDIR(mode) and not path.is_relative_to(folder.resolve()):
             return "names a file outside the folder; remove the key"
     return None
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """The values of a list, the keys of an object, or the value itself."""
+    return value if isinstance(value, list | dict) else [value]
 
 
 def _entries(content: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:

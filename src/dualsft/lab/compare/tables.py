@@ -337,9 +337,7 @@ def _formatted_table(result: Result, form: str) -> dict[str, Any]:
 
 
 def _plain(text: str, form: str) -> str:
-    """Text that the form shows as it is."""
-    if form == "md":
-        return text.replace("<", "&lt;")
+    """Text that the form shows as it is; the pages of the others escape it."""
     return "".join(TEX.get(c, c) for c in text) if form == "tex" else text
 
 

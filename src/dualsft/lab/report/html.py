@@ -94,8 +94,13 @@ def _environment() -> Environment:
 
 
 def _no_markup(value: Any) -> Any:
-    """A value in a Markdown page, where tags and links of a run's texts must not work."""
-    return value.replace("<", "&lt;").replace("](", "]\\(") if isinstance(value, str) else value
+    """A value in a Markdown page, where tags and links of a run's texts must not work.
+
+    Underlining does no harm, and marks the second best of a comparison.
+    """
+    if not isinstance(value, str):
+        return value
+    return re.sub("<(?!/?u>)", "&lt;", value).replace("](", "]\\(")
 
 
 def render(template: str, **values: Any) -> str:

@@ -43,13 +43,16 @@ def test_limits_are_raised_by_the_environment() -> None:
         "print(Limits().max_ratio, Limits().max_line_bytes, safety.MAX_GROWTH[1])"
     )
     found = {}
+    code += ";import dualsft.runs.preflight as p; print(len(p.path_problems({})))"
     for word in ("", "10", "ten"):
         env = {"PYTHONPATH": str(Path(dualsft.__file__).parents[1]), "DUALSFT_LIMITS": word}
         done = subprocess.run(
             [sys.executable, "-c", code], env=os.environ | env, capture_output=True
         )
         found[word] = [int(number) for number in done.stdout.split()]
-    assert found["10"] == [10 * number for number in found[""]] and found["ten"] == found[""]
+    *limits, problems = found[""]
+    assert problems == 0 and found["10"] == [*(10 * number for number in limits), 0]
+    assert found["ten"] == [*limits, 1]  # a command names it, and ends
 
 
 # --- tokenizers ----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from dualsft.data.sources import find_files, split_paths
 from dualsft.errors import ConfigError, DualsftError, RunError
 from dualsft.model.resolve import check_model
 from dualsft.storage.manifest import damage, read_stage_manifest
+from dualsft.system import bounds
 from dualsft.system.paths import Place, RunPath, files_read, num_reads
 
 FOLDERS = {
@@ -78,6 +79,11 @@ def check_paths(config: Config) -> None:
 def path_problems(values: Mapping[str, Any]) -> list[str]:
     """Problems with the files and folders named in these settings, which may be incomplete."""
     problems: list[str] = []
+    if not bounds.TIMES_VALID:
+        problems.append(
+            f"DUALSFT_LIMITS: {bounds.TIMES_GIVEN!r} in the environment is not a whole number from "
+            "1 to 1000; give one, or unset it"
+        )
     if (model := values.get("model.path")) is not None:
         revision, trusted = values.get("model.revision"), values.get("model.trust_remote_code")
         try:

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_WORD = os.environ.get("DUALSFT_LIMITS", "")
-TIMES = max(1, min(int(_WORD), 1000)) if _WORD.isdecimal() else 1
+TIMES_GIVEN = os.environ.get("DUALSFT_LIMITS") or "1"
+TIMES_VALID = TIMES_GIVEN.isdecimal() and 1 <= int(TIMES_GIVEN) <= 1000
+TIMES = int(TIMES_GIVEN) if TIMES_VALID else 1
 """Factor of every limit that a larger honest file may need; the user's word, never a file's."""
 RAISE = "DUALSFT_LIMITS=10 in the environment makes the limits 10 times as large"
 MAX_PARSED_BYTES = TIMES * (256 << 20)

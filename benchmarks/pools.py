@@ -47,7 +47,7 @@ from dualsft.runs.stages.selection import read_mask
 from dualsft.runs.stages.split import load_examples
 from dualsft.system.paths import run_path
 from dualsft.system.progress import Reporter
-from dualsft.train.loop import train
+from dualsft.train.loop import Hooks, train
 from dualsft.train.optimizer import make_optimizer
 
 POOLS = ("mixed", "code", "tenth", "noisy", "copies", "clean")
@@ -78,11 +78,12 @@ MASKS: dict[str, tuple[str, ...]] = {
     "new": ("score.lam=0",),
     "paper": ("score.lam_relative=false",),
     "s2ft": ("method.params=s2ft",),
+    "lift": ("method.params=lift",),
     "random": ("method.params=random",),
 }
 """Settings of each way to choose the mask, on top of `recommended`: after its warmup, after one
 epoch of it, the same without preservation, at θ_old, after the warmup without preservation, with
-the paper's absolute λ, and the masks of two other methods."""
+the paper's absolute λ, and the masks of three other methods."""
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 NAMES = ("Amara", "Bruno", "Chloe", "Dmitri", "Elif", "Farid", "Greta", "Hiro", "Ines", "Jamal")
 
@@ -184,7 +185,9 @@ def make_pool(name: str, seed: int, num_rows: int, data: Path, folder: Path) -> 
     folder.mkdir(parents=True, exist_ok=True)
     files = {"pool": pool, "val": val, "tune": tune, "test": test, "anchors": anchors, **old}
     for file, rows in files.items():
-        (folder / f"{file}.jsonl").write_text("".join(row.json() + "\n" for row in rows))
+        text, path = "".join(row.json() + "\n" for row in rows), folder / f"{file}.jsonl"
+        if not path.is_file() or path.read_text() != text:  # another process may be reading it
+            path.write_text(text)
     return Pool(folder, pool, target, round(BUDGET.get(name, 0.1) * num_rows))
 
 
@@ -373,27 +376,48 @@ class Trainer:
         """Losses after training the mask on these rows at this rate."""
         start = time.perf_counter()
         self.fit(rows, lr)
+        return self.judge() | {"seconds": round(time.perf_counter() - start, 1)}
+
+    def judge(self) -> dict[str, float]:
+        """Losses of the model as it is, and KL to the base on rows of other behaviour."""
         found: dict[str, float] = {}
         for name, examples in self.sets.items():
             if name in ("test", "tune"):
                 found[name] = self.loss(examples)
             else:
                 found[name], found[f"{name}_kl"] = self.against_base(examples)
-        return found | {"seconds": round(time.perf_counter() - start, 1)}
+        return found
 
     def fit(self, rows: Sequence[int], lr: float, epochs: int | None = None) -> None:
         """Train the mask on these rows, from θ_old."""
+        self.restore()
+        self.optimize(self.mask, rows, lr, epochs)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set the model to θ_old."""
+        for parameter, original in zip(
+            self.model.parameters(), self.base.parameters(), strict=True
+        ):
+            parameter.copy_(original)
+
+    def optimize(
+        self,
+        mask: dict[str, torch.Tensor] | None,
+        rows: Sequence[int],
+        lr: float,
+        epochs: int | None = None,
+        hooks: Hooks = Hooks(),  # noqa: B008
+        named: list[tuple[str, torch.nn.Parameter]] | None = None,
+    ) -> None:
+        """Train the model as it is on these rows; without a mask all of its parameters."""
         plan = replace(finetune_plan(self.ctx, len(rows)), lr=lr)
         plan = replace(plan, epochs=epochs or plan.epochs)
-        with torch.no_grad():
-            pairs = zip(self.model.parameters(), self.base.parameters(), strict=True)
-            for parameter, original in pairs:
-                parameter.copy_(original)
         settings = {"lr": lr, "weight_decay": 0.0, "moments": "float32", "seed": 0}
-        named = text_parameters(self.model)
-        with make_optimizer(self.model, named, self.mask, **settings) as optimizer:
+        named = named or text_parameters(self.model)
+        with make_optimizer(self.model, named, mask, **settings) as optimizer:
             chosen = [self.examples[i] for i in rows]
-            train(self.model, chosen, optimizer, plan, silent(), "training")
+            train(self.model, chosen, optimizer, plan, silent(), "training", hooks=hooks)
 
     def batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
         for rows in make_batches(examples, self.ctx.batch_tokens):

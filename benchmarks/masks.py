@@ -206,7 +206,7 @@ def work(args: argparse.Namespace, number: int, stop: float) -> None:
     start = number % len(cells)
     for cell in cells[start:] + cells[:start]:
         held: Work | None = None
-        for mask, lr in [(mask, lr) for mask in args.masks for lr in rates_of(mask)]:
+        for mask, lr in [(name, lr) for name in args.masks for lr in rates_of(name)]:
             while not ready(cell).exists() and time.time() < stop:
                 time.sleep(0.5)
             path = args.out / f"{cell.name}_{cell.seed}_{mask}_{lr:g}.json"
@@ -216,6 +216,7 @@ def work(args: argparse.Namespace, number: int, stop: float) -> None:
                 os.close(os.open(path.with_suffix(".begun"), os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 continue
+            cell.found = json.loads(cell.path.read_text())
             held = held or Work(cell)
             facts: dict[str, Any] = {"pool": cell.name, "seed": cell.seed, "mask": mask}
             facts |= {"lr": lr, "model": args.model} | held.measure(mask, lr)

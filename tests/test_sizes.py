@@ -37,26 +37,25 @@ SETTINGS = ("finetune.lr", "finetune.epochs", "finetune.batch_size")
     ],
 )
 def test_the_rule(num_rows: int, lr: float, epochs: int, batch_size: int, steps: int) -> None:
-    found = sized(num_rows, masked=False)
+    found = sized(num_rows)
     assert found == Sizes(lr, epochs, batch_size)
     assert epochs * -(-num_rows // batch_size) == steps
-    assert sized(num_rows, masked=True).lr == pytest.approx(3 * lr, rel=0.02)
 
 
 def test_no_size_is_left_without_steps_and_none_moves_too_far() -> None:
     for num_rows in [*range(1, 3000), 10_000, 100_000]:
-        found = sized(num_rows, masked=False)
+        found = sized(num_rows)
         steps = found.epochs * -(-num_rows // found.batch_size)
         assert steps >= 8 and (steps >= 20 or num_rows <= 16)
         assert found.lr * steps >= 7.9e-4 and (found.lr * steps <= 7.4e-3 or found.lr == 2e-5)
 
 
 def test_a_given_number_is_kept_and_the_others_follow_it() -> None:
-    assert sized(300, False, batch_size=100).batch_size == 100
-    assert sized(300, False, batch_size=100).epochs == 8  # 3 steps per epoch
-    assert sized(300, False, epochs=1).batch_size == 8
-    assert sized(20, True, lr=5e-4) == Sizes(5e-4, 8, 8)
-    assert sized(7467, False, epochs=6).lr == 2e-5
+    assert sized(300, batch_size=100).batch_size == 100
+    assert sized(300, batch_size=100).epochs == 8  # 3 steps per epoch
+    assert sized(300, epochs=1).batch_size == 8
+    assert sized(20, lr=5e-4) == Sizes(5e-4, 8, 8)
+    assert sized(7467, epochs=6).lr == 2e-5
 
 
 def test_auto_in_a_config(corpus: Path) -> None:

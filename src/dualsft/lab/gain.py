@@ -45,7 +45,7 @@ from dualsft.runs.stages.selection import num_trained
 from dualsft.runs.stages.warmup import warmup_plan
 from dualsft.system.paths import RunPath
 from dualsft.system.progress import Progress, Reporter, silent
-from dualsft.train.loop import MASKED, MOST_LR, sized
+from dualsft.train.loop import MOST_LR, sized
 
 NUM_ROWS = 320
 """Rows of the pool in the pilot, unless --gain-rows is given."""
@@ -243,15 +243,15 @@ class _Pilot:
         """The run's settings for the pilot's rows, with the same lr × steps where possible."""
         ctx, config = self.ctx, self.ctx.config
         run, warmup = finetune_plan(ctx, self.b), warmup_plan(ctx)
-        sizes = sized(self.num_chosen, masked=False)
+        sizes = sized(self.num_chosen)
         self.plan = replace(run, epochs=sizes.epochs, batch_size=sizes.batch_size)
         params, steps = ctx.methods.entries["params"], self.plan.num_steps(self.num_chosen)
-        most = max(run.lr, MOST_LR * (MASKED if params.uses_budget else 1.0) * params.lr_ratio)
+        most = max(run.lr, MOST_LR * params.relative_lr(auto=True))
         lr = min(most, max(run.lr, run.lr * run.num_steps(self.b) / steps))
         self.plan = replace(self.plan, lr=lr)
         self.warmup = replace(
             warmup,
-            batch_size=sized(len(self.warm), masked=False).batch_size,
+            batch_size=sized(len(self.warm)).batch_size,
             min_steps=min(MOST_WARMUP_STEPS, warmup.num_steps(ctx.counts["warm"])),
         )
         base = ctx.base_lr()

@@ -23,7 +23,10 @@ class RandomOptions:
     """Options of random."""
 
     draw: Whole = dataclasses.field(default=0, metadata=ADDED)
-    """Number of the draw: another one from the same split, with the same warmup and mask."""
+    """Number of the draw of examples: another one from the same split, with the same warmup and
+    mask."""
+    mask_draw: Whole = dataclasses.field(default=0, metadata=ADDED)
+    """The same for the draw of entries."""
 
 
 _dual = partial(_scored, name="dualsft", source="Algorithm 1 of the DualSFT paper")
@@ -82,6 +85,7 @@ ENTRIES: tuple[Entry, ...] = (
         target="dualsft.runs.method:RandomParams",
         summary="k candidate entries, uniformly, without replacement",
         memory="8 bytes per selected entry",
+        auto_ratio=20.0,
     ),
     _all(
         axis="params",

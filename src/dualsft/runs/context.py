@@ -112,12 +112,12 @@ class RunContext:
 
     # --- training settings that follow the size -------------------------------------------------
 
-    def sizes(self, num_rows: int, masked: bool = False) -> Sizes:
+    def sizes(self, num_rows: int) -> Sizes:
         """finetune.lr, epochs and batch_size for this many rows; numbers are kept."""
         given = self.config.finetune
-        return sized(num_rows, masked, given.lr, given.epochs, given.batch_size)
+        return sized(num_rows, given.lr, given.epochs, given.batch_size)
 
-    def base_lr(self, masked: bool = False) -> float:
+    def base_lr(self) -> float:
         """finetune.lr as a number, which is eta_ft in the scores and the default of warmup.lr.
 
         auto is resolved for a tenth of |D_full|, not for the rows that are selected: another
@@ -125,7 +125,7 @@ class RunContext:
         """
         if self.config.finetune.lr != "auto":
             return self.config.finetune.lr
-        return self.sizes(full_size(self.counts, self.config.data) // 10, masked).lr
+        return self.sizes(full_size(self.counts, self.config.data) // 10).lr
 
     # --- model ----------------------------------------------------------------------------------
 

@@ -468,15 +468,15 @@ class AllParams(ParamMethod):
         return None
 
 
-def _draw(purpose: str, options: RandomOptions) -> str:
-    return f"{purpose} {options.draw}" if options.draw else purpose
+def _draw(purpose: str, number: int) -> str:
+    return f"{purpose} {number}" if number else purpose
 
 
 class RandomData(DataMethod):
     """b examples, uniformly at random, without replacement."""
 
     def choose(self, job: Job, pool: list[Example], b: int) -> DataChoice | None:
-        rng = job.rng(_draw("examples", self.options))
+        rng = job.rng(_draw("examples", self.options.draw))
         return DataChoice(rng.choice(len(pool), b, replace=False))
 
 
@@ -486,7 +486,7 @@ class RandomParams(ParamMethod):
     def choose(self, job: Job, k: int) -> ParamChoice | None:
         sizes = np.array([shape.numel() for shape in job.shapes().values()])
         ends = np.cumsum(sizes)
-        flat = distinct(job.rng(_draw("entries", self.options)), int(ends[-1]), k)
+        flat = distinct(job.rng(_draw("entries", self.options.mask_draw)), int(ends[-1]), k)
         parts = np.split(flat, np.searchsorted(flat, ends[:-1]))
         indices = zip(job.shapes(), parts, ends - sizes, strict=True)
         return ParamChoice({name: torch.from_numpy(part - first) for name, part, first in indices})

@@ -434,10 +434,7 @@ MOVEMENT = 7e-3
 """lr × steps of the paper: 350 steps at 2e-5."""
 LEAST_LR, MOST_LR = 2e-5, 1e-4
 """The paper's rate, and the best dense rate of a small model in few steps (SmolLM2-135M, 300 rows,
-57 steps; 5e-4 for a mask)."""
-MASKED = 3.0
-"""Factor for a mask: a twentieth of the entries moves the model less. Measured 5, in the paper 1;
-with it the rate of a mask is 6e-5 to 3e-4."""
+57 steps)."""
 SMALLEST_BATCH, LARGEST_BATCH = 8, 64
 EPOCHS, MOST_EPOCHS = 3, 8
 WANTED_STEPS = 60
@@ -457,7 +454,6 @@ class Sizes:
 
 def sized(
     num_rows: int,
-    masked: bool,
     lr: float | Auto = "auto",
     epochs: int | Auto = "auto",
     batch_size: int | Auto = "auto",
@@ -473,7 +469,7 @@ def sized(
         epochs = min(MOST_EPOCHS, max(EPOCHS, math.ceil(ENOUGH_STEPS / per_epoch)))
     if lr == "auto":
         lr = min(MOST_LR, max(LEAST_LR, MOVEMENT / (epochs * per_epoch)))
-        lr = float(f"{lr:.2g}") * (MASKED if masked else 1.0)  # no digits that mean nothing
+        lr = float(f"{lr:.2g}")  # no digits that mean nothing
     return Sizes(lr, epochs, batch_size)
 
 

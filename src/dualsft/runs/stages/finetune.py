@@ -253,12 +253,12 @@ def training_examples(ctx: RunContext, final: RunPath) -> list[Example]:
 def learning_rate(ctx: RunContext) -> float:
     """finetune.lr times `method.lr_ratio`, by default the ratio of the parameter method.
 
-    auto is larger for a mask, unless the ratio is given.
+    auto is larger for a mask (`auto_ratio`), unless the ratio is given.
     """
     given, params = ctx.config.method.lr_ratio, ctx.methods.entries["params"]
     if given is not None:
         return ctx.base_lr() * given
-    return ctx.base_lr(masked=params.uses_budget) * params.lr_ratio
+    return ctx.base_lr() * params.relative_lr(ctx.config.finetune.lr == "auto")
 
 
 def is_auto(ctx: RunContext) -> bool:

@@ -8,7 +8,7 @@ the same size, chosen in different ways, each at several rates. Reported per tra
 unseen target rows, and loss and KL to the base on rows of other behaviour. With v = v_new, G and ĉ
 of the run (all at its θ̄), the masks are
 
-    own       (v + λ v_prior) G: `recommended`       random    random
+    own       (v + λ v_prior) G: DualSFT             random    random
     new       v G                                    s2ft      random channels (S²FT)
     adam      v G / ĉ, the gain of an Adam step      lift      LIFT's first mask
     snr       v G / ĉ², gain over noise              agree     random among entries with v G > 0

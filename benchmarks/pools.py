@@ -6,8 +6,8 @@
 
 Makes pools of 3,000 rows from GSM8K, Alpaca and code (gzip JSONL in --data), lets the package
 select from them with `recommended` and with other scores, and trains on the result: a mask, 3
-epochs, 16 rows per step. The mask is that of `recommended`, or those of MASKS, each trained on the
-same rows; --pairs trains the rows of one way to select under the mask of another. Two references
+epochs, 16 rows per step. The mask has the entries with the largest scores u ⊙ G, or it is one of
+MASKS, each trained on the same rows; --pairs trains the rows of one way to select under the mask of another. Two references
 are trained in the same way with several draws: random rows of the pool, and random rows of its
 target part. The learning rate of each arm is the best of --rates on rows held apart (draws: tuned
 on the first). Reported per arm: the loss of unseen target rows, KL to the base and loss on rows of
@@ -81,7 +81,8 @@ MASKS: dict[str, tuple[str, ...]] = {
     "lift": ("method.params=lift",),
     "random": ("method.params=random",),
 }
-"""Settings of each way to choose the mask, on top of `recommended`: after its warmup, after one
+"""Settings of each way to choose the mask, on top of `recommended` with `method.params=dualsft`:
+after its warmup, after one
 epoch of it, the same without preservation, at θ_old, after the warmup without preservation, with
 the paper's absolute λ, and the masks of three other methods."""
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -227,6 +228,7 @@ def settings_of(pool: Pool, seed: int, model: str, extra: Sequence[str]) -> Conf
             "finetune.batch_size=16",
             "finetune.epochs=3",
             f"select.data_budget={pool.budget}",
+            "method.params=dualsft",
             *extra,
         ],
     )

@@ -56,6 +56,7 @@ def tables() -> dict[str, str]:
         "pools89": trained_pools(read_pools("warmup_64_seeds_8_9")),
         "others89": other_scores(read_pools("warmup_64_seeds_8_9"), FRESH),
         "frontier": frontier(read_pools("warmup_64_seeds_8_9")),
+        "which_mask": which_mask(read_pools("masks_seeds_0_1")),
         "gemma": trained_pools(read_pools("gemma3_270m_seed_8")),
         "lds": fidelity(read_pools("checks_seed_8")),
         "agreement": agreement(read_pools("checks_seed_8")),
@@ -321,7 +322,7 @@ def frontier(cells: Sequence[Mapping[str, Any]]) -> str:
     """Loss at the same KL to the base, and the best loss, of rows under a mask."""
     pools = [cell for cell in cells if "recommended@s2ft" in cell["trained"]]
     arms = ("recommended", "random0", "literal", "paper", "less", "spice")
-    masks = {"": "recommended", "paper": "the paper's λ", "s2ft": "S²FT", "random": "random"}
+    masks = {"": "largest scores", "paper": "the paper's λ", "s2ft": "S²FT", "random": "random"}
     lines = [["rows", "mask", *(NAMES[cell["pool"]] for cell in pools)]]
     for arm in arms:
         for mask, title in masks.items():
@@ -330,6 +331,22 @@ def frontier(cells: Sequence[Mapping[str, Any]]) -> str:
             if all(len(results) > 1 for results in found):
                 texts = [_at_equal_kl(results) for results in found]
                 lines.append([ROWS.get(arm, arm), title, *texts])
+    return _markdown(lines)
+
+
+def which_mask(trainings: Sequence[Mapping[str, Any]]) -> str:
+    """Loss, KL and rate of masks on the same rows, each at the best of its rates."""
+    masks = {"own": "largest scores", "random": "random", "snr": "v G / ĉ²", "cheap": "v G / ĉ³"}
+    lines = [["pool", "seed", *masks.values()]]
+    for pool, seed in sorted({(one["pool"], one["seed"]) for one in trainings}):
+        line = [NAMES[pool], str(seed)]
+        for mask in masks:
+            place = (pool, seed, mask)
+            of_mask = [o for o in trainings if (o["pool"], o["seed"], o["mask"]) == place]
+            best = min(of_mask, key=lambda one: one["tune"], default=None)
+            text = best and f"{best['test']:.3f}; KL {_kl(best):.2f}; {best['lr']:g}"
+            line.append(text if text and len(of_mask) == 3 else "")
+        lines.append(line)
     return _markdown(lines)
 
 

@@ -366,6 +366,8 @@ def load(source: str | Place | None = None, overrides: Sequence[str] = ()) -> Co
             problems.append(stored_consent(key, f"{show(stored)} in {source}"))
     if source is not None and _is_of_a_run(source, text) and not _own_config(text).is_file():
         problems += _foreign_paths(flat, given, name)
+    if "select.variant" in given:  # says who selects on both axes: instead of the source's methods
+        flat = {k: v for k, v in flat.items() if k not in ("method.data", "method.params")}
     _override(flat, overrides, problems)
     return Config(**_build(_resolve(flat, problems)))
 

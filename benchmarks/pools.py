@@ -7,11 +7,12 @@
 Makes pools of 3,000 rows from GSM8K, Alpaca and code (gzip JSONL in --data), lets the package
 select from them with `recommended` and with other scores, and trains on the result: a mask, 3
 epochs, 16 rows per step. The mask has the entries with the largest scores u ⊙ G, or it is one of
-MASKS, each trained on the same rows; --pairs trains the rows of one way to select under the mask of another. Two references
-are trained in the same way with several draws: random rows of the pool, and random rows of its
-target part. The learning rate of each arm is the best of --rates on rows held apart (draws: tuned
-on the first). Reported per arm: the loss of unseen target rows, KL to the base and loss on rows of
-other behaviour, and the share of selected rows that are off target, wrong or copies.
+MASKS, each trained on the same rows; --pairs trains the rows of one way to select under the mask of
+another. Two references are trained in the same way with several draws: random rows of the pool, and
+random rows of its target part. The learning rate of each arm is the best of --rates on rows held
+apart (draws: tuned on the first). Reported per arm: the loss of unseen target rows, KL to the base
+and loss on rows of other behaviour, and the share of selected rows that are off target, wrong or
+copies.
 
 One JSON file per pool and seed, rewritten after every training: a second call continues. Several
 processes may work on one folder (--share 1/4): each takes its part of the cells.

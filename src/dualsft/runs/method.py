@@ -37,7 +37,6 @@ from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import token_losses
 from dualsft.errors import RunError
-from dualsft.runs import RandomOptions
 from dualsft.runs.context import RunContext, pass_settings
 from dualsft.runs.preflight import reading
 from dualsft.runs.stages.gradients import read_pool

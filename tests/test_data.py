@@ -176,6 +176,20 @@ def test_long_conversations_are_cut_from_the_left(max_length: int, expected: str
     assert (said in "".join(report.notes())) == bool(cut)
 
 
+def test_a_cut_before_a_token_that_opens_turns_and_is_the_bos_leaves_one_of_it() -> None:
+    """SmolLM2's <|im_start|> is both."""
+    for max_length, expected in (
+        (8, "^b<s>cd[ef|]"),
+        (7, "^cd[ef|]"),
+        (6, "^cd[ef|]"),
+        (5, "^d[ef|]"),
+    ):
+        prompt = "ab<s>cd"
+        [made], report = encode([row(prompt, "ef")], max_length=max_length)
+        assert labelled(made) == expected.replace("<s>", "^")
+        assert report.num_truncated == 1
+
+
 def test_the_first_token_is_never_labelled() -> None:
     [made], _ = encode([talk("ab", "cd", "ef", "gh")], byte_tokenizer("$A"), max_length=7)
     assert labelled(made) == "d[|]ef[gh|]"

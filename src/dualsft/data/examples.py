@@ -339,6 +339,8 @@ def _fit(
             f"response has {end - first} tokens with its end token, and one token must precede "
             f"it; {cure}"
         )
+    if kept and kept + over < first and tokens.ids[kept + over] == tokens.ids[0]:
+        kept, over = 0, kept + over  # the rest opens with a BOS: some templates open turns with it
     ids = tokens.ids[:kept] + tokens.ids[kept + over :]
     labels = labels[:kept] + labels[kept + over :]
     labels[0] = IGNORE

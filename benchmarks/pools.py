@@ -222,6 +222,8 @@ def settings_of(pool: Pool, seed: int, model: str, extra: Sequence[str]) -> Conf
             f"data.val_path={pool.folder / 'val.jsonl'}",
             "data.max_length=1024",
             "split.anchor=64",
+            "score.preservation=cwsd",
+            "score.lam_relative=true",
             f"seed={seed}",
             "warmup.lr=1e-4",
             "warmup.batch_size=16",

@@ -377,6 +377,14 @@ def test_every_packaged_recipe_loads() -> None:
         (("score.preservation=l2",), []),
         (("score.preservation=none", "score.lam=0.5"), ["score.lam=0.5 has no effect"]),
         (("score.preservation=none", "score.lam_relative=on"), ["score.lam_relative=true has no"]),
+        (
+            ("score.preservation=none", "data.anchor_path=a.jsonl"),
+            ["data.anchor_path='a.jsonl' has"],
+        ),
+        (
+            ("score.preservation=none", "data.anchor_path=a.jsonl", "finetune.retention=1"),
+            [],
+        ),
         (("score.curvature=none", "score.curvature_scale=10"), ["score.curvature_scale=10.0 has"]),
         (("select.order=param_to_data",), ["select.order='param_to_data' has no effect"]),
         (("select.order=param_to_data", "select.rounds=1"), []),

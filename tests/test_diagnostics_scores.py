@@ -524,7 +524,7 @@ def test_second_call_reuses_and_a_stop_loses_no_finished_walk(lab: Lab, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["data", "param", "cold", "adam"])
+@pytest.mark.parametrize("name", ["data", "param", "cold", "adam", "no_anchors"])
 def test_other_runs(name: str, make_run: Callable[..., Path]) -> None:
     """Each variant has what there is: no mask, no subset, no warmup, Adam's step, fp32."""
     names = [name for name, one in registry().items() if one.module in MODULES]
@@ -535,12 +535,14 @@ def test_other_runs(name: str, make_run: Callable[..., Path]) -> None:
         "param": ["select.variant=param", "score.preservation=fisher", "score.lam_relative=true"],
         "cold": ["warmup.epochs=0"],
         "adam": ["score.step=adam", "select.rounds=1"],
+        "no_anchors": ["split.anchor=0", "score.preservation=none"],
     }
     run = make_run(*overrides[name], out=name)
     diagnose(run, Wanted.of(names, words), Reporter(lambda _: None))
     found = {n: json.loads((run / f"diagnostics/{n}.json").read_text()) for n in names}
     noted = {n for n, content in found.items() if "note" in content["result"]}
     absent = {"data": "param_statistics", "param": "data_statistics", "cold": "anchor_size"}
+    absent["no_anchors"] = "anchor_size"
     assert noted == ({absent[name]} if name in absent else set())
     bound = found["boundary"]["result"]["params"]["bound"]
     assert (bound is None) == (name == "adam")

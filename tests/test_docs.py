@@ -169,7 +169,7 @@ def test_result_tables_are_generated_from_the_raw_files(generate: Any) -> None:
     marks = re.findall(r"<!-- (?!end )(\w+) -->", page)
     prototype, package = ["forms", "damping"], ["found", "pools", "warmups"]
     package += ["pools64", "others64", "target_share", "masks64"]
-    package += ["pools89", "others89", "frontier", "gemma", "lds", "agreement"]
+    package += ["pools89", "others89", "frontier", "which_mask", "gemma", "lds", "agreement"]
     assert marks == ["losses", "seeds", "costs", "benchmarks", *prototype, *package]
     for mark in marks:
         assert generate.with_tables(with_another_digit(page, mark)) == page, mark

@@ -86,6 +86,8 @@ def test_all_parameters_as_candidates(
         ("score.preservation=l2",),
         ("score.preservation=fisher", "score.lam=50"),
         ("score.preservation=none",),
+        ("score.preservation=none", "split.anchor=0"),
+        ("score.preservation=l2", "split.anchor=0"),
         ("score.step=adam",),
         ("score.curvature=none",),
         ("warmup.epochs=0",),

@@ -98,6 +98,8 @@ VALUES: list[tuple[str, str, str, str]] = [
     ("data.path=", "null", "a path, or a list of paths", "give"),
     ("data.max_length=1e3", "1e3", "an integer >= 8", "default 2048"),
     ("split.val=-5", "-5", "a count (integer >= 1) or a fraction", "write 100 for"),
+    ("split.val=0", "0", "a count (integer >= 1) or a fraction", "write 100 for"),
+    ("split.anchor=-5", "-5", "a count (integer >= 0) or a fraction", "write 100 for"),
     ("split.val=2.0", "2.0", "(0, 1]", "for a count write 2"),
     ("warmup.lr=0", "0", "a number > 0", "default null"),
     ("warmup.batch_size=0", "0", "an integer >= 1, or null", "default null"),
@@ -181,6 +183,14 @@ def test_a_wrong_value(setting: str, shown: str, allowed: str, cure: str, shell:
             (
                 "split.anchor: 0.1 is not allowed with data.anchor_path",
                 "leave one of the two out",
+            ),
+        ),
+        (
+            ("split.anchor=0", "finetune.retention=1"),
+            (
+                "score.preservation: cwsd is not allowed with split.anchor=0",
+                "give score.preservation=none or l2, data.anchor_path, or split.anchor=null",
+                "finetune.retention: 1.0 is not allowed with split.anchor=0",
             ),
         ),
         (

@@ -130,8 +130,9 @@ class SplitConfig:
 
     val: Budget | None = None
     """Validation examples (v_new). null: 1024 as in the paper, at most 10 % of a small corpus."""
-    anchor: Budget | None = None
-    """Anchor examples (v_prior). null: 2048 as in the paper, at most 20 % of a small corpus."""
+    anchor: Annotated[int | float, Bounds(least=0)] | None = None
+    """Anchor examples (v_prior, retention). null: 2048 as in the paper, at most 20 % of a small
+    corpus. 0: none, so that their rows are in the pool."""
     warm: Budget = 0.05
     """Examples for the pilot warmup; they are not scored."""
 
@@ -405,7 +406,7 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
         cure = "give data.template=chat, or leave it out"
         refuse("data.template_file", f"data.template={template}", cure)
     for role in ("val", "anchor"):
-        if get(f"data.{role}_path") is not None and get(f"split.{role}") is not None:
+        if get(f"data.{role}_path") is not None and get(f"split.{role}"):
             other = f"data.{role}_path, whose rows are all of D_{role}"
             refuse(f"split.{role}", other, "leave one of the two out")
     if "validation" in (get("evaluation.files") or {}):
@@ -433,6 +434,14 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
         if get("select.rounds"):
             cure = "give score.form=literal, or leave it out: re-selection needs products with u"
             refuse("select.rounds", other, cure)
+    if get("split.anchor") == 0 and get("data.anchor_path") is None:
+        none = "split.anchor=0, which leaves no anchors"
+        given = get("score.preservation", "cwsd")
+        if given in ("cwsd", "fisher") and get("warmup.epochs", 1) != 0:
+            cure = "give score.preservation=none or l2, data.anchor_path, or split.anchor=null"
+            problems.append(f"score.preservation: {given} is not allowed with {none}; {cure}")
+        if get("finetune.retention"):
+            refuse("finetune.retention", none, "give data.anchor_path, or split.anchor=null")
     shares = {key: get(key) for key in ("split.val", "split.anchor", "split.warm")}
     fractions = {key: share for key, share in shares.items() if isinstance(share, float)}
     if sum(fractions.values()) >= 1:
@@ -470,6 +479,8 @@ def idle_options(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
             idle(f"score.preservation={preservation}", "score.tau")
     if preservation == "none":
         idle("score.preservation=none", "score.lam", "score.lam_relative")
+        if values["finetune.retention"] == 0:
+            idle("score.preservation=none and finetune.retention=0", "data.anchor_path")
     if curvature == "none":
         idle("score.curvature=none", "score.curvature_scale")
     if values["score.form"] == "literal":

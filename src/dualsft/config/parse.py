@@ -107,7 +107,8 @@ class FieldSpec:
             "bool": ", or ".join(["true or false", *self.choices]),
             "int": f"an integer {self.bounds}".strip(),
             "float": f"a number {self.bounds}".strip(),
-            "budget": "a count (integer >= 1) or a fraction (decimal point, in (0, 1])",
+            "budget": f"a count (integer >= {1 if self.bounds.least is None else 0}) or a fraction "
+            "(decimal point, in (0, 1])",
             "names": f"a comma-separated list of {', '.join(self.names.allowed) or 'patterns'}",
             "options": "a mapping NAME.OPTION -> value",
             "quotas": "even, proportional, or a mapping source -> share in (0, 1] or count "
@@ -265,7 +266,7 @@ def _as_budget(spec: FieldSpec, value: Any) -> int | float:
     if not _is_number(value, Real):
         raise _Rejected(_unquote(value))
     if isinstance(value, Integral):
-        if value < 1:
+        if value < 1 and not spec.bounds.admit(value):
             raise _Rejected("write 100 for a hundred rows or entries, 0.1 for a tenth of them")
         return int(value)
     number = float(value)

@@ -38,6 +38,7 @@ from dualsft.runs.stages.gradients import prior_of, read_pool
 from dualsft.storage.vectors import ParamVector, Vector
 
 KINDS = ("none", "l2", "fisher", "cwsd")
+NO_ANCHORS = "this run has no anchors (split.anchor=0), from which v_prior is taken"
 
 
 class _Setting:
@@ -134,6 +135,8 @@ def preservation(job: DiagnosticJob) -> dict[str, Any]:
     if config.score.lam_relative == "scores":
         forms.append("scores")
     for kind in KINDS:
+        if kind in ("fisher", "cwsd") and not job.roles["anchor"]:
+            continue
         prior, dots = own.prior_grad, own.prior_dots
         if kind != config.score.preservation:
             score = replace(config.score, preservation=kind)
@@ -184,6 +187,8 @@ def anchor_size(job: DiagnosticJob) -> dict[str, Any]:
     if not job.ctx.warmed_up:
         return {"note": "without a warmup θ̄ = θ_old, and v_prior is zero for any anchors"}
     anchors = job.roles["anchor"]
+    if not anchors:
+        return {"note": NO_ANCHORS}
     wanted = ranking.counts(job.options.sizes, "diagnose.anchor_size.sizes")
     sizes = anchor_sizes(wanted, len(anchors))
     order = job.rng("anchors").permutation(len(anchors))
@@ -308,7 +313,7 @@ def sensitivity(job: DiagnosticJob) -> dict[str, Any]:
         "data_budgets": _data_budgets(own, data_shares),
         "param_budgets": _param_budgets(own, param_shares),
         "lambdas": rows,
-        "taus": _temperatures(own, taus) if job.ctx.warmed_up else [],
+        "taus": _temperatures(own, taus) if job.ctx.warmed_up and job.roles["anchor"] else [],
     }
 
 

@@ -186,11 +186,17 @@ def test_a_wrong_value(setting: str, shown: str, allowed: str, cure: str, shell:
             ),
         ),
         (
-            ("split.anchor=0", "finetune.retention=1"),
+            ("split.anchor=0",),
             (
                 "score.preservation: cwsd is not allowed with split.anchor=0",
                 "give score.preservation=none or l2, data.anchor_path, or split.anchor=null",
+            ),
+        ),
+        (
+            ("split.anchor=0", "score.preservation=l2", "finetune.retention=1"),
+            (
                 "finetune.retention: 1.0 is not allowed with split.anchor=0",
+                "give data.anchor_path, or split.anchor=null",
             ),
         ),
         (

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from dualsft.algorithm.calibration import half_cosine
-from dualsft.algorithm.split import divide
+from dualsft.algorithm.split import ROLES, divide
 from dualsft.config.fields import EvaluationConfig, ResumeConfig
 from dualsft.config.settings import Config
 from dualsft.data.examples import digest
@@ -408,14 +408,15 @@ def _roles(ctx: RunContext) -> tuple[dict[str, Row], dict[str, list[str]]]:
     if data.val_path is not None:
         trusted, _ = read_rows(ctx.data_path(data.val_path), data, key="data.val_path")
     examples, split = divide(stubs(corpus), stubs(trusted), ctx.config.seed, ctx.config.split)
-    rows, roles = {row.id: row for row in corpus}, dict[str, list[str]]()
+    rows = {row.id: row for row in corpus}
+    roles: dict[str, list[str]] = {role: [] for role in ROLES}
     first_trusted = len(examples) - len(trusted)
     for i, (example, role) in enumerate(zip(examples, split.roles, strict=True)):
         key = example.id
         if i >= first_trusted:  # ids of another file
             key = f"val-{key}"
             rows[key] = trusted[i - first_trusted]
-        roles.setdefault(role, []).append(key)
+        roles[role].append(key)
     return rows, roles
 
 

@@ -266,14 +266,15 @@ def _as_budget(spec: FieldSpec, value: Any) -> int | float:
     if not _is_number(value, Real):
         raise _Rejected(_unquote(value))
     if isinstance(value, Integral):
-        if value < 1 and not spec.bounds.admit(value):
+        count = int(value)
+        if not spec.bounds.admit(count):
             raise _Rejected("write 100 for a hundred rows or entries, 0.1 for a tenth of them")
-        return int(value)
+        return count
     number = float(value)
     if not (math.isfinite(number) and 0 < number <= 1):
-        count = number > 1 and number.is_integer()
+        is_count = number > 1 and number.is_integer()
         raise _Rejected(
-            f"for a count write {int(number)}, without a decimal point" if count else ""
+            f"for a count write {int(number)}, without a decimal point" if is_count else ""
         )
     return number
 

@@ -1,8 +1,8 @@
 """Write the generated parts of the pages: `python docs/generate.py`.
 
 docs/config.md comes from the definition of the settings, the table of docs/scaling.md from its
-formulas, the tables of docs/results.md from the raw files, and the map of the package in README.md
-from the docstrings of the rooms, in the order of the layers in pyproject.toml.
+formulas, the tables of docs/results.md and docs/verdict.md from the raw files, and the map of the
+package in README.md from the docstrings of the rooms, in the order of the layers in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from scaling_formulas import (
     walk_traffic,
     warmup_memory,
 )
+from verdict import with_verdicts
 
 from dualsft.config import settings as config
 
@@ -146,7 +147,8 @@ def main() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (ROOT / "README.md").write_text(with_rooms(readme), encoding="utf-8")
     (docs / "config.md").write_text(render(), encoding="utf-8")
-    for page, made in (("scaling.md", with_table), ("results.md", with_tables)):
+    pages = {"scaling.md": with_table, "results.md": with_tables, "verdict.md": with_verdicts}
+    for page, made in pages.items():
         text = (docs / page).read_text(encoding="utf-8")
         (docs / page).write_text(made(text), encoding="utf-8")
 

@@ -129,6 +129,33 @@ def test_recipes_and_stages_are_named() -> None:
     assert STAGE_NAMES and ", ".join(STAGE_NAMES) in README
 
 
+def test_verdicts_follow_from_the_raw_files(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page is what the raw numbers give, and other numbers give other verdicts."""
+    page = (ROOT / "docs/verdict.md").read_text(encoding="utf-8")
+    assert generate.with_verdicts(page) == page
+    edited = page.replace("**not confirmed**", "confirmed", 1)
+    assert edited != page and generate.with_verdicts(edited) == page
+    verdict = importlib.import_module("verdict")
+    own = {claim.text: claim.judge() for claim in verdict.CLAIMS}
+    assert len(own) == len(verdict.CLAIMS) >= 40
+    assert {holds for _, holds in own.values()} == {True, False, None}
+
+    def mirrored(value: Any) -> Any:
+        """The raw numbers with their order turned around."""
+        if isinstance(value, dict):
+            return {key: mirrored(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [mirrored(item) for item in value]
+        return -value if isinstance(value, float) else value
+
+    for name in ("read", "read_pools"):
+        raw = getattr(verdict, name)
+        monkeypatch.setattr(verdict, name, lambda file, raw=raw: mirrored(raw(file)))
+    held = [claim for claim in verdict.CLAIMS if own[claim.text][1]]
+    kept = [claim.text for claim in held if claim.judge()[1]]
+    assert not kept, kept
+
+
 @pytest.fixture
 def generate(monkeypatch: pytest.MonkeyPatch) -> Any:
     """docs/generate.py as a module."""

@@ -17,6 +17,7 @@ from dualsft.lab.estimate.estimate import estimate
 from dualsft.runs import pipeline
 from dualsft.runs.preflight import FOLDERS
 from dualsft.system.progress import Reporter
+from dualsft.train import loop
 from dualsft.train.loop import Sizes, sized
 
 AUTO = ["finetune.lr=auto", "finetune.epochs=auto", "finetune.batch_size=auto"]
@@ -56,6 +57,43 @@ def test_a_given_number_is_kept_and_the_others_follow_it() -> None:
     assert sized(300, epochs=1).batch_size == 8
     assert sized(20, lr=5e-4) == Sizes(5e-4, 8, 8)
     assert sized(7467, epochs=6).lr == 2e-5
+
+
+@pytest.mark.parametrize(
+    ("width", "lr"),
+    [(64, 1e-4), (576, 1e-4), (1152, 5e-5), (2048, 2.8e-5), (3072, 2e-5), (8192, 2e-5)],
+)
+def test_the_largest_rate_falls_with_the_width(width: int, lr: float) -> None:
+    assert sized(100, width=width).lr == lr
+    assert sized(7467, width=width).lr == 2e-5
+    assert sized(100, lr=5e-4, width=width).lr == 5e-4
+
+
+def test_a_run_reads_the_width_of_its_model(
+    make_run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(*AUTO, until="split")
+    config = json.loads(
+        (Path(settings.load(run / "config.yaml").model.path) / "config.json").read_text()
+    )
+    monkeypatch.setattr(loop, "MEASURED_WIDTH", config["hidden_size"] // 2)
+    run = make_run(*AUTO, until="finetune")
+    summary = json.loads((run / "6_finetune/summary.json").read_text())
+    assert summary["auto"]["finetune.lr"] == 5e-5 and summary["lr"] == pytest.approx(1.5e-4)
+
+
+def test_a_fine_tuning_that_makes_the_new_skill_worse_is_reported(make_run: Runner) -> None:
+    def codes(run: Path) -> list[str | None]:
+        manifest = json.loads((run / "7_evaluation/manifest.json").read_text())
+        return manifest["facts"]["warning_codes"]
+
+    dense = ["select.variant=data", "select.data_budget=80", "finetune.epochs=10"]
+    good = make_run("finetune.lr=1e-2", *dense)
+    assert "worse_loss" not in codes(good)
+    said: list[str] = []
+    trained = f"model.path={good / '6_finetune/model'}"
+    assert "worse_loss" in codes(make_run(trained, "method.lr_ratio=1e4", out="again", said=said))
+    assert any("validation loss" in line and "lower finetune.lr" in line for line in said)
 
 
 def test_auto_in_a_config(corpus: Path) -> None:

@@ -266,8 +266,8 @@ class FinetuneConfig:
     """Fine-tuning of the selected entries of theta_old on the selected examples."""
 
     lr: Positive | Auto = 2e-5
-    """Peak learning rate; also eta_ft in the scores. auto: from the size of the corpus, and three
-    times as much for a mask (docs/algorithm.md)."""
+    """Peak learning rate; also eta_ft in the scores. auto: from the size of the corpus and the
+    model, more for a mask (docs/algorithm.md)."""
     epochs: Count | Auto = 3
     """Passes over the selected examples. auto: from their number, 3 to 8."""
     batch_size: Count | Auto = 64

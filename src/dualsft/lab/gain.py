@@ -45,7 +45,7 @@ from dualsft.runs.stages.selection import num_trained
 from dualsft.runs.stages.warmup import warmup_plan
 from dualsft.system.paths import RunPath
 from dualsft.system.progress import Progress, Reporter, silent
-from dualsft.train.loop import MOST_LR, sized
+from dualsft.train.loop import most_lr, sized
 
 NUM_ROWS = 320
 """Rows of the pool in the pilot, unless --gain-rows is given."""
@@ -246,7 +246,7 @@ class _Pilot:
         sizes = sized(self.num_chosen)
         self.plan = replace(run, epochs=sizes.epochs, batch_size=sizes.batch_size)
         params, steps = ctx.methods.entries["params"], self.plan.num_steps(self.num_chosen)
-        most = max(run.lr, MOST_LR * params.relative_lr(auto=True))
+        most = max(run.lr, most_lr(ctx.width) * params.relative_lr(auto=True))
         lr = min(most, max(run.lr, run.lr * run.num_steps(self.b) / steps))
         self.plan = replace(self.plan, lr=lr)
         self.warmup = replace(

@@ -115,7 +115,14 @@ class RunContext:
     def sizes(self, num_rows: int) -> Sizes:
         """finetune.lr, epochs and batch_size for this many rows; numbers are kept."""
         given = self.config.finetune
-        return sized(num_rows, given.lr, given.epochs, given.batch_size)
+        if given.lr != "auto":
+            return sized(num_rows, given.lr, given.epochs, given.batch_size)
+        return sized(num_rows, "auto", given.epochs, given.batch_size, self.width)
+
+    @property
+    def width(self) -> int:
+        """Hidden size of the text model."""
+        return int(self.model_config.hidden_size)
 
     def base_lr(self) -> float:
         """finetune.lr as a number, which is eta_ft in the scores and the default of warmup.lr.

@@ -435,6 +435,9 @@ MOVEMENT = 7e-3
 LEAST_LR, MOST_LR = 2e-5, 1e-4
 """The paper's rate, and the best dense rate of a small model in few steps (SmolLM2-135M, 300 rows,
 57 steps)."""
+MEASURED_WIDTH = 576
+"""Hidden size of that model. Adam's best rate falls with the width: a wider model's largest rate is
+MOST_LR times 576 / width, which meets the paper's 2e-5 at its models' widths (3,072 and more)."""
 SMALLEST_BATCH, LARGEST_BATCH = 8, 64
 EPOCHS, MOST_EPOCHS = 3, 8
 WANTED_STEPS = 60
@@ -457,8 +460,12 @@ def sized(
     lr: float | Auto = "auto",
     epochs: int | Auto = "auto",
     batch_size: int | Auto = "auto",
+    width: int = MEASURED_WIDTH,
 ) -> Sizes:
-    """What `auto` means in finetune.* for `num_rows` training rows; the others follow a number."""
+    """What `auto` means in finetune.* for `num_rows` training rows and a hidden size of `width`.
+
+    The others follow a number.
+    """
     given = EPOCHS if epochs == "auto" else epochs
     if batch_size == "auto":
         batch_size = LARGEST_BATCH
@@ -468,9 +475,14 @@ def sized(
     if epochs == "auto":
         epochs = min(MOST_EPOCHS, max(EPOCHS, math.ceil(ENOUGH_STEPS / per_epoch)))
     if lr == "auto":
-        lr = min(MOST_LR, max(LEAST_LR, MOVEMENT / (epochs * per_epoch)))
+        lr = min(most_lr(width), max(LEAST_LR, MOVEMENT / (epochs * per_epoch)))
         lr = float(f"{lr:.2g}")  # no digits that mean nothing
     return Sizes(lr, epochs, batch_size)
+
+
+def most_lr(width: int) -> float:
+    """The largest rate of `auto` when all parameters of a model with this hidden size train."""
+    return max(LEAST_LR, MOST_LR * min(1.0, MEASURED_WIDTH / width))
 
 
 def _steps(num_rows: int, batch_size: int) -> int:

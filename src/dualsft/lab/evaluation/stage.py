@@ -50,6 +50,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     for name, examples in sets.items():
         results["files"][name], rows = compare(ctx, before, after, examples, name)
         losses.append(loss_table(name, examples, rows))
+    warn_if_worse(ctx, results["files"]["validation"])
     (part / "losses.parquet").write_table(pa.concat_tables(losses))
     if ctx.config.evaluation.prompt:
         results["prompt"] = {
@@ -63,6 +64,18 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
         results |= _benchmarks(ctx, models, part)
     (part / "results.json").write_json(results, ensure_ascii=False)
     return {name: facts["after"]["loss"] for name, facts in results["files"].items()}
+
+
+def warn_if_worse(ctx: RunContext, validation: dict[str, Any]) -> None:
+    """Warn if the fine-tuning did not lower the loss of the rows that define the new skill."""
+    before, after = validation["before"]["loss"], validation["after"]["loss"]
+    if after >= before:
+        ctx.reporter.warn(
+            f"validation loss {before:.3f} before and {after:.3f} after the fine-tuning: it taught "
+            "nothing that the validation rows need (lower finetune.lr, or look at the selected "
+            "rows)",
+            code="worse_loss",
+        )
 
 
 def _benchmarks(

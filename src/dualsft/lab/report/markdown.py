@@ -25,6 +25,7 @@ from huggingface_hub import ModelCardData
 from dualsft.config.methods import registry
 from dualsft.errors import ConfigError
 from dualsft.lab.diagnostics.ranking import mask_overlap
+from dualsft.lab.report.curves import charts, read_curves
 from dualsft.lab.report.examples import parameter_shapes
 from dualsft.lab.report.facts import (
     Facts,
@@ -36,6 +37,7 @@ from dualsft.lab.report.facts import (
     number,
     peak_gib,
     percent,
+    training_values,
 )
 from dualsft.lab.report.html import render, write_html
 from dualsft.runs.preflight import FOLDERS, load_summaries, reading
@@ -154,6 +156,7 @@ def _side_by_side(facts: Mapping[RunPath, Facts], out: RunPath) -> list[RunPath]
     names = _names(runs)
     groups = {
         "Chosen": _chosen(found),
+        "Training": _training(found),
         "Cost": _cost(found),
         "Results": _results(found),
         "Agreement of the selections": _agreement(runs, found, names),
@@ -164,6 +167,9 @@ def _side_by_side(facts: Mapping[RunPath, Facts], out: RunPath) -> list[RunPath]
         "title": f"{len(names)} runs side by side",
         "head": ["", *names],
         "groups": {name: rows for name, rows in groups.items() if rows},
+        "trainings": charts(
+            {n: read_curves(run, facts[run]) for n, run in zip(names, runs, strict=True)}
+        ),
         "links": {
             name: Path(os.path.relpath(run.location / "report.html", out.location)).as_posix()
             for name, run in zip(names, runs, strict=True)
@@ -201,13 +207,24 @@ def _chosen(found: Sequence[Facts]) -> Rows:
     def counted(key: str, of: str, share: str) -> Callable[[Any], str]:
         return lambda c: f"{c[key]:,} of {c[of]:,} ({percent(c[share], 2)})" if key in c else "–"
 
+    def mask(one: Facts) -> str:
+        text = counted("k", "denominator", "share")(one.get("selection", {}))
+        without = "selection" in one and text == "–"
+        return f"none ({methods_of(one).get('params', 'all')})" if without else text
+
     lengths = [c.get("response_tokens_selected") for c in chosen]
     return [
         *_row("methods", found, methods),
         *_row("examples", chosen, counted("b", "num_full", "data_share")),
-        *_row("parameters", chosen, counted("k", "denominator", "share")),
+        *_row("mask", found, mask),
         *_row("mean response length, tokens", lengths, number),
     ]
+
+
+def _training(found: Sequence[Facts]) -> Rows:
+    values = [training_values(one) for one in found]
+    keys = dict.fromkeys(key for one in values for key in one)
+    return [row for key in keys for row in _row(key, [one.get(key) for one in values], str)]
 
 
 def _cost(found: Sequence[Facts]) -> Rows:

@@ -88,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
         if found[2] == "preupload":
             files = json.loads(body)["files"]
             return self._answer({"files": [self._mode(file["path"]) for file in files]})
-        self._commit(hub.repos[found[1]], [json.loads(line) for line in body.splitlines()])
+        self._commit(found[1], [json.loads(line) for line in body.splitlines()])
 
     def _create(self, wanted: dict[str, Any]) -> None:
         hub, name = self.server, f"{wanted['organization']}/{wanted['name']}"
@@ -112,14 +112,16 @@ class _Handler(BaseHTTPRequestHandler):
         large = self.server.lfs and path.endswith(".safetensors")
         return {"path": path, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
 
-    def _commit(self, files: dict[str, bytes], lines: list[dict[str, Any]]) -> None:
+    def _commit(self, repo: str, lines: list[dict[str, Any]]) -> None:
+        files, oid = self.server.repos[repo], "0" * 40
         for line in lines:
             value = line["value"]
             if line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.server.large[value["oid"]]
-        self._answer({"commitUrl": f"{self.server.address}/commit", "commitOid": "0" * 40})
+        url = f"{self.server.address}/{repo}/commit/{oid}"
+        self._answer({"commitUrl": url, "commitOid": oid})
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def test_results_that_the_selection_did_not_see_are_in_the_model_index(
     summary = {"before": means, "after": means, "notes": []}
     more = {"files": {"validation": own, "mine\n---\nx": own}, "tasks": {"gsm8k": task}}
     replaced(run, "evaluation", "results.json", more | {"summary": summary})
-    data = ModelCard(card(load_summaries(place(run)), ["model"])).data
+    data = head_of(card(load_summaries(place(run)), ["model"]))
     assert data.eval_results is not None
     rows = [(r.dataset_type, r.metric_type, r.metric_value) for r in data.eval_results]
     after = own["after"]

@@ -164,14 +164,15 @@ def charts(runs: Mapping[str, Mapping[str, Curve]]) -> list[dict[str, Any]]:
         num_steps = max(int(one.x[-1]) for one in series.values())
         styles = {name: (at % COLOURS, at >= COLOURS) for at, name in enumerate(runs)}
         peaks = [float(one.lr.max()) for one in series.values()]
-        wide = min(peaks) > 0 and max(peaks) > WIDE * min(peaks)
+        wide = min(peaks) > 0 and max(peaks) > max(WIDE * min(peaks), 1e-100)
+        floor = max(min(peaks) * 10.0**-DECADES, max(peaks) * 1e-9)
         drawn = [
             _chart("loss", {name: one.trend for name, one in series.items()}, series),
             _chart(
                 "learning rate",
                 {name: one.lr for name, one in series.items()},
                 series,
-                min(peaks) * 10.0**-DECADES if wide else None,
+                floor if wide else None,
             ),
         ]
         for chart in drawn:

@@ -27,6 +27,7 @@ from dualsft.system.paths import RunPath
 from dualsft.system.progress import Reporter
 
 NEVER_READ = {"metrics.jsonl", "report.md", "report.html", "model_card.md", ".lock"}
+NEVER_READ |= {"6_finetune/model/README.md"}
 """Written for people; no stage reads them, and the report is made anew at every run."""
 
 
@@ -45,7 +46,8 @@ def finished(
 
 def files_of(run: Path) -> list[Path]:
     found = sorted(path for path in run.rglob("*") if path.is_file() and path.stat().st_size)
-    return [path for path in found if path.name not in NEVER_READ or path.parent != run]
+    never = {run / name for name in NEVER_READ}
+    return [path for path in found if path not in never]
 
 
 def noticed(run: Path, file: Path, fingerprints: dict[str, Fingerprint]) -> bool:

@@ -169,6 +169,7 @@ TRAPS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
         ("diagnose",),
     ),
     (("report.html", "report.md", "model_card.md"), (*LINKS, "folder link"), ("report",)),
+    (("6_finetune/model/README.md",), (*LINKS, "folder link", "hard link"), ("report",)),
     (
         (".lock", "metrics.jsonl", "config.yaml", "report.html"),
         ("hard link",),

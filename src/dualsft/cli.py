@@ -49,7 +49,7 @@ from dualsft.system.progress import Reporter
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 export_app = typer.Typer(
     no_args_is_help=True,
-    help="Deltas: merge, compact, as an adapter, extract. Rows of a run as data.",
+    help="Deltas: merge, compact, as an adapter, extract. Rows as data. A model for the hub.",
 )
 app.add_typer(export_app, name="export")
 
@@ -599,6 +599,53 @@ def adapter(
         f"{made.num_stored:,} with the unchanged ones that fill its layers, "
         f"{made.num_bytes / 1e6:.2f} MB"
     )
+
+
+@export_app.command()
+def hub(
+    folder: RunFolder,
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    words: Annotated[
+        list[str] | None,
+        _argument("model.trust_remote_code=true, to export code of the model.", "[KEY=VALUE]..."),
+    ] = None,
+    delta: Annotated[
+        bool, typer.Option("--delta", help="The delta in place of the merged model.")
+    ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="The adapter of LoRA in place of the merged model.")
+    ] = False,
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="Hub id of the base model, if the run read it from a local folder."),
+    ] = None,
+    with_data: Annotated[
+        bool, typer.Option("--with-data", help="Also the selected rows, selected.jsonl.")
+    ] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(help="Push to this repository of the hub (OWNER/NAME)."),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="With --push: create a private repository.")
+    ] = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="With --push: the repository may exist.")
+    ] = False,
+) -> None:
+    """Write what a run made as a folder for the Hugging Face Hub, with a card; push it if asked."""
+    if delta and adapter:
+        raise ConfigError("--delta, --adapter: give one of them")
+    if push is None and (private or update):
+        raise ConfigError("--private, --update: have no effect without --push; give it, too")
+    trusted = "model.trust_remote_code=true" in given_paths("export hub", words)
+    hub = later("dualsft.lab.report.hub")
+    if push is not None:
+        hub.check_push()
+    part = "delta" if delta else "adapter" if adapter else "model"
+    show(*hub.export_hub(folder, out, part, base_model, with_data, push, trusted))
+    if push is not None:
+        show(f"pushed to {hub.push(out, push, private, update)}")
 
 
 @app.command(context_settings=WORDS)

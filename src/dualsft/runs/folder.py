@@ -56,6 +56,8 @@ RUN_FILES = {
     *("config.yaml", MANIFEST, "metrics.jsonl"),
     *("report.md", "report.html", "model_card.md", "diagnostics", "explain"),
 }
+BESIDE = ("model/README.md",)
+"""Files that reports write beside those of a finished stage (`lab/report/card.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +250,7 @@ class RunDir:
         if reasons := fingerprint.explain(manifest):
             return StageState("stale", tuple(reasons))
         reasons, extra = damage(final, manifest)
-        if extra:
+        if extra := [name for name in extra if name not in BESIDE]:
             log.info(
                 "%s: ignoring files that the stage did not write: %s",
                 final,

@@ -117,6 +117,34 @@ def served_text(tuned: Mapping[str, Any]) -> str:
     return f"entries that differ from the base: {', '.join(shares)}" if shares else ""
 
 
+def has_adapter(facts: Facts) -> bool:
+    """Whether fine-tuning trained an adapter (LoRA) in place of entries of the model."""
+    files = facts["manifests"].get("finetune", {}).get("files", {})
+    return any(name.startswith("adapter/") for name in files)
+
+
+def training_values(facts: Facts) -> dict[str, str]:
+    """What fine-tuning trained, how long and how fast; empty before it."""
+    tuned = facts.get("finetune")
+    if tuned is None:
+        return {}
+    trained, changed = tuned.get("trained_entries"), tuned.get("changed_entries")
+    total = tuned.get("num_parameters")
+
+    def of_model(count: int | None) -> str:
+        return f"{number(count)} ({percent(count / total, 2)})" if count and total else "–"
+
+    what, how = of_model(trained), "not counted"
+    if has_adapter(facts):
+        what, how = f"{what} in an adapter", "all of the adapted layers"
+    return {
+        "trained parameters": what,
+        "changed entries": how if changed is None else of_model(changed),
+        "steps": number(tuned.get("steps")),
+        "peak learning rate": number(tuned.get("lr")),
+    }
+
+
 # --- rows of tables -----------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from dualsft.errors import ConfigError, RunError
 from dualsft.lab.diagnostics import SEALS, is_sealed, read_seals, registry
 from dualsft.lab.report import facts as rows
+from dualsft.lab.report.curves import charts, read_curves
 from dualsft.lab.report.examples import Examples, collect_examples, collect_mask, cut_off, pack
 from dualsft.lab.report.facts import (
     Facts,
@@ -37,6 +38,7 @@ from dualsft.lab.report.facts import (
     concerns,
     duration,
     flat,
+    has_adapter,
     leaf,
     methods_of,
     number,
@@ -65,6 +67,7 @@ MAX_FIGURE_BYTES = 64 << 20
 FUNCTIONS = (
     *(rows.loss_rows, rows.benchmark_rows, rows.prompt_rows, rows.score_rows),
     *(rows.mask_rows, rows.source_rows, rows.cost_rows, rows.competitors, served_text),
+    *(has_adapter, rows.training_values),
 )
 FILTERS = (number, percent, duration, peak_gib, rows.texts)
 """What the templates can call."""
@@ -139,6 +142,7 @@ def write_html(run: RunPath, facts: Facts, out: RunPath) -> RunPath:
         missing=[stage for stage in FOLDERS if _expected(stage, facts)],
         cards=list(_cards(facts)),
         concerns=concerns(facts),
+        trainings=charts({"": read_curves(run, facts)}),
         examples=examples,
         mask=heat_map(cells) if cells else None,
         scores=None if examples is None else _histogram(facts, examples),
@@ -236,6 +240,8 @@ def _chosen_card(facts: Facts) -> Card:
     if "k" in chosen:
         weights = f"{percent(chosen['share'])} of the weights"
         lines.append(f"{chosen['k']:,} of {chosen['denominator']:,} {competitors(chosen)}")
+    elif has_adapter(facts):
+        weights = f"an adapter of {number(facts['finetune']['trained_entries'])} parameters"
     if served := served_text(facts.get("finetune", {})):
         lines.append(served)
     if methods := methods_of(facts):
@@ -329,7 +335,7 @@ def heat_map(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "y": top + high * modules.index(cell["module"]),
                 "title": f"{cell['name']}: {cell['count']:,} selected, {percent(share, 2)}",
                 "level": round(0.04 + 0.96 * level, 3),
-                "ink": "#ffffff" if level > 0.55 else "#1b1b1b",
+                "strong": level > 0.55,
                 "number": shown,
             }
         )

@@ -1,12 +1,11 @@
 """Reports of run folders: what was selected, what it cost, what changed.
 
-`write_report` writes report.md, report.html (`lab/report/html.py`) and model_card.md at the top of
-a run folder. For an incomplete run, they cover the finished stages. The model card is the README to
-upload with `6_finetune/model` or `delta.safetensors`. It has the format of the Hugging Face Hub and
-reduces local paths to their last component, so it does not reveal the author's directories.
+`write_report` writes report.md, report.html (`lab/report/html.py`) and the model card
+(`lab/report/card.py`). For an incomplete run, they cover the finished stages.
 
 `dualsft report RUN RUN …` also writes report.md and report.html with one column per run: selection,
-cost, losses, benchmarks, the agreement of the selections, and the settings that differ. To compare
+training, cost, losses, benchmarks, the agreement of the selections, and the settings that differ.
+report.html also has the curves of training of all runs. To compare
 methods over seeds, with intervals and paired differences, use `dualsft compare`. Reads the JSON
 files of the stages and computes nothing new. Not part of Algorithm 1.
 """
@@ -15,16 +14,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
-
-from dualsft.config.methods import registry
 from dualsft.errors import ConfigError
 from dualsft.lab.diagnostics.ranking import mask_overlap
+from dualsft.lab.report.card import table, write_cards
+from dualsft.lab.report.curves import charts, read_curves
 from dualsft.lab.report.examples import parameter_shapes
 from dualsft.lab.report.facts import (
     Facts,
@@ -36,15 +33,13 @@ from dualsft.lab.report.facts import (
     number,
     peak_gib,
     percent,
+    training_values,
 )
 from dualsft.lab.report.html import render, write_html
 from dualsft.runs.preflight import FOLDERS, load_summaries, reading
 from dualsft.runs.stages.selection import read_mask
 from dualsft.storage.manifest import atomic_write_text
 from dualsft.system.paths import RunPath
-
-LOCAL_PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?[/\\](?:[^\s/\\:]+[/\\])+([^\s/\\:]+)")
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def write_report(run: RunPath, out: RunPath | None = None) -> RunPath:
@@ -57,65 +52,10 @@ def write_report(run: RunPath, out: RunPath | None = None) -> RunPath:
     with reading(run):
         facts = load_summaries(run)
         write_html(run, facts, out)
-        write_card(facts, out)
+        write_cards(run, facts, out)
         values = {"name": run.name, "facts": facts, "methods": methods_of(facts)}
         atomic_write_text(path, render("report.md", table=table, run=run, **values))
     return path
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table of formatted cells. Escapes pipes and replaces newlines."""
-    escapes = str.maketrans({"|": "\\|", "\n": " "})
-    first, *rest = [[cell.translate(escapes) for cell in row] for row in (head, *rows)]
-    lines = ["| " + " | ".join(first) + " |", "|" + " --- |" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rest])
-
-
-# --- the model card -----------------------------------------------------------------------------
-
-
-def write_card(facts: Facts, out: RunPath) -> None:
-    """Write model_card.md into `out`, or remove it if there is no model yet."""
-    path = out / "model_card.md"
-    if "finetune" not in facts:
-        path.unlink(missing_ok=True)  # an old card describes a model that no longer exists
-        return
-    model, results = _public_name(facts, "model"), facts.get("evaluation", {})
-    metrics = [task["metric"] for task in results.get("tasks", {}).values()]
-    data = ModelCardData(
-        base_model=model,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["dualsft", "sparse-fine-tuning", "data-selection"],
-        metrics=list(dict.fromkeys([*metrics, "perplexity"])) if results else None,
-    )
-    limits = [f"{c.title}. {c.found.rstrip('.')}. {c.meaning}" for c in concerns(facts)]
-    text = render(
-        "model_card.md",
-        table=table,
-        front_matter=data.to_yaml(),
-        facts=facts,
-        model=model,
-        corpus=_public_name(facts, "data"),
-        methods=methods_of(facts),
-        entries=registry(),
-        limits=[LOCAL_PATH.sub(r"\1", limit) for limit in limits],
-    )
-    atomic_write_text(path, text)
-
-
-def _public_name(facts: Facts, part: str) -> str:
-    """model.path or data.path for publication: hub ids and `builtin:` names as they are, local
-    paths by their last component."""
-    given = facts["config"].get(part, {}).get("path")
-    if not given:
-        return "unknown"
-    names = []
-    for path in given if isinstance(given, list) else str(given).split(","):
-        path = str(path).strip()
-        local = Path(path).exists() or not HUB_ID.fullmatch(path)
-        names.append(Path(path).name if local and not path.startswith("builtin:") else path)
-    return ", ".join(names)
 
 
 # --- several runs side by side ------------------------------------------------------------------
@@ -154,6 +94,7 @@ def _side_by_side(facts: Mapping[RunPath, Facts], out: RunPath) -> list[RunPath]
     names = _names(runs)
     groups = {
         "Chosen": _chosen(found),
+        "Training": _training(found),
         "Cost": _cost(found),
         "Results": _results(found),
         "Agreement of the selections": _agreement(runs, found, names),
@@ -164,6 +105,9 @@ def _side_by_side(facts: Mapping[RunPath, Facts], out: RunPath) -> list[RunPath]
         "title": f"{len(names)} runs side by side",
         "head": ["", *names],
         "groups": {name: rows for name, rows in groups.items() if rows},
+        "trainings": charts(
+            {n: read_curves(run, facts[run]) for n, run in zip(names, runs, strict=True)}
+        ),
         "links": {
             name: Path(os.path.relpath(run.location / "report.html", out.location)).as_posix()
             for name, run in zip(names, runs, strict=True)
@@ -201,13 +145,24 @@ def _chosen(found: Sequence[Facts]) -> Rows:
     def counted(key: str, of: str, share: str) -> Callable[[Any], str]:
         return lambda c: f"{c[key]:,} of {c[of]:,} ({percent(c[share], 2)})" if key in c else "–"
 
+    def mask(one: Facts) -> str:
+        text = counted("k", "denominator", "share")(one.get("selection", {}))
+        without = "selection" in one and text == "–"
+        return f"none ({methods_of(one).get('params', 'all')})" if without else text
+
     lengths = [c.get("response_tokens_selected") for c in chosen]
     return [
         *_row("methods", found, methods),
         *_row("examples", chosen, counted("b", "num_full", "data_share")),
-        *_row("parameters", chosen, counted("k", "denominator", "share")),
+        *_row("mask", found, mask),
         *_row("mean response length, tokens", lengths, number),
     ]
+
+
+def _training(found: Sequence[Facts]) -> Rows:
+    values = [training_values(one) for one in found]
+    keys = dict.fromkeys(key for one in values for key in one)
+    return [row for key in keys for row in _row(key, [one.get(key) for one in values], str)]
 
 
 def _cost(found: Sequence[Facts]) -> Rows:

@@ -314,7 +314,7 @@
       const most = Math.max(...cell.grid.flat()) || 1;
       const picture = svg("svg", { width: wide * side, height: rows * side, viewBox: "0 0 " + wide * side + " " + rows * side });
       cell.grid.forEach((line, y) => line.forEach((share, x) => {
-        const field = svg("rect", { x: x * side, y: y * side, width: side - 1, height: side - 1, fill: "#08306b", "fill-opacity": 0.04 + (0.96 * share) / most });
+        const field = svg("rect", { x: x * side, y: y * side, width: side - 1, height: side - 1, class: "heat", "fill-opacity": 0.04 + (0.96 * share) / most });
         const title = svg("title", {});
         title.textContent = (100 * share).toFixed(2) + " % of this block";
         field.append(title);

@@ -30,6 +30,7 @@ from dualsft.config.fields import (
     DataConfig,
     EvaluationConfig,
     FinetuneConfig,
+    LogConfig,
     MethodConfig,
     ModelConfig,
     ParallelConfig,
@@ -82,6 +83,7 @@ class Config:
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     resume: ResumeConfig = dataclasses.field(default_factory=ResumeConfig)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    log: LogConfig = dataclasses.field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
         problems = [
@@ -366,6 +368,7 @@ def load(source: str | Place | None = None, overrides: Sequence[str] = ()) -> Co
             problems.append(stored_consent(key, f"{show(stored)} in {source}"))
     if source is not None and _is_of_a_run(source, text) and not _own_config(text).is_file():
         problems += _foreign_paths(flat, given, name)
+        flat.pop("log.report_to", None)  # whoever made the folder does not decide what is sent
     if "select.variant" in given:  # says who selects on both axes: instead of the source's methods
         flat = {k: v for k, v in flat.items() if k not in ("method.data", "method.params")}
     _override(flat, overrides, problems)

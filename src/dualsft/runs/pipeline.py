@@ -168,6 +168,8 @@ def run(
             held.enter_context(_described_by(rundir, config))
             held.enter_context(repeatable(config.model.deterministic))
             held.enter_context(_settled(ctx))
+            for tracked in parts("trackers") if present.main else ():
+                held.enter_context(tracked(ctx))
             _run_stages(ctx, last)
     return rundir.path.location
 
@@ -400,6 +402,7 @@ def _compute_stage(ctx: RunContext, stage: Stage, fingerprint: Fingerprint) -> N
     reporter.codes.clear()
     ctx.plans.clear()
     reporter.metrics = partial(ctx.rundir.log_metrics, stage.name)
+    reporter.metrics(fingerprint=fingerprint.hash)
     work, every = ctx.rundir.work_path(folder), ctx.config.resume.every
     ctx.pieces = Pieces(work, fingerprint.hash, every, reporter.say)
     writer = None
@@ -418,5 +421,6 @@ def _compute_stage(ctx: RunContext, stage: Stage, fingerprint: Fingerprint) -> N
         stopped.saved = stopped.saved or ctx.pieces.rescue()
         raise
     ctx.pieces = Pieces()
+    reporter.metrics(seconds=round(writer.seconds, 3), peak_bytes=writer.peak_memory)
     peak = writer.peak_memory / 2**30
     reporter.say(f"[{stage.name}] done in {clock(writer.seconds)}, peak memory {peak:.2f} GiB")

@@ -53,6 +53,7 @@ if find_spec("dualsft.lab") is not None:
     add_part("methods", "dualsft.lab.methods.table:ENTRIES")
     add_part("stages", "dualsft.lab.evaluation.stage:STAGE")
     add_part("report", "dualsft.lab.report.markdown:write_report")
+    add_part("ending", "dualsft.lab.report.ending:ending")
     add_part("checks", "dualsft.lab.evaluation.tasks:task_problems")
 
 _LAZY = {

@@ -134,6 +134,11 @@ def _specs() -> dict[str, FieldSpec]:
     return specs
 
 
+def specs() -> dict[str, FieldSpec]:
+    """All settings by full key, in order of definition."""
+    return dict(_specs())
+
+
 def keys() -> list[str]:
     """All keys, in order of definition."""
     return list(_specs())

@@ -412,7 +412,7 @@ def diagnose(
     diagnostics = later("dualsft.lab.diagnostics")
     if show_list:
         for one in diagnostics.registry().values():
-            console.print(f"[bold]{one.name}[/bold]{'' if one.default else ' (on request)'}")
+            console.print(f"[bold]{one.name}[/bold]{'' if one.cheap else ' (on request)'}")
             show(f"  {one.summary}", f"  paper: {one.paper}", f"  cost: {one.cost}")
             show_options(one)
         return
@@ -422,9 +422,13 @@ def diagnose(
     given = words or []
     consent = consents(given)
     options = [w for w in given if "=" in w and w not in consent]
-    wanted = diagnostics.Wanted.of([w for w in given if "=" not in w], options)
-    diagnose = later("dualsft.lab.diagnostics.job").diagnose
-    show(*diagnose(folder, wanted, make_reporter(), consent))
+    names = [w for w in given if "=" not in w]
+    wanted = diagnostics.Wanted.of(names, options)
+    job = later("dualsft.lab.diagnostics.job")
+    show(*job.diagnose(folder, wanted, make_reporter(), consent))
+    if not names:
+        with reading(folder):
+            show(*job.others(folder, wanted))
 
 
 def consents(words: list[str]) -> list[str]:
@@ -753,7 +757,8 @@ def main() -> None:
     sys.argv[1:] = [word for word in sys.argv[1:] if word not in given]
     sys.stdout, sys.stderr = _unbroken(sys.stdout), _unbroken(sys.stderr)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Escaped("%(message)s"))
+    verbose = "%(asctime)s %(name)s: " if "--verbose" in given else ""
+    handler.setFormatter(_Escaped(f"{verbose}%(message)s"))
     library = logging.getLogger("dualsft")
     library.addHandler(handler)
     levels = {"--quiet": logging.ERROR, "--verbose": logging.DEBUG}

@@ -11,6 +11,7 @@ exactly the stages that depend on it, with the reason in the log. Stages are wri
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ from dualsft.system.paths import Place, RunPath
 from dualsft.system.progress import Reporter, clock, silent
 from dualsft.system.signals import Interrupted
 from dualsft.system.usage import explained
+
+log = logging.getLogger(__name__)
 
 STATE_BYTES = 2 + 8 + 4  # per entry: low half of the bf16 master, fp32 moments, gradient
 MOST_OF_GPU = 0.7  # share of a GPU that weights and state may take before mode auto shards
@@ -383,6 +386,7 @@ def _ensure(ctx: RunContext, stage: Stage, hashes: Mapping[str, str]) -> str:
     """Reuse the finished stage or run it; returns its fingerprint's hash."""
     present = world()
     fingerprint, ready = present.on_main(lambda: _reused(ctx, stage, hashes))
+    log.debug("%s: fingerprint %s", stage.name, json.dumps(fingerprint.as_dict(), default=str))
     if not ready:
         if stage.together(ctx):
             _compute_stage(ctx, stage, fingerprint)

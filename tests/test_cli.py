@@ -19,7 +19,8 @@ from conftest import Runner, corpus_rows, small_run, write_jsonl
 from safetensors.torch import load_file
 
 import dualsft
-from dualsft.cli import _guarded, folder_config
+from dualsft.cli import _guarded, app, folder_config
+from dualsft.config.completion import complete_setting
 from dualsft.config.methods import registry
 from dualsft.model.delta import merge
 
@@ -156,6 +157,61 @@ def test_export_merge_and_extract(reference: Path, model_folder: Folders, tmp_pa
     with pytest.raises(dualsft.ConfigError, match="made from"):
         merge(str(model_folder("qwen2")), [Path(delta)], tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_a_run_ends_with_its_results_and_quiet_shows_nothing_else(
+    reference: Path, model_folder: Folders, corpus: Path
+) -> None:
+    words = ["run", "--out", str(reference), *small_run(model_folder("llama"), corpus)]
+    plain, quiet = cli(*words), cli(*words, "--quiet")
+    verbose = cli("--verbose", *words)
+    results = json.loads((reference / "7_evaluation/results.json").read_text())["files"]
+    validation = results["validation"]
+    kl = validation["after"]["kl_to_base"]
+    losses = " ".join(f"{validation[when]['loss']:.3f}" for when in ("before", "after"))
+    assert f"new skill (validation) {losses} KL to base {kl:.3f}" in " ".join(quiet.stdout.split())
+    for said in (f"run folder: {reference}", "rows selected: 12 of 120 (10.00 %)", "report.html"):
+        assert said in quiet.stdout
+    assert plain.stdout.endswith(quiet.stdout) and "[split] reused" in plain.stdout
+    assert "[split]" not in quiet.stdout and quiet.stderr == "" == plain.stderr
+    assert verbose.stdout == plain.stdout and "dualsft.runs.pipeline: split: " in verbose.stderr
+    words = ["run", "--out", str(reference), "scor.lam=1"]
+    assert cli("--quiet", *words, code=2).stderr == cli(*words, code=2).stderr != ""
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("run rec", ["recommended"]),
+        ("run --until sc", ["scores"]),
+        ("select runs/mine select.var", ["select.variant="]),
+        ("run select.variant = du", ["dual"]),  # as bash splits words
+        ("run select.variant =", ["dual", "data", "param"]),
+        ("run log.report_to = tensorboard,wa", ["tensorboard,wandb"]),
+        ("run method.params = s2", ["s2ft"]),
+        ("diagnose runs/mine his", ["histograms"]),
+        ("diagnose runs/mine diagnose.fidelity.prot", ["diagnose.fidelity.protocol="]),
+        ("compare qu", ["quick"]),
+    ],
+)
+def test_completion_in_bash(
+    words: str,
+    found: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["dualsft", *words.split()]
+    monkeypatch.setenv("COMP_WORDS", "\n".join(given))
+    monkeypatch.setenv("COMP_CWORD", str(len(given) - 1))
+    monkeypatch.setenv("_DUALSFT_COMPLETE", "complete_bash")
+    with pytest.raises(SystemExit):
+        app(prog_name="dualsft")
+    assert capsys.readouterr().out.split() == found
+    monkeypatch.delenv("COMP_WORDS")  # as in zsh and fish
+    key, _, value = words.rpartition(" = ")
+    if key and not key.endswith("="):
+        whole = f"{key.split()[-1]}={value}"
+        assert complete_setting(whole) == [f"{key.split()[-1]}={found[0]}"]
 
 
 def test_check_says_what_would_happen(model_folder: Folders, corpus: Path) -> None:

@@ -47,10 +47,13 @@ __version__ = "0.1.0"
 
 # Register parts that lower layers use but must not import. The core works without `lab`.
 add_part("methods", "dualsft.runs:ENTRIES")
+add_part("checks", "dualsft.integrations.trackers:tracker_problems")
+add_part("trackers", "dualsft.integrations.trackers:tracked")
 if find_spec("dualsft.lab") is not None:
     add_part("methods", "dualsft.lab.methods.table:ENTRIES")
     add_part("stages", "dualsft.lab.evaluation.stage:STAGE")
     add_part("report", "dualsft.lab.report.markdown:write_report")
+    add_part("ending", "dualsft.lab.report.ending:ending")
     add_part("checks", "dualsft.lab.evaluation.tasks:task_problems")
 
 _LAZY = {

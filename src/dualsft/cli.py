@@ -14,6 +14,7 @@ and SIGTERM, with progress saved.
 from __future__ import annotations
 
 import importlib
+import importlib.resources
 import io
 import json
 import logging
@@ -30,7 +31,8 @@ from rich.table import Table
 
 from dualsft import __version__
 from dualsft.config import settings
-from dualsft.config.methods import registry
+from dualsft.config.completion import complete_setting, complete_word
+from dualsft.config.methods import parts, registry
 from dualsft.config.settings import Config
 from dualsft.distributed import launch
 from dualsft.errors import CheckError, ConfigError, DualsftError
@@ -44,9 +46,9 @@ from dualsft.runs.preflight import (
 )
 from dualsft.system import signals as interrupt
 from dualsft.system.paths import RunPath, files_read, folder_in_place
-from dualsft.system.progress import Reporter
+from dualsft.system.progress import Reporter, silent
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 export_app = typer.Typer(
     no_args_is_help=True,
     help="Deltas: merge, compact, as an adapter, extract. Rows as data. A model for the hub.",
@@ -123,21 +125,45 @@ MAX_LINES = 50
 RECIPES = f"A recipe ({', '.join(settings.recipe_names())})"
 
 
-def _argument(text: str, metavar: str | None = None) -> Any:
-    return typer.Argument(metavar=metavar, help=text, show_default=False)
+Completion = Callable[[str], list[str]]
 
 
-def _words(what: str, text: str) -> Any:
+def _argument(text: str, metavar: str | None = None, complete: Completion | None = None) -> Any:
+    return typer.Argument(metavar=metavar, help=text, show_default=False, autocompletion=complete)
+
+
+def _words(what: str, text: str, complete: Completion = complete_setting) -> Any:
     text += " or a YAML file, and settings as key=value; docs/config.md lists them all."
-    return _argument(text, f"[{what}] [KEY=VALUE]...")
+    return _argument(text, f"[{what}] [KEY=VALUE]...", complete)
+
+
+def _comparisons(incomplete: str) -> list[str]:
+    folder = importlib.resources.files("dualsft") / "recipes/compare"
+    names = sorted(file.name.removesuffix(".yaml") for file in folder.iterdir())
+    return complete_word(incomplete, names)
+
+
+def _diagnostics(incomplete: str) -> list[str]:
+    known = later("dualsft.lab.diagnostics").registry()
+    more = {key: spec for one in known.values() for key, spec in one.specs().items()}
+    return complete_word(incomplete, ["all", *known], more)
+
+
+def _stages(incomplete: str) -> list[str]:
+    return [name for name in STAGE_NAMES if name.startswith(incomplete)]
 
 
 Words = Annotated[list[str] | None, _words("RECIPE|FILE.yaml", RECIPES)]
-Comparison = Annotated[list[str] | None, _words("MATRIX|FILE.yaml", "A matrix (docs/methods.md)")]
+Comparison = Annotated[
+    list[str] | None, _words("MATRIX|FILE.yaml", "A matrix (docs/methods.md)", _comparisons)
+]
 Delta = Annotated[Path, typer.Argument(help="delta.safetensors of a run.")]
 RunFolder = Annotated[Path, _argument("The run folder.")]
 Base = Annotated[str, typer.Argument(help="Base model: folder, .gguf file or short name.")]
-Until = Annotated[str | None, typer.Option(help=f"Last stage: {', '.join(STAGE_NAMES)}.")]
+Until = Annotated[
+    str | None,
+    typer.Option(help=f"Last stage: {', '.join(STAGE_NAMES)}.", autocompletion=_stages),
+]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the result to this file, as JSON.")
 ]
@@ -176,11 +202,13 @@ def later(module: str) -> Any:
 
 
 def make_reporter() -> Reporter:
-    """Reporter to the terminal; on a tty, progress is a bar."""
+    """Reporter to the terminal; on a tty, progress is a bar. With --quiet it shows nothing."""
     transformers_logging = later("transformers.utils.logging")
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
 
+    if not logging.getLogger("dualsft").isEnabledFor(logging.INFO):
+        return silent()
     return Reporter(show, console if console.is_terminal else None)
 
 
@@ -232,7 +260,12 @@ def run(
     check_stage(until)
     config = load_checked(*parse_words(with_consent(words, allow_code)), until)
     folder = work(config, out, until, gpus)
-    if launch.rank() == 0:
+    if launch.rank() != 0:
+        return
+    endings = parts("ending") if check_stage(until) == STAGE_NAMES[-1] else []
+    for ending in endings:
+        show(*ending(RunPath(folder)))
+    if not endings:
         show(f"run folder: {folder}")
 
 
@@ -366,8 +399,9 @@ def diagnose(
     words: Annotated[
         list[str] | None,
         _argument(
-            "Diagnostics to run (default: those marked default in --list), and options.",
-            "[NAME]... [diagnose.NAME.OPTION=VALUE]...",
+            "Diagnostics to run (default: the cheap ones; all: all of them), and options.",
+            "[NAME|all]... [diagnose.NAME.OPTION=VALUE]...",
+            _diagnostics,
         ),
     ] = None,
     show_list: Annotated[
@@ -378,7 +412,7 @@ def diagnose(
     diagnostics = later("dualsft.lab.diagnostics")
     if show_list:
         for one in diagnostics.registry().values():
-            console.print(f"[bold]{one.name}[/bold]{'' if one.default else ' (on request)'}")
+            console.print(f"[bold]{one.name}[/bold]{'' if one.cheap else ' (on request)'}")
             show(f"  {one.summary}", f"  paper: {one.paper}", f"  cost: {one.cost}")
             show_options(one)
         return
@@ -388,9 +422,13 @@ def diagnose(
     given = words or []
     consent = consents(given)
     options = [w for w in given if "=" in w and w not in consent]
-    wanted = diagnostics.Wanted.of([w for w in given if "=" not in w], options)
-    diagnose = later("dualsft.lab.diagnostics.job").diagnose
-    show(*diagnose(folder, wanted, make_reporter(), consent))
+    names = [w for w in given if "=" not in w]
+    wanted = diagnostics.Wanted.of(names, options)
+    job = later("dualsft.lab.diagnostics.job")
+    show(*job.diagnose(folder, wanted, make_reporter(), consent))
+    if not names:
+        with reading(folder):
+            show(*job.others(folder, wanted))
 
 
 def consents(words: list[str]) -> list[str]:
@@ -444,7 +482,10 @@ def compare(
     ] = None,
     until: Annotated[
         str | None,
-        typer.Option(help="Last stage of every cell (default: all stages, then the tables)."),
+        typer.Option(
+            help="Last stage of every cell (default: all stages, then the tables).",
+            autocompletion=_stages,
+        ),
     ] = None,
     tables: Annotated[
         bool, typer.Option("--tables", help="Only write the tables of the finished cells.")
@@ -677,6 +718,12 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Show errors and the final result only.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also show the debug messages of the library.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Fine-tune on the best 10 % of the data and the best 5 % of the weights."""
@@ -753,12 +800,14 @@ def _suspects(problem: Exception) -> list[str]:
 
 def main() -> None:
     """Entry point of `dualsft` and `python -m dualsft`."""
-    debug = "--debug" in sys.argv
-    sys.argv[1:] = [word for word in sys.argv[1:] if word != "--debug"]  # accepted at any position
+    given = set(launch.ANYWHERE) & set(sys.argv[1:])  # accepted at any position
+    sys.argv[1:] = [word for word in sys.argv[1:] if word not in given]
     sys.stdout, sys.stderr = _unbroken(sys.stdout), _unbroken(sys.stderr)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Escaped("%(message)s"))
+    verbose = "%(asctime)s %(name)s: " if "--verbose" in given else ""
+    handler.setFormatter(_Escaped(f"{verbose}%(message)s"))
     library = logging.getLogger("dualsft")
     library.addHandler(handler)
-    library.setLevel(logging.INFO)
-    raise SystemExit(_guarded(app, debug))
+    levels = {"--quiet": logging.ERROR, "--verbose": logging.DEBUG}
+    library.setLevel(min((levels[word] for word in levels if word in given), default=logging.INFO))
+    raise SystemExit(_guarded(app, "--debug" in given))

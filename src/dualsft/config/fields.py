@@ -26,6 +26,7 @@ Auto = Literal["auto"]
 Moments = Literal["float32", "bfloat16", "int8"]
 Quotas = Literal["even", "proportional"] | dict[str, int | float]
 TASK_NAMES = ("humaneval", "piqa", "arc_challenge", "mmlu", "gsm8k")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,6 +356,20 @@ class ParallelConfig:
     """With shard: keep each process's rows in host memory and copy them to the GPU when used."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """Trackers that receive the records of metrics.jsonl; does not change results."""
+
+    report_to: Annotated[str, Names((*TRACKERS, "all", "none"))] | None = None
+    """Trackers, comma-separated: any of tensorboard, wandb, mlflow, trackio (extra `trackers`), or
+    all of them that are installed. null: none."""
+    project: str | None = None
+    """Project (mlflow: experiment) of the run in a tracker. null: dualsft, unless WANDB_PROJECT or
+    MLFLOW_EXPERIMENT_NAME is set."""
+    run_name: str | None = None
+    """Name of the run in a tracker. null: the name of the run folder."""
+
+
 # --- checks across settings, on flat values such as {"score.lam": 0.8} ----------------------------
 
 
@@ -506,6 +521,8 @@ def idle_options(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
             found.append(f"score.preservation={preservation} is exactly zero {at_start}")
         if curvature != "none":
             found.append(f"score.curvature={curvature} is none {at_start}")
+    if values["log.report_to"] is None:
+        idle("log.report_to=null", "log.project", "log.run_name")
     if values["parallel.mode"] == "replicate":
         idle("parallel.mode=replicate", "parallel.offload")
     if values["parallel.mode"] == "shard":

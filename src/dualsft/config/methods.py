@@ -119,9 +119,10 @@ def option_docs(options: type) -> dict[str, str]:
 
 # --- parts ---------------------------------------------------------------------------------------
 
-Kind = Literal["methods", "stages", "report", "checks"]
+Kind = Literal["methods", "stages", "report", "checks", "trackers", "ending"]
 """`methods`: tables of `Entry`; `stages`: stages after fine-tuning; `report`: writes the report;
-`checks`: functions from settings to problems, which must not import torch."""
+`checks`: functions from settings to problems, which must not import torch; `trackers`: context
+managers around the stages of a run; `ending`: the lines that end `dualsft run`."""
 _TARGETS: dict[Kind, list[str]] = defaultdict(list)
 
 

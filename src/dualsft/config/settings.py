@@ -30,6 +30,7 @@ from dualsft.config.fields import (
     DataConfig,
     EvaluationConfig,
     FinetuneConfig,
+    LogConfig,
     MethodConfig,
     ModelConfig,
     ParallelConfig,
@@ -82,6 +83,7 @@ class Config:
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     resume: ResumeConfig = dataclasses.field(default_factory=ResumeConfig)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    log: LogConfig = dataclasses.field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
         problems = [
@@ -130,6 +132,11 @@ def _specs() -> dict[str, FieldSpec]:
             default = field.default if factory is MISSING else factory()
             specs[key] = field_spec(key, hints[field.name], default)
     return specs
+
+
+def specs() -> dict[str, FieldSpec]:
+    """All settings by full key, in order of definition."""
+    return dict(_specs())
 
 
 def keys() -> list[str]:
@@ -366,6 +373,7 @@ def load(source: str | Place | None = None, overrides: Sequence[str] = ()) -> Co
             problems.append(stored_consent(key, f"{show(stored)} in {source}"))
     if source is not None and _is_of_a_run(source, text) and not _own_config(text).is_file():
         problems += _foreign_paths(flat, given, name)
+        flat.pop("log.report_to", None)  # whoever made the folder does not decide what is sent
     if "select.variant" in given:  # says who selects on both axes: instead of the source's methods
         flat = {k: v for k, v in flat.items() if k not in ("method.data", "method.params")}
     _override(flat, overrides, problems)

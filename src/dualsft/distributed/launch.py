@@ -46,6 +46,8 @@ EXIT_LOST = 75
 """Exit code of a process that ends because of another one (EX_TEMPFAIL: try again)."""
 FOLLOWERS = (EXIT_LOST, 128 + signal.SIGTERM, -signal.SIGTERM)
 """Exit codes of processes that ended because another one did."""
+ANYWHERE = ("--quiet", "--verbose", "--debug")
+"""Options of the command line that may stand anywhere."""
 SAVING = 120
 """Seconds that the launcher waits for its processes to save progress when it is stopped."""
 SHARED_ERROR = 5.0
@@ -145,8 +147,8 @@ def spread(gpus: int | None, config: Config, say: Callable[[str], None]) -> None
         say(on_cpu)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_each(gpus)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING))
-    debug = [word for word in sys.orig_argv if word == "--debug"]  # removed from argv by `cli.main`
-    words = [*debug, *without_gpus(sys.argv[1:])]
+    removed = [word for word in sys.orig_argv if word in ANYWHERE]  # from argv, by `cli.main`
+    words = [*removed, *without_gpus(sys.argv[1:])]
     flags = ["--standalone", f"--nproc-per-node={gpus}", "-m", "dualsft"]
     sys.stdout.flush()
     sys.stderr.flush()

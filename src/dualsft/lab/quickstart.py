@@ -25,6 +25,7 @@ from dualsft.data.rows import source_lines
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import loss_objective, walk
 from dualsft.errors import ConfigError
+from dualsft.lab.report.ending import files, losses, selected
 from dualsft.lab.report.facts import peak_gib
 from dualsft.runs import pipeline
 from dualsft.runs.context import RunContext, pass_settings
@@ -55,8 +56,9 @@ def run_quickstart(config: Config, out: Path, reporter: Reporter) -> Iterator[st
     facts = load_summaries(RunPath(out))
     wrong = list(_wrong(ctx))  # a pass over the pool; do it before printing the summary
     yield ""
-    yield from _losses(facts)
+    yield from losses(facts, ("new_skill", "old_behaviour"))
     yield from wrong
+    yield from selected(facts)
     yield from _parameters(facts)
     prompt = facts["evaluation"]["prompt"]
     for title, key in (("asked", "prompt"), ("before", "before"), ("after", "after")):
@@ -64,17 +66,8 @@ def run_quickstart(config: Config, out: Path, reporter: Reporter) -> Iterator[st
     yield ""
     for stage, manifest in facts["manifests"].items():
         yield f"{stage:<12}{manifest['seconds']:8.1f} s   peak {peak_gib(manifest):.2f} GiB"
-    yield f"run folder: {out}   report: {out / 'report.md'}"
-
-
-def _losses(facts: dict[str, Any]) -> Iterator[str]:
-    yield f"{'loss':<18}{'before':>8}{'after':>9}"
-    for name, title in (("new_skill", "new skill"), ("old_behaviour", "old behaviour")):
-        result = facts["evaluation"]["files"][name]
-        before, after = result["before"]["loss"], result["after"]["loss"]
-        kl = result["after"]["kl_to_base"]
-        yield f"{title:<18}{before:8.3f}{after:9.3f}   KL to base {kl:.3f}"
     yield ""
+    yield from files(RunPath(out))
 
 
 def _wrong(ctx: RunContext) -> Iterator[str]:
@@ -118,8 +111,7 @@ def _top_under(ctx: RunContext, config: Config, b: int) -> np.ndarray:
 
 def _parameters(facts: dict[str, Any]) -> Iterator[str]:
     chosen = facts["selection"]
-    total, of, share = chosen["k"], chosen["denominator"], 100 * chosen["share"]
-    yield f"parameters selected: {total:,} of {of:,} ({share:.2f} %)"
+    total = chosen["k"]
     modules = Counter(chosen["per_module"]).most_common()
     shares = (f"{name.split('.')[-1]} {100 * n / total:.0f} %" for name, n in modules)
     yield f"  by module  {', '.join(shares)}"

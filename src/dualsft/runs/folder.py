@@ -21,7 +21,7 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -53,7 +53,7 @@ TAIL_BYTES = 1 << 20
 """Bytes at the end of metrics.jsonl in which the last progress of a stage is looked for."""
 STAGE_FOLDER = re.compile(r"[0-9]+_[a-z_]+")
 RUN_FILES = {
-    *("config.yaml", MANIFEST, "metrics.jsonl"),
+    *("config.yaml", MANIFEST, "metrics.jsonl", "trackers"),
     *("report.md", "report.html", "model_card.md", "diagnostics", "explain"),
 }
 BESIDE = ("model/README.md",)
@@ -133,6 +133,8 @@ class RunDir:
 
     def __init__(self, path: Place | str) -> None:
         self.path = run_path(path)
+        self.followers: list[Callable[[Mapping[str, Any]], None]] = []
+        """Called with each record of metrics.jsonl after it is written."""
         self._lock_depth = 0
         self._lock_file = -1
 
@@ -198,6 +200,8 @@ class RunDir:
             if problem.errno not in FULL:
                 raise
             log.warning("%s: the disk is full; a line of metrics.jsonl was not written", self.path)
+        for follow in self.followers:
+            follow(record)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The last records of `metrics.jsonl`; a line truncated by a crash is skipped."""

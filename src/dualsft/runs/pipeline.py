@@ -11,6 +11,7 @@ exactly the stages that depend on it, with the reason in the log. Stages are wri
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ from dualsft.system.paths import Place, RunPath
 from dualsft.system.progress import Reporter, clock, silent
 from dualsft.system.signals import Interrupted
 from dualsft.system.usage import explained
+
+log = logging.getLogger(__name__)
 
 STATE_BYTES = 2 + 8 + 4  # per entry: low half of the bf16 master, fp32 moments, gradient
 MOST_OF_GPU = 0.7  # share of a GPU that weights and state may take before mode auto shards
@@ -168,6 +171,8 @@ def run(
             held.enter_context(_described_by(rundir, config))
             held.enter_context(repeatable(config.model.deterministic))
             held.enter_context(_settled(ctx))
+            for tracked in parts("trackers") if present.main else ():
+                held.enter_context(tracked(ctx))
             _run_stages(ctx, last)
     return rundir.path.location
 
@@ -381,6 +386,7 @@ def _ensure(ctx: RunContext, stage: Stage, hashes: Mapping[str, str]) -> str:
     """Reuse the finished stage or run it; returns its fingerprint's hash."""
     present = world()
     fingerprint, ready = present.on_main(lambda: _reused(ctx, stage, hashes))
+    log.debug("%s: fingerprint %s", stage.name, json.dumps(fingerprint.as_dict(), default=str))
     if not ready:
         if stage.together(ctx):
             _compute_stage(ctx, stage, fingerprint)
@@ -400,6 +406,7 @@ def _compute_stage(ctx: RunContext, stage: Stage, fingerprint: Fingerprint) -> N
     reporter.codes.clear()
     ctx.plans.clear()
     reporter.metrics = partial(ctx.rundir.log_metrics, stage.name)
+    reporter.metrics(fingerprint=fingerprint.hash)
     work, every = ctx.rundir.work_path(folder), ctx.config.resume.every
     ctx.pieces = Pieces(work, fingerprint.hash, every, reporter.say)
     writer = None
@@ -418,5 +425,6 @@ def _compute_stage(ctx: RunContext, stage: Stage, fingerprint: Fingerprint) -> N
         stopped.saved = stopped.saved or ctx.pieces.rescue()
         raise
     ctx.pieces = Pieces()
+    reporter.metrics(seconds=round(writer.seconds, 3), peak_bytes=writer.peak_memory)
     peak = writer.peak_memory / 2**30
     reporter.say(f"[{stage.name}] done in {clock(writer.seconds)}, peak memory {peak:.2f} GiB")

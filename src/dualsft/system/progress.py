@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dualsft")
 
+BAR = 12  # columns of a bar
 RECORD_SECONDS = 5.0  # interval of progress records in metrics.jsonl
 
 Show = Callable[[str, int], None]
@@ -46,13 +47,16 @@ class Progress:
     record: Callable[..., None] | None = None
     interval: float = 5.0
     started: float = field(default_factory=time.monotonic)
-    shown: float = 0.0
+    shown: float = field(default_factory=time.monotonic)
+    """A task that takes less than the interval has one line, at its end."""
     recorded: float = 0.0
     done: int = 0
     begun: int = 0
     """Units completed before this process started."""
     tokens: int = 0
     extra: str = ""
+    width: int | None = None
+    """Columns of the terminal beside the bar; None: lines of a log."""
 
     def advance(self, units: int, tokens: int = 0, loss: float | None = None) -> None:
         """Add finished units; show and record the state at most once per interval."""
@@ -84,15 +88,23 @@ class Progress:
         }
 
     def line(self, elapsed: float) -> str:
+        """The state in words; shortened to `width`, the less important parts first."""
         state = self.state(elapsed)
         rate = self.tokens / max(elapsed, 1e-9)
-        speed = f" · {rate:,.0f} tok/s" if self.tokens else ""
-        left = f" · {clock(float(state['remaining_time']))} left" if self.done < self.total else ""
-        return (
-            f"{self.label}: {self.done:,}/{self.total:,} {self.unit} "
-            f"({100 * self.done / max(1, self.total):.0f} %){self.extra}{speed} · "
-            f"{clock(elapsed)} spent{left} · peak {peak_memory_gib():.2f} GiB"
-        )
+        left = clock(float(state["remaining_time"]))
+        parts = {
+            "done": f"{self.label}: {self.done:,}/{self.total:,} {self.unit}",
+            "percent": f" ({100 * self.done / max(1, self.total):.0f} %)",
+            "loss": self.extra,
+            "rate": f" · {rate:,.0f} tok/s" if self.tokens else "",
+            "spent": f" · {clock(elapsed)} spent",
+            "left": f" · {left} left" if self.done < self.total else "",
+            "peak": f" · peak {peak_memory_gib():.2f} GiB",
+        }
+        for name in ("spent", "percent", "peak", "rate"):
+            if self.width and len("".join(parts.values())) > self.width and self.done < self.total:
+                del parts[name]
+        return "".join(parts.values())
 
 
 NOTE = "note"
@@ -121,7 +133,9 @@ class Reporter:
             from rich.progress import Progress as Bars
 
             text = TextColumn("{task.description}", markup=False)
-            self._bars = Bars(BarColumn(20), text, console=terminal, auto_refresh=False)
+            self._bars = Bars(
+                BarColumn(BAR), text, console=terminal, auto_refresh=False, transient=True
+            )
 
     def say(self, message: str) -> None:
         self._write(message)
@@ -138,7 +152,11 @@ class Reporter:
         if done:
             self.say(f"{label}: resuming after {done:,} of {total:,} {unit}")
         with self._display(label, total) as (show, interval):
-            yield Progress(label, total, unit, show, self.metrics, interval, done=done, begun=done)
+            task = Progress(label, total, unit, show, self.metrics, interval)
+            task.done = task.begun = done
+            if self._bars is not None:
+                task.width = self._bars.console.width - BAR - 2
+            yield task
 
     @contextmanager
     def _display(self, label: str, total: int) -> Iterator[tuple[Show, float]]:

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,11 @@ class Matrix:
 
     def config(self, cell: Cell) -> Config:
         """Settings of a cell: the base, shared settings, the cell's choices, overrides."""
-        return settings.load(self.base, [*self.words, *cell.words(), *self.overrides])
+        config = settings.load(self.base, [*self.words, *cell.words(), *self.overrides])
+        if config.log.report_to is None:
+            return config
+        project, name = config.log.project or self.name, config.log.run_name or cell.title
+        return replace(config, log=replace(config.log, project=project, run_name=name))
 
 
 # --- the file -------------------------------------------------------------------------------------

@@ -155,8 +155,8 @@ class Diagnostic:
     """The table, figure or equation of the paper that it reproduces."""
     cost: str
     options: type = NoOptions
-    default: bool = True
-    """Whether `dualsft diagnose RUN` without names runs it."""
+    cheap: bool = False
+    """Whether `dualsft diagnose RUN` without names runs it: about a pass over the pool at most."""
     needs: tuple[str, ...] = ("scores", "selection")
     """Stages of the run that it reads; earlier stages are then available too."""
     reports: tuple[str, ...] = ()
@@ -186,6 +186,7 @@ _DIAGNOSTICS = (
         "alignment, loss, diversity of selected, random, top-loss and all examples",
         paper="Table selected_data_main; appendix selection_statistics",
         cost="a forward pass over the pool, gradients of a few hundred examples",
+        cheap=True,
         options=DataStatisticsOptions,
     ),
     Diagnostic(
@@ -194,6 +195,7 @@ _DIAGNOSTICS = (
         "distribution of selected entries over layers and modules, vs. the candidates",
         paper="Table selected_param_stats_app; appendix selection_statistics",
         cost="reads the mask",
+        cheap=True,
     ),
     Diagnostic(
         "heatmap",
@@ -201,6 +203,7 @@ _DIAGNOSTICS = (
         "mean |score| of every layer and module",
         paper="Figures layerwise_param_heatmap, appendix_layerwise_param_heatmaps",
         cost="one read of u and G",
+        cheap=True,
     ),
     Diagnostic(
         "histograms",
@@ -208,6 +211,7 @@ _DIAGNOSTICS = (
         "distribution of both scores, and the cut-off of the budget",
         paper="none (ours)",
         cost="a few reads of u and G",
+        cheap=True,
     ),
     Diagnostic(
         "local_regret",
@@ -279,7 +283,6 @@ _DIAGNOSTICS = (
         paper="Tables score_consistency_main, score_fidelity_long_horizon and _domain",
         cost="(subsets + masks) × checkpoints short trainings, each of the largest K steps",
         options=FidelityOptions,
-        default=False,
         needs=_TRAINED,
     ),
     Diagnostic(
@@ -297,7 +300,6 @@ _DIAGNOSTICS = (
         paper="Eq. score_drift_bound (appendix local_surrogate)",
         cost="one more fine-tuning; points × (2 val_rows + 2 probes) backward passes",
         options=DriftOptions,
-        default=False,
         needs=_TRAINED,
     ),
     Diagnostic(
@@ -307,7 +309,6 @@ _DIAGNOSTICS = (
         paper="Fig. reverse_selection",
         cost="4 + 3 × draws trainings of `steps` steps, each evaluated",
         options=ReverseOptions,
-        default=False,
         needs=_TRAINED,
     ),
 )
@@ -316,6 +317,9 @@ _DIAGNOSTICS = (
 def registry() -> dict[str, Diagnostic]:
     """All diagnostics by name, in report order."""
     return {one.name: one for one in _DIAGNOSTICS}
+
+
+ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -327,20 +331,21 @@ class Wanted:
 
     @classmethod
     def of(cls, names: list[str], words: list[str]) -> Wanted:
-        """Parse names and `diagnose.NAME.OPTION=value` words; without names, the default ones.
+        """Parse names and `diagnose.NAME.OPTION=value` words; without names, the cheap ones.
 
         Reports all problems with the names, or with the words, at once.
         """
-        known, available = registry(), f"available: {', '.join(registry())}"
+        known, available = registry(), f"available: all, {', '.join(registry())}"
         problems = [
-            f"{name}: no such diagnostic; {did_you_mean(name, known, available)}"
+            f"{name}: no such diagnostic; {did_you_mean(name, [ALL, *known], available)}"
             for name in names
-            if name not in known
+            if name not in known and name != ALL
         ]
         if problems:
             raise ConfigError(problems)
-        defaults = [name for name, one in known.items() if one.default]
-        chosen = {name: known[name] for name in names or defaults}
+        if not names:
+            names = [name for name, one in known.items() if one.cheap]
+        chosen = known if ALL in names else {name: known[name] for name in names}
         specs = {key: spec for one in known.values() for key, spec in one.specs().items()}
         options: dict[str, dict[str, Any]] = {}
         for word in words:

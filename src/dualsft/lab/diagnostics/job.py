@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -41,7 +41,15 @@ from dualsft.data.examples import Example, generator
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import PassResult, loss_objective, walk
 from dualsft.errors import RunError
-from dualsft.lab.diagnostics import Diagnostic, Wanted, is_sealed, read_seals, seal
+from dualsft.lab.diagnostics import (
+    Diagnostic,
+    Wanted,
+    is_sealed,
+    read_seals,
+    registry,
+    seal,
+)
+from dualsft.lab.diagnostics.costs import told
 from dualsft.lab.plots import save
 from dualsft.memory.placement import at_hand, blank
 from dualsft.model.load import text_parameters
@@ -98,12 +106,24 @@ def diagnose(
                     f"`dualsft run {run}/config.yaml --out {run}` first"
                 )
             options = one.options(**wanted.options.get(one.name, {}))
-            path, sealed = _ensure(ctx, one, options, _inputs(one, options, manifests), out)
+            cost = told(one, options, manifests)
+            path, sealed = _ensure(ctx, one, options, _inputs(one, options, manifests), out, cost)
             made = [path, *draw(one, path)]
             if sealed:
                 seal(out, made)
             files += made
     return files
+
+
+def others(folder: Place, wanted: Wanted) -> Iterator[str]:
+    """What `dualsft diagnose` left out, one line each, with the cost on this run."""
+    manifests = read_manifests(run_path(folder))[0]
+    left = [one for one in registry().values() if one not in wanted.diagnostics]
+    if left:
+        yield "not run; name them, or give all:"
+    width = max((len(one.name) for one in left), default=0)
+    for one in left:
+        yield f"  {one.name:<{width}}  {told(one, one.options(), manifests)}"
 
 
 def _inputs(one: Diagnostic, options: Any, manifests: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +137,12 @@ def _inputs(one: Diagnostic, options: Any, manifests: Mapping[str, Any]) -> dict
 
 
 def _ensure(
-    ctx: RunContext, one: Diagnostic, options: Any, made_from: dict[str, Any], out: RunPath
+    ctx: RunContext,
+    one: Diagnostic,
+    options: Any,
+    made_from: dict[str, Any],
+    out: RunPath,
+    cost: str,
 ) -> tuple[RunPath, bool]:
     """(JSON of a diagnostic, whether its content is known to be ours).
 
@@ -133,7 +158,7 @@ def _ensure(
         if isinstance(stored, dict) and stored.get("made_from") == made_from:
             ctx.reporter.say(f"[{one.name}] reused: nothing it depends on has changed")
             return path, is_sealed(path, read_seals(out))
-    ctx.reporter.say(f"[{one.name}] started: {one.summary}")
+    ctx.reporter.say(f"[{one.name}] started: {one.summary} ({cost})")
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     work = out / f"{one.name}.work"
     ctx.pieces = Pieces(work, key, ctx.config.resume.every, ctx.reporter.say)

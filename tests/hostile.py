@@ -34,7 +34,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 import torch
 import yaml
 from faults import Launcher

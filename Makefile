@@ -1,7 +1,8 @@
 # make quickstart   environment, then the main job on an embedded default
 # make test         environment, then the fast tests (under 15 minutes on 2 cores)
 # make test-all     the slow tier too (under 60 minutes)
-# make lint         ruff, pyright and the layers of the package (import-linter)
+# make lint         ruff, pyright, the layers of the package (import-linter), shellcheck, hadolint
+# make docs         the docs site into build/site, every link checked
 # make bench        what everything costs on the CPU, as ratios (docs/performance.md); JSON in runs/
 # make bench-gpu    the same on a GPU, at the size of a 3B model
 
@@ -13,7 +14,7 @@ READY  := $(VENV)/.ready
 # two test processes with one thread each: faster on two cores than one process with two
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: env quickstart test test-all lint bench bench-gpu clean
+.PHONY: env quickstart test test-all lint docs bench bench-gpu clean
 
 env: $(READY)
 
@@ -21,7 +22,7 @@ env: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,gguf]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(READY)
 
 quickstart: env
@@ -38,6 +39,11 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/shellcheck .ci/run examples/*.sbatch
+	$(BIN)/hadolint Dockerfile
+
+docs: env
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: env
 	$(BIN)/python -m benchmarks --device cpu --out runs/bench_cpu.json

@@ -1,8 +1,10 @@
 """Write the generated parts of the pages: `python docs/generate.py`.
 
-docs/config.md comes from the definition of the settings, the table of docs/scaling.md from its
-formulas, the tables of docs/results.md and docs/verdict.md from the raw files, and the map of the
-package in README.md from the docstrings of the rooms, in the order of the layers in pyproject.toml.
+docs/config.md comes from the definition of the settings, docs/api.md from the docstrings, the
+tables of docs/troubleshooting.md from the code's own messages, the table of docs/scaling.md from
+its formulas, the tables of docs/results.md and docs/verdict.md from the raw files, and the map of
+the package in README.md from the docstrings of the rooms, in the order of the layers in
+pyproject.toml.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import re
 import tomllib
 from pathlib import Path
 
+from reference_pages import api_page, mistakes_table, warnings_table
 from results_tables import with_tables
 from scaling_formulas import (
     ModelShape,
@@ -106,11 +109,21 @@ def scaling_table() -> str:
     return "\n".join(lines)
 
 
+def replaced(page: str, mark: str, content: str) -> str:
+    """The page with the part behind this mark rewritten."""
+    before, rest = page.split(f"<!-- {mark} -->")
+    after = rest.split("<!-- end -->", 1)[1]
+    return f"{before}<!-- {mark} -->\n{content}\n<!-- end -->{after}"
+
+
 def with_table(page: str) -> str:
-    """The page with its table rewritten."""
-    before, rest = page.split("<!-- table -->")
-    after = rest.split("<!-- end -->")[1]
-    return f"{before}<!-- table -->\n{scaling_table()}\n<!-- end -->{after}"
+    """docs/scaling.md with its table rewritten."""
+    return replaced(page, "table", scaling_table())
+
+
+def with_messages(page: str) -> str:
+    """docs/troubleshooting.md with its tables rewritten."""
+    return replaced(replaced(page, "mistakes", mistakes_table()), "warnings", warnings_table())
 
 
 def layers() -> list[str]:
@@ -137,9 +150,7 @@ def rooms_table() -> str:
 
 def with_rooms(page: str) -> str:
     """README.md with its map of the package rewritten."""
-    before, rest = page.split("<!-- rooms -->")
-    after = rest.split("<!-- end -->", 1)[1]
-    return f"{before}<!-- rooms -->\n{rooms_table()}\n<!-- end -->{after}"
+    return replaced(page, "rooms", rooms_table())
 
 
 def main() -> None:
@@ -147,7 +158,9 @@ def main() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (ROOT / "README.md").write_text(with_rooms(readme), encoding="utf-8")
     (docs / "config.md").write_text(render(), encoding="utf-8")
+    (docs / "api.md").write_text(api_page(), encoding="utf-8")
     pages = {"scaling.md": with_table, "results.md": with_tables, "verdict.md": with_verdicts}
+    pages["troubleshooting.md"] = with_messages
     for page, made in pages.items():
         text = (docs / page).read_text(encoding="utf-8")
         (docs / page).write_text(made(text), encoding="utf-8")

@@ -34,7 +34,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 import torch
 import yaml
 from faults import Launcher
@@ -483,8 +482,8 @@ def stored_consent(folder: Path) -> list[str]:
 
 def write_gguf(folder: Path, out: Path) -> None:
     """The tiny llama of a Hugging Face folder as a GGUF file."""
-    gguf = pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
+    import gguf
+
     config = json.loads((folder / "config.json").read_text())
     words = json.loads((folder / "tokenizer.json").read_text())["model"]
     writer = gguf.GGUFWriter(str(out), "llama")

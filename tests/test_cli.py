@@ -257,3 +257,12 @@ def test_an_unforeseen_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_stage_command_keeps_the_settings_of_its_folder(reference: Path) -> None:
     given = dualsft.load(str(reference / "config.yaml"))
     assert folder_config(reference, [f"model.path={given.model.path}"], "split") == given
+
+
+def test_pages_are_shown_without_the_repository(tmp_path: Path) -> None:
+    """The pages of docs/, by name or file name; a page that does not exist is refused."""
+    pages = {path.stem: path for path in (Path(dualsft.__file__).parents[2] / "docs").glob("*.md")}
+    listed = cli("docs", cwd=tmp_path).stdout.splitlines()
+    assert {line.split()[0] for line in listed} == pages.keys() and len(pages) > 15
+    assert cli("docs", "docs/data.md", cwd=tmp_path).stdout == f"{pages['data'].read_text()}\n"
+    assert "use one of adapters" in cli("docs", "dataa", code=2).stderr

@@ -1,23 +1,31 @@
-"""The README's commands run as printed; generated parts of the pages match the code."""
+"""Every command and script of the pages and examples runs; generated parts match the code."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
-from conftest import corpus_rows, write_jsonl
+from conftest import Runner, corpus_rows, write_jsonl
+from nbclient import NotebookClient
 
+import dualsft
+from dualsft.config.methods import registry
 from dualsft.config.settings import recipe_names
 from dualsft.lab.compare.matrix import load_matrix
 from dualsft.runs.preflight import STAGE_NAMES
+from dualsft.runs.stages.split import read_split
+from dualsft.system.paths import RunPath
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,16 +40,22 @@ def workplace(
     tmp_path_factory: pytest.TempPathFactory, model_folder: Callable[[str], Path]
 ) -> Path:
     """What the README presupposes: models/my-model and data/my.jsonl."""
-    folder = tmp_path_factory.mktemp("readme")
+    return make_workplace(tmp_path_factory.mktemp("readme"), model_folder("llama"))
+
+
+def make_workplace(folder: Path, model: Path) -> Path:
     (folder / "models").mkdir()
     (folder / "data").mkdir()
-    os.symlink(model_folder("llama"), folder / "models/my-model")
+    os.symlink(model, folder / "models/my-model")
     write_jsonl(folder / "data/my.jsonl", corpus_rows(80))
+    write_jsonl(folder / "data/failures.jsonl", corpus_rows(80)[:3])
     return folder
 
 
 def run(words: list[str], cwd: Path) -> str:
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
+    env |= {"PATH": programs}
     done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=cwd, check=False)
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -85,6 +99,106 @@ def test_the_script_for_ones_own_loop_runs(workplace: Path) -> None:
     assert sum(bool(line.strip()) for line in code.splitlines()) < 30
     shown = run([sys.executable, "-c", code], workplace)
     assert "val_quantile" in shown and "True" in shown and "False" in shown
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Callable[[str], Path]) -> Path:
+    """What the pages presuppose: the README's things, a finished run, two adapters of it."""
+    folder = make_workplace(tmp_path_factory.mktemp("pages"), model_folder("llama"))
+    given = ["model.path=models/my-model", "data.path=data/my.jsonl"]
+    run(["dualsft", "run", "recommended", "--out", "runs/mine", *given], folder)
+    delta = ["models/my-model", "runs/mine/6_finetune/delta.safetensors"]
+    for name in ("a", "b"):
+        run(["dualsft", "export", "adapter", *delta, f"runs/adapter-{name}"], folder)
+    return folder
+
+
+BLOCK = re.compile(r'```(\w*)(?: title="([^"]*)")?\n(.*?)```', re.S)
+ELSEWHERE = {
+    "README.md": "test_every_shell_command_runs, test_python_blocks_run",
+    "python.md": "test_the_script_for_ones_own_loop_runs",
+    "methods.md": "test_a_method_of_ones_own; its one command is the README's",
+    "CONTRIBUTING.md": "make env, lint, test: .ci/run",
+}
+"""Pages whose blocks other tests run."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tutorial", "integrations", "adapters", "explain"])
+def test_every_block_of_a_page_runs(name: str, finished: Path, tmp_path: Path) -> None:
+    """From top to bottom; a block with a title is a file. The tiny model is the tutorial's."""
+    place = tmp_path if name == "tutorial" else finished
+    text = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+    text = text.replace("smollm2-135m", str((finished / "models/my-model").resolve()))
+    for language, title, code in BLOCK.findall(text):
+        if title:
+            (place / title).write_text(code, encoding="utf-8")
+        elif language == "bash":
+            run(["bash", "-euo", "pipefail", "-c", code], place)
+        elif language == "python":
+            run([sys.executable, "-c", code], place)
+
+
+def test_every_block_says_what_it_is() -> None:
+    """bash and python blocks are run by a test; console is for what this machine has not."""
+    for page in PAGES:
+        found = {language for language, _, _ in BLOCK.findall(page.read_text(encoding="utf-8"))}
+        assert found <= {"bash", "python", "console", "text", "yaml", "toml"}, page.name
+        if found & {"bash", "python"} and page.name not in ELSEWHERE:
+            marks = getattr(test_every_block_of_a_page_runs, "pytestmark", [])
+            (names,) = [mark.args[1] for mark in marks if mark.name == "parametrize"]
+            assert page.stem in names, f"no test runs the blocks of {page.name}"
+
+
+def test_a_method_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_run: Runner
+) -> None:
+    """The package of docs/methods.md, found by its entry point, selects what it says."""
+    text = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
+    own = text[text.index("## A method of your own") : text.index("## Comparing")]
+    package, information = tmp_path / "my_package", tmp_path / "my_package-1.dist-info"
+    package.mkdir()
+    information.mkdir()
+    (information / "METADATA").write_text("Name: my-package\nVersion: 1\n")
+    for language, title, code in BLOCK.findall(own):
+        if language == "python":
+            (tmp_path / title).write_text(code)
+        else:
+            points = tomllib.loads(code)["project"]["entry-points"]["dualsft.methods"]
+            lines = [f"{name} = {target}\n" for name, target in points.items()]
+            (information / "entry_points.txt").write_text("[dualsft.methods]\n" + "".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry.cache_clear()
+    try:
+        run = make_run("method.data=shortest", "method.params=all", until="selection")
+    finally:
+        registry.cache_clear()
+    roles = read_split(RunPath(run) / "1_split", None)
+    ids = set(json.loads((run / "5_selection/ids.json").read_text()))
+    offered = [*roles["pool"], *roles["warm"]]
+    chosen = [example.num_response_tokens for example in offered if example.id in ids]
+    others = [example.num_response_tokens for example in offered if example.id not in ids]
+    assert 0 < len(chosen) == len(ids) and max(chosen) <= min(others)
+
+
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    notebook = nbformat.read(path, 4)
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_stripped(path: Path) -> None:
+    """No outputs, no counters, no path of a machine."""
+    text = path.read_text(encoding="utf-8")
+    for cell in nbformat.reads(text, 4).cells:
+        assert cell.cell_type != "code" or not (cell.outputs or cell.execution_count)
+    assert not re.search(r"[\"' ]/(home|work|root|tmp|Users)/", text)
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -180,6 +294,20 @@ def with_another_digit(page: str, mark: str) -> str:
 
 def test_config_page_is_generated_from_the_code(generate: Any) -> None:
     assert (ROOT / "docs/config.md").read_text(encoding="utf-8") == generate.render()
+
+
+def test_reference_pages_are_generated_from_the_code(generate: Any) -> None:
+    """Every public name with its signature; the messages and warnings as the code gives them."""
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    assert generate.api_page() == page
+    for name in dualsft.__all__:
+        assert re.search(rf"(### |\| `)dualsft\.{name}\b", page), name
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    assert generate.with_messages(page) == page
+    for mark in ("mistakes", "warnings"):
+        start = page.index(f"<!-- {mark} -->")
+        edited = page[:start] + page[start:].replace("give", "take", 1).replace("Give", "Take", 1)
+        assert edited != page and generate.with_messages(edited) == page
 
 
 def test_scaling_table_is_generated_from_the_formulas(generate: Any) -> None:

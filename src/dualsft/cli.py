@@ -1,7 +1,7 @@
 """The command line: `dualsft run`, one command per stage, and tools.
 
     run · split · warmup · score · select · finetune · evaluate · report
-    compare · diagnose · explain · estimate · check · export · methods · quickstart
+    compare · diagnose · explain · estimate · check · export · methods · docs · quickstart
 
 `dualsft run [RECIPE|FILE.yaml] --out DIR [--until STAGE] [key=value …]` runs all of Algorithm 1. A
 stage command works on a run folder and reads its settings from the folder's config.yaml. With
@@ -27,6 +27,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.table import Table
 
 from dualsft import __version__
@@ -133,7 +134,7 @@ def _argument(text: str, metavar: str | None = None, complete: Completion | None
 
 
 def _words(what: str, text: str, complete: Completion = complete_setting) -> Any:
-    text += " or a YAML file, and settings as key=value; docs/config.md lists them all."
+    text += " or a YAML file, and settings as key=value; `dualsft docs config` lists them all."
     return _argument(text, f"[{what}] [KEY=VALUE]...", complete)
 
 
@@ -155,7 +156,7 @@ def _stages(incomplete: str) -> list[str]:
 
 Words = Annotated[list[str] | None, _words("RECIPE|FILE.yaml", RECIPES)]
 Comparison = Annotated[
-    list[str] | None, _words("MATRIX|FILE.yaml", "A matrix (docs/methods.md)", _comparisons)
+    list[str] | None, _words("MATRIX|FILE.yaml", "A matrix (`dualsft docs methods`)", _comparisons)
 ]
 Delta = Annotated[Path, typer.Argument(help="delta.safetensors of a run.")]
 RunFolder = Annotated[Path, _argument("The run folder.")]
@@ -538,6 +539,23 @@ def methods() -> None:
             if entry.extra:
                 show(f"  needs: pip install 'dualsft[{entry.extra}]'")
             show_options(entry, entry.paper)
+
+
+@app.command()
+def docs(
+    page: Annotated[str | None, _argument("Name of the page, such as tutorial.")] = None,
+) -> None:
+    """Show a page of the documentation; without PAGE, list the pages."""
+    pages = {path.stem: path for path in sorted((Path(__file__).parent / "docs").glob("*.md"))}
+    if page is None:
+        for name, path in pages.items():
+            show(f"{name:<16}{path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
+        return
+    name = Path(page).stem
+    if name not in pages:
+        raise ConfigError(f"docs: there is no page {page!r}; use one of {', '.join(pages)}")
+    text = pages[name].read_text(encoding="utf-8")
+    console.print(Markdown(text) if console.is_terminal else text, markup=False)
 
 
 def show_options(one: Any, paper: Mapping[str, Any] = MappingProxyType({})) -> None:

@@ -282,20 +282,12 @@ def share_of_whole_words(tokenizer: Any) -> float:
 
 def _convert(gguf: Path, target: Path) -> Path:
     """Dequantise a GGUF file to an fp32 Hugging Face folder, written atomically."""
-    try:
-        import accelerate  # noqa: F401
-        import gguf as _gguf
-    except ImportError as missing:
-        raise ConfigError(
-            f"model.path: reading {gguf.name} needs the package {missing.name!r}; install "
-            "dualsft[gguf]"
-        ) from None
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     log.info("converting %s once (about half a minute)", gguf.name)
-    _check_metadata(gguf, _gguf)
+    _check_metadata(gguf)
     safe = {"gguf_file": gguf.name, "trust_remote_code": False, "local_files_only": True}
     try:
         # alone in a folder, so that no file beside it redirects transformers
@@ -338,11 +330,13 @@ def _convert(gguf: Path, target: Path) -> Path:
 GGUF_COUNTS = ("block_count", "embedding_length", "feed_forward_length", "vocab_size")
 
 
-def _check_metadata(path: Path, gguf: Any) -> None:
+def _check_metadata(path: Path) -> None:
     """Refuse a GGUF file that describes a larger model than its tensors, before it is built."""
+    from gguf import GGUFReader
+
     cure = "download it again, or give a Hugging Face folder"
     try:
-        reader = gguf.GGUFReader(path)
+        reader = GGUFReader(path)
         sizes = [int(size) for tensor in reader.tensors for size in tensor.shape]
         found = {
             key: max(value) if isinstance(value := field.contents(), list) else int(value)

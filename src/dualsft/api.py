@@ -391,6 +391,7 @@ def score_trainer(
     val: Any = None,
     *,
     anchors: Any = None,
+    theta_old: PreTrainedModel | None = None,
     warm: int | float | Trainer = 0.05,
     candidates: str = "block_linear",
     batch_tokens: int = 1024,
@@ -403,7 +404,8 @@ def score_trainer(
     `val` and `anchors` are tokenized datasets with the trainer's columns, or names of entries of
     its `eval_dataset`; `val` is `eval_dataset` by default. `warm` is the count or share of rows
     for the warmup of a copy of the model (they are not scored), 0 for none, or another trainer that
-    has trained with AdamW: its model is θ̄, and its second moments give ĉ. Learning rate and batch
+    has trained with AdamW: its model is θ̄, and its second moments give ĉ. `theta_old` is the model
+    whose behaviour the anchors keep, by default the trainer's as it is now. Learning rate and batch
     size are the trainer's; `settings` are those of `score`. Then:
 
         chosen = dualsft.select(scores, data_budget=0.1, param_budget=0.05)
@@ -434,5 +436,5 @@ def score_trainer(
         curvature = warmup(theta_bar, taken, lr=args.learning_rate, batch_size=size, **shared)
     known = {"eta_ft": args.learning_rate, "curvature": curvature, "anchors": old}
     with own_forward(theta_bar):
-        teacher = model if old else None
+        teacher = (theta_old or model) if old else None
         return score(theta_bar, pool, new, theta_old=teacher, **known, **shared, **settings)

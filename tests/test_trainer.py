@@ -309,13 +309,13 @@ class Chooser:
 
     def __init__(self, **settings: Any) -> None:
         self.settings: dict[str, Any] = CALIBRATED | {"warm": 0} | settings
-        self.chosen: list[dualsft.api.Selection] = []
+        self.chosen: list[dualsft.Selection] = []
         self.weights: list[dict[str, Tensor]] = []
         self.read: list[list[int]] = []
 
-    def __call__(self, trainer: Any) -> dualsft.api.Selection:
+    def __call__(self, trainer: Any) -> dualsft.Selection:
         held = trainer.train_dataset
-        before = list(getattr(held, "read", ()))
+        before: list[int] = list(getattr(held, "read", ()))
         scores = dualsft.score_trainer(trainer, **self.settings)
         self.weights.append(snapshot(trainer.model))
         self.chosen.append(dualsft.select(scores, data_budget=4, param_budget=0.01))
@@ -337,7 +337,7 @@ def chosen_again(
     return trainer
 
 
-def same_choice(a: dualsft.api.Selection, b: dualsft.api.Selection) -> bool:
+def same_choice(a: dualsft.Selection, b: dualsft.api.Selection) -> bool:
     masks = a.param_mask.keys() == b.param_mask.keys()
     masks = masks and all(torch.equal(m, b.param_mask[name]) for name, m in a.param_mask.items())
     return masks and a.rows == b.rows
@@ -381,7 +381,8 @@ def test_rows_and_mask_are_chosen_again(tmp_path: Path) -> None:
 
 
 def sft_on_pairs(folder: Path, **changes: Any) -> Any:
-    return sft(folder, **({"per_device_train_batch_size": 1} | changes))
+    given: dict[str, Any] = {"per_device_train_batch_size": 1} | changes
+    return sft(folder, completion, **given)
 
 
 @pytest.mark.parametrize(
@@ -437,9 +438,7 @@ def test_choosing_again_with_workers_autocast_and_a_warmup(tmp_path: Path) -> No
         ({"train_dataset": iter([])}, "train_dataset is a stream"),
     ],
 )
-def test_where_rows_cannot_be_exchanged(
-    tmp_path: Path, changes: dict[str, Any], cure: str
-) -> None:
+def test_where_rows_cannot_be_exchanged(tmp_path: Path, changes: dict[str, Any], cure: str) -> None:
     if "train_dataset" in changes:
         trainer, changes = plain(tmp_path), changes.copy()
         trainer.train_dataset = changes.pop("train_dataset")
@@ -457,7 +456,7 @@ def test_a_choice_that_cannot_be_trained(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="call trainer.add_callback"):
         trainer.train()
     for rows, cure in (([20], "numbers from 0 to 19"), ([], "numbers from 0 to 19")):
-        trainer, wrong = plain(tmp_path), dualsft.api.Selection({}, np.array(rows), 0, rows)
+        trainer, wrong = plain(tmp_path), dualsft.Selection({}, np.array(rows), 0, rows)
         trainer.add_callback(dualsft.DualSFTCallback(trainer, lambda _, c=wrong: c, every=2))
         with pytest.raises(ConfigError, match=cure):
             trainer.train()

@@ -36,6 +36,7 @@ from dualsft.errors import ConfigError, DataError, DualsftError, RunError
 if TYPE_CHECKING:
     from dualsft.api import score, score_trainer, select, warmup
     from dualsft.data.examples import encode
+    from dualsft.integrations.scores import Scores, Selection
     from dualsft.integrations.transformers import DualSFTCallback, restrict
     from dualsft.lab.estimate.estimate import estimate
     from dualsft.lab.explain import explain
@@ -58,6 +59,8 @@ _LAZY = {
     "score": "dualsft.api",
     "score_trainer": "dualsft.api",
     "select": "dualsft.api",
+    "Scores": "dualsft.integrations.scores",
+    "Selection": "dualsft.integrations.scores",
     "DualSFTCallback": "dualsft.integrations.transformers",
     "restrict": "dualsft.integrations.transformers",
     "warmup": "dualsft.api",
@@ -82,7 +85,9 @@ __all__ = [
     "ModelConfig",
     "RunError",
     "ScoreConfig",
+    "Scores",
     "SelectConfig",
+    "Selection",
     "SparseAdamW",
     "SplitConfig",
     "WarmupConfig",

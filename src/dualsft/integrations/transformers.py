@@ -296,7 +296,7 @@ def _wrong_rows(trainer: Trainer, rows: Sequence[int] | np.ndarray) -> list[str]
 # --- choosing again ----------------------------------------------------------------------------
 
 
-class Choice(Protocol):
+class _Choice(Protocol):
     """What `dualsft.select` returns, or anything with these two."""
 
     @property
@@ -353,7 +353,7 @@ class DualSFTCallback(TrainerCallback, ExportableState):
     def __init__(
         self,
         trainer: Trainer,
-        choose: Callable[[Trainer], Choice],
+        choose: Callable[[Trainer], _Choice],
         every: int,
         *,
         carry: bool = True,

@@ -23,6 +23,7 @@ from dualsft.errors import CheckError, ConfigError
 from dualsft.model.load import find_candidates, load_model
 from dualsft.runs.stages.selection import read_mask
 from dualsft.runs.stages.split import read_split
+from dualsft.storage.manifest import render_manifest
 from dualsft.storage.vectors import ParamVector
 from dualsft.system.progress import Reporter
 
@@ -314,6 +315,79 @@ def test_scores_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     for example, response in zip(pool, frame["response"], strict=True):
         assert response == tokenizer.decode([i for i in example.labels if i != -100])
     assert frame["prompt"].str.len().gt(0).any()
-    monkeypatch.setattr("dualsft.api.find_spec", lambda _: None)
+    monkeypatch.setattr("dualsft.integrations.scores.find_spec", lambda _: None)
     with pytest.raises(dualsft.ConfigError, match="pandas is not installed; install it, or use"):
         scores.to_pandas()
+
+
+def differ(a: Any, b: Any) -> bool:
+    """Whether two results of `score` differ in a bit that a selection can depend on."""
+    arrays = ("example_scores", "bound", "losses", "ties", "val_quantile")
+    vectors = ("grad_sum", "val_grad", "prior_grad", "projection")
+    return (
+        any(not np.array_equal(getattr(a, name), getattr(b, name)) for name in arrays)
+        or any(
+            list(getattr(a, name)) != list(getattr(b, name))
+            or any(not torch.equal(t, getattr(b, name)[key]) for key, t in getattr(a, name).items())
+            for name in vectors
+        )
+        or (a.eta_sc, a.summary, list(a.pool)) != (b.eta_sc, b.summary, list(b.pool))
+        or not torch.equal(*(s.scored.terms.residual(s.grad_sum)[ATTN] for s in (a, b)))
+    )
+
+
+ATTN = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("form", ["literal", "calibrated"])
+def test_scores_are_saved_and_loaded(tmp_path: Path, form: Any) -> None:
+    """Every bit, and the same selection; u is wrong enough that literal scores need θ̄."""
+    pool, old = tiny_rows(40, 1), tiny_model("llama", torch.float32)
+    model, literal = deepcopy(old), form == "literal"
+    given: dict[str, Any] = {"reporter": QUIET, "form": form, "eta_ft": 3.0, "sketch_dim": 64}
+    given["curvature"] = dualsft.warmup(model, tiny_rows(8, 5), lr=1e-3, min_steps=4)
+    given |= {} if literal else {"anchors": tiny_rows(4, 3), "theta_old": old}
+    scores = dualsft.score(model, pool, tiny_rows(4, 2), **given)
+    wanted = dualsft.select(scores, data_budget=10)
+    scores.save(tmp_path / "scores")
+    with pytest.raises(dualsft.ConfigError, match="exists"):
+        scores.save(tmp_path / "scores")
+    assert not any(file.suffix in (".pt", ".pkl", ".bin") for file in tmp_path.rglob("*"))
+    alone = dualsft.Scores.load(tmp_path / "scores")
+    assert not differ(alone, scores) and repr(alone) == repr(scores) and len(repr(scores)) < 80
+    if literal:
+        assert wanted.num_rescored > 0
+        with pytest.raises(dualsft.ConfigError, match=r"give it as Scores.load\(folder, model="):
+            dualsft.select(alone, data_budget=10)
+    with_model = dualsft.Scores.load(tmp_path / "scores", model)
+    for loaded in [with_model] if literal else [with_model, alone]:
+        chosen = dualsft.select(loaded, data_budget=10)
+        assert chosen.rows == wanted.rows
+        assert chosen.param_mask.keys() == wanted.param_mask.keys()
+        assert all(torch.equal(m, wanted.param_mask[n]) for n, m in chosen.param_mask.items())
+    with pytest.raises(dualsft.ConfigError, match="give the model that was scored"):
+        dualsft.Scores.load(tmp_path / "scores", old)
+    assert repr(wanted).startswith("Selection(10 examples, ") and len(repr(wanted)) < 80
+
+
+@pytest.mark.parametrize("name", ["scores.parquet", "vectors.safetensors", "manifest.json"])
+def test_damaged_scores_are_refused(tmp_path: Path, name: str) -> None:
+    model = tiny_model("llama", torch.float32)
+    scores = dualsft.score(model, tiny_rows(8, 1), tiny_rows(4, 2), eta_ft=1e-3, reporter=QUIET)
+    scores.save(tmp_path / "scores")
+    file = tmp_path / "scores" / name
+    content = file.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 1
+    for damaged in (bytes(flipped), content[:-1], None):
+        file.unlink() if damaged is None else file.write_bytes(damaged)
+        with pytest.raises(dualsft.ConfigError, match=r"score again, or copy the folder again"):
+            dualsft.Scores.load(tmp_path / "scores")
+        file.write_bytes(content)
+    with pytest.raises(dualsft.ConfigError, match=r"manifest.json is missing"):
+        dualsft.Scores.load(tmp_path / "nothing")
+    stated = json.loads((tmp_path / "scores/manifest.json").read_text())
+    stated = {k: v for k, v in stated.items() if k not in ("seal", "terms")}
+    (tmp_path / "scores/manifest.json").write_text(render_manifest(stated))
+    with pytest.raises(dualsft.ConfigError, match="is not what save wrote: KeyError.'terms'"):
+        dualsft.Scores.load(tmp_path / "scores")

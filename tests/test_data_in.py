@@ -155,6 +155,11 @@ UNCLEAR = {
         "preference pairs ('chosen', 'rejected'); set data.messages_field=chosen",
         {"messages_field=chosen": (ASKED, SAID)},
     ),
+    "preference_text": Unclear(
+        {"chosen": "Human: q Assistant: a", "rejected": "Human: q Assistant: b"},
+        "preference pairs ('chosen', 'rejected'); set data.text_field=chosen",
+        {"text_field=chosen": ("", "Human: q Assistant: a")},
+    ),
     "no_response": Unclear(
         {"question": "q", "reply": "a"},
         "have a prompt ('question') but no known name of a response, nor do those of any later row;"

@@ -27,7 +27,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 import dualsft
 from dualsft.data.examples import training_order
-from dualsft.errors import ConfigError
+from dualsft.errors import ConfigError, RunError
 from dualsft.integrations.transformers import adam_curvature, trainer_rows
 from dualsft.model.load import find_candidates, load_model
 from dualsft.runs.stages.selection import read_mask
@@ -284,6 +284,188 @@ def test_selected_rows_are_packed_by_a_second_trainer(tmp_path: Path) -> None:
     dualsft.restrict(packed, mask)
     packed.train()
     assert_only_the_mask_moved(packed.model, before, mask)
+
+
+# --- choosing again ----------------------------------------------------------------------------
+
+
+class Recorded(list[dict[str, list[int]]]):
+    """Rows, and the numbers of those that a trainer has read since they were last cleared."""
+
+    def __init__(self, rows: list[dict[str, list[int]]]) -> None:
+        super().__init__(rows)
+        self.read: list[int] = []
+
+    def __getitem__(self, i: Any) -> Any:
+        self.read.append(i)
+        return super().__getitem__(i)
+
+
+CALIBRATED: dict[str, Any] = {"form": "calibrated", "sketch_dim": 64, "reporter": QUIET}
+
+
+class Chooser:
+    """`choose` for the callback; keeps what was chosen, from which weights, and what was read."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings: dict[str, Any] = CALIBRATED | {"warm": 0} | settings
+        self.chosen: list[dualsft.Selection] = []
+        self.weights: list[dict[str, Tensor]] = []
+        self.read: list[list[int]] = []
+
+    def __call__(self, trainer: Any) -> dualsft.Selection:
+        held = trainer.train_dataset
+        before: list[int] = list(getattr(held, "read", ()))
+        scores = dualsft.score_trainer(trainer, **self.settings)
+        self.weights.append(snapshot(trainer.model))
+        self.chosen.append(dualsft.select(scores, data_budget=4, param_budget=0.01))
+        if isinstance(held, Recorded):
+            self.read.append(before)
+            held.read.clear()
+        return self.chosen[-1]
+
+
+def chosen_again(
+    folder: Path, chooser: Chooser, make: Any = None, resume: str = "", **changes: Any
+) -> Any:
+    """A training of 8 steps of two rows that chooses 4 of 20 rows at the steps 0, 3 and 6."""
+    settings: dict[str, Any] = {"max_steps": 8, "gradient_accumulation_steps": 2}
+    settings |= {"learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 2, **changes}
+    trainer = (make or plain)(folder, **settings)
+    trainer.add_callback(dualsft.DualSFTCallback(trainer, chooser, every=3))
+    trainer.train(resume_from_checkpoint=resume or None)
+    return trainer
+
+
+def same_choice(a: dualsft.Selection, b: dualsft.api.Selection) -> bool:
+    masks = a.param_mask.keys() == b.param_mask.keys()
+    masks = masks and all(torch.equal(m, b.param_mask[name]) for name, m in a.param_mask.items())
+    return masks and a.rows == b.rows
+
+
+def test_rows_and_mask_are_chosen_again(tmp_path: Path) -> None:
+    """Each choice is that of the API at the weights of its step; its rows and entries are trained.
+
+    The weights are those of a loop written out: its own order, the same optimizer.
+    """
+    rows, chooser = Recorded(token_rows(20, 1)), Chooser()
+    given: dict[str, Any] = {"train_sampling_strategy": "sequential", "max_grad_norm": 0.0}
+    given |= {"lr_scheduler_type": "constant", "train_dataset": rows}
+    trainer = chosen_again(tmp_path, chooser, **given)
+    first, second, third = chooser.chosen
+    assert not same_choice(first, second) and not same_choice(second, third)
+    assert trainer.state.global_step == 8
+    read = [*chooser.read[1:], rows.read]
+    for chosen, own in zip(chooser.chosen, read, strict=True):
+        assert set(own) == set(chosen.rows) and len(own) >= 4
+
+    model = tiny_model("llama", torch.float32)
+    optimizer = dualsft.SparseAdamW(model.named_parameters(), {}, lr=1e-2)
+    weights = [*chooser.weights, snapshot(trainer.model)]
+    for at, (chosen, own) in enumerate(zip(chooser.chosen, read, strict=True)):
+        with optimizer.detached():
+            val = token_rows(4, 2)
+            scores = dualsft.score(model, list(rows), val, eta_ft=1e-2, **CALIBRATED)
+        assert same_choice(dualsft.select(scores, data_budget=4, param_budget=0.01), chosen)
+        optimizer.set_indices(chosen.param_mask)
+        for step in range(2 if at == 2 else 3):
+            pair = own[2 * step : 2 * step + 2]
+            count = sum(label != -100 for i in pair for label in list(rows)[i]["labels"][1:])
+            for i in pair:
+                ids, labels = (torch.tensor([list(rows)[i][k]]) for k in ("input_ids", "labels"))
+                model(input_ids=ids, labels=labels, num_items_in_batch=count).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p, weights[at + 1][name], rtol=0, atol=2e-6)
+
+
+def sft_on_pairs(folder: Path, **changes: Any) -> Any:
+    given: dict[str, Any] = {"per_device_train_batch_size": 1} | changes
+    return sft(folder, completion, **given)
+
+
+@pytest.mark.parametrize(
+    ("make", "step"),
+    [
+        (plain, 4),
+        (plain, 6),
+        pytest.param(sft_on_pairs, 4, marks=pytest.mark.slow),
+        pytest.param(sft_on_pairs, 6, marks=pytest.mark.slow),
+    ],
+)
+def test_choosing_again_resumes_bit_for_bit(tmp_path: Path, make: Any, step: int) -> None:
+    """From a checkpoint between two choices, and from one where a choice is due."""
+    named = {"val": "val"} if make is sft_on_pairs else {}
+    given: dict[str, Any] = {"make": make, "max_grad_norm": 0.2}
+    whole, resumed = Chooser(**named), Chooser(**named)
+    wanted = chosen_again(tmp_path, whole, **given)
+    checkpoint = str(tmp_path / f"checkpoint-{step}")
+    found = chosen_again(tmp_path / "again", resumed, resume=checkpoint, **given)
+    assert len(whole.chosen) == 3 and len({tuple(chosen.rows) for chosen in whole.chosen}) > 1
+    assert len(resumed.chosen) == 1 and same_choice(resumed.chosen[0], whole.chosen[2])
+    assert_equal(snapshot(found.model), snapshot(wanted.model))
+    union = {
+        name: torch.cat([c.param_mask[name] for c in whole.chosen if name in c.param_mask]).unique()
+        for name in {name for chosen in whole.chosen for name in chosen.param_mask}
+    }
+    for name, p in wanted.model.named_parameters():
+        changed = (p != whole.weights[0][name]).view(-1).nonzero().squeeze(-1)
+        assert torch.isin(changed, union.get(name, changed[:0])).all(), name
+
+
+@pytest.mark.slow
+def test_choosing_again_with_workers_autocast_and_a_warmup(tmp_path: Path) -> None:
+    """Workers have the new rows; scoring works under Accelerate's autocast, and keeps its state."""
+    given: dict[str, Any] = {"warm": 6, "anchors": token_rows(4, 7)}
+    given["theta_old"] = tiny_model("llama", torch.float32)
+    found = []
+    for workers in (0, 2):
+        chooser, folder = Chooser(**given), tmp_path / str(workers)
+        trainer = chosen_again(folder, chooser, bf16=True, dataloader_num_workers=workers)
+        assert len({tuple(chosen.rows) for chosen in chooser.chosen}) > 1
+        found.append(snapshot(trainer.model))
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cure"),
+    [
+        ({"dataloader_persistent_workers": True, "dataloader_num_workers": 1}, "give False"),
+        ({"train_sampling_strategy": "group_by_length"}, "give 'random'"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True is not allowed"),
+        ({"restore_callback_states_from_checkpoint": True}, "this callback restores itself"),
+        ({"train_dataset": iter([])}, "train_dataset is a stream"),
+    ],
+)
+def test_where_rows_cannot_be_exchanged(tmp_path: Path, changes: dict[str, Any], cure: str) -> None:
+    if "train_dataset" in changes:
+        trainer, changes = plain(tmp_path), changes.copy()
+        trainer.train_dataset = changes.pop("train_dataset")
+    else:
+        trainer = plain(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=cure):
+        dualsft.DualSFTCallback(trainer, Chooser(), every=2)
+    assert trainer.optimizer is None
+
+
+def test_a_choice_that_cannot_be_trained(tmp_path: Path) -> None:
+    """A callback that was not added, a wrong row, and a checkpoint of another training."""
+    trainer = plain(tmp_path)
+    dualsft.DualSFTCallback(trainer, Chooser(), every=2)
+    with pytest.raises(RunError, match="call trainer.add_callback"):
+        trainer.train()
+    for rows, cure in (([20], "numbers from 0 to 19"), ([], "numbers from 0 to 19")):
+        trainer, wrong = plain(tmp_path), dualsft.Selection({}, np.array(rows), 0, rows)
+        trainer.add_callback(dualsft.DualSFTCallback(trainer, lambda _, c=wrong: c, every=2))
+        with pytest.raises(ConfigError, match=cure):
+            trainer.train()
+    chosen_again(tmp_path, Chooser(), max_steps=2)
+    for every, rows in ((4, 20), (3, 19)):
+        trainer = plain(tmp_path, train_dataset=token_rows(rows, 1), max_steps=4)
+        trainer.add_callback(dualsft.DualSFTCallback(trainer, Chooser(), every=every))
+        with pytest.raises(ConfigError, match="give what it was started with"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 # --- refusals ----------------------------------------------------------------------------------

@@ -36,7 +36,8 @@ from dualsft.errors import ConfigError, DataError, DualsftError, RunError
 if TYPE_CHECKING:
     from dualsft.api import score, score_trainer, select, warmup
     from dualsft.data.examples import encode
-    from dualsft.integrations.transformers import restrict
+    from dualsft.integrations.scores import Scores, Selection
+    from dualsft.integrations.transformers import DualSFTCallback, restrict
     from dualsft.lab.estimate.estimate import estimate
     from dualsft.lab.explain import explain
     from dualsft.model.delta import apply_delta, combine_deltas, extract_delta
@@ -61,6 +62,9 @@ _LAZY = {
     "score": "dualsft.api",
     "score_trainer": "dualsft.api",
     "select": "dualsft.api",
+    "Scores": "dualsft.integrations.scores",
+    "Selection": "dualsft.integrations.scores",
+    "DualSFTCallback": "dualsft.integrations.transformers",
     "restrict": "dualsft.integrations.transformers",
     "warmup": "dualsft.api",
     "encode": "dualsft.data.examples",
@@ -77,13 +81,16 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "DataError",
+    "DualSFTCallback",
     "DualsftError",
     "EvaluationConfig",
     "FinetuneConfig",
     "ModelConfig",
     "RunError",
     "ScoreConfig",
+    "Scores",
     "SelectConfig",
+    "Selection",
     "SparseAdamW",
     "SplitConfig",
     "WarmupConfig",

@@ -17,15 +17,12 @@ rows of a `datasets.Dataset`, dicts, token lists, batches of a DataLoader or `Ex
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import pyarrow as pa
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from dualsft.algorithm.calibration import scored_by_sketches, sketch_with
@@ -51,12 +48,13 @@ from dualsft.algorithm.scores import (
 from dualsft.algorithm.selection import choose_entries, choose_examples, rescore
 from dualsft.algorithm.split import resolve_budget
 from dualsft.config.settings import FinetuneConfig, ScoreConfig
-from dualsft.data.examples import IGNORE, Example, as_examples
+from dualsft.data.examples import Example, as_examples
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.passes import Precision
 from dualsft.engine.walk import PassSettings
 from dualsft.errors import ConfigError
+from dualsft.integrations.scores import Scores, Selection, described
 from dualsft.integrations.transformers import (
     adam_curvature,
     check_trainer_loss,
@@ -75,73 +73,6 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 
-@dataclass(frozen=True)
-class Scores:
-    """s_D with a bound per example, u and G; s_θ is u ⊙ G."""
-
-    example_scores: np.ndarray
-    """⟨U₀, g_n⟩ · eta_sc, within `bound` of the exact ⟨u, g_n⟩; or the calibrated scores."""
-    bound: np.ndarray
-    """Error bound of the one-pass direction plus, in half precision, the measured rounding."""
-    losses: np.ndarray
-    grad_sum: ParamVector
-    val_grad: ParamVector
-    prior_grad: ParamVector
-    projection: ParamVector
-    """u / eta_sc."""
-    eta_sc: float
-    pool: Sequence[Example] = field(repr=False)
-    ties: np.ndarray
-    """Tie-breaking order of equal scores: the indices of the examples."""
-    summary: dict[str, Any] = field(repr=False)
-    """Norms, cosines and self-checks, as in 4_scores/summary.json."""
-    scored: Scored = field(repr=False)
-    rescore: Callable[[np.ndarray], np.ndarray] = field(repr=False)
-    """Exact scores of the pool examples at these positions (one pass over them)."""
-    val_quantile: np.ndarray | None = None
-    """Calibrated form: the share of validation examples with a lower score, by pool example."""
-    say: Callable[[str], None] = field(repr=False, default=lambda _: None)
-
-    def __repr__(self) -> str:
-        form = self.summary.get("form", "literal")
-        return (
-            f"Scores({len(self.pool):,} examples, {form}, "
-            f"{self.grad_sum.num_entries:,} candidate entries)"
-        )
-
-    def to_table(self, selection: Selection | None = None, tokenizer: Any = None) -> pa.Table:
-        """One row per pool example, in the order of the pool: id, index, score, bound, loss.
-
-        Calibrated scores also have `val_quantile`. With the result of `select` also `selected`;
-        with the tokenizer also `prompt` and `response`, decoded with their special tokens.
-        """
-        columns: dict[str, Any] = {
-            "id": [example.id for example in self.pool],
-            "index": [example.index for example in self.pool],
-            "score": self.example_scores,
-            "bound": self.bound,
-            "loss": self.losses,
-        }
-        if self.val_quantile is not None:
-            columns["val_quantile"] = self.val_quantile
-        if selection is not None:
-            columns["selected"] = np.isin(np.arange(len(self.pool)), selection.data_subset)
-        if tokenizer is not None:
-            for name, inside in (("prompt", False), ("response", True)):
-                tokens = [
-                    [t for t, label in pairs if (label != IGNORE) == inside]
-                    for pairs in (zip(e.input_ids, e.labels, strict=True) for e in self.pool)
-                ]
-                columns[name] = tokenizer.batch_decode(tokens, skip_special_tokens=False)
-        return pa.table(columns)
-
-    def to_pandas(self, selection: Selection | None = None, tokenizer: Any = None) -> Any:
-        """`to_table` as a pandas DataFrame; needs pandas."""
-        if find_spec("pandas") is None:
-            raise ConfigError("to_pandas: pandas is not installed; install it, or use to_table")
-        return self.to_table(selection, tokenizer).to_pandas()
-
-
 def _examples(name: str, given: Iterable[Any], model: PreTrainedModel) -> list[Example]:
     """The given rows as examples; raises for those that would fail later, or have no loss."""
     vocabulary = len(model.get_input_embeddings().get_parameter("weight"))
@@ -157,17 +88,6 @@ def _examples(name: str, given: Iterable[Any], model: PreTrainedModel) -> list[E
         if reason:
             raise ConfigError(f"{name}[{i}] ({example.id}) has {reason}; repair the example")
     return examples
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The mask as sorted flat indices by parameter, the subset as positions in the pool."""
-
-    param_mask: dict[str, Tensor]
-    data_subset: np.ndarray
-    num_rescored: int
-    rows: list[int]
-    """The subset as `Example.index`: row numbers in the data that the pool was taken from."""
 
 
 def warmup(
@@ -342,6 +262,7 @@ def score(
         rescore=again,
         val_quantile=quantile,
         say=say.say,
+        theta_bar=described(engine, passes),
     )
 
 
@@ -391,6 +312,7 @@ def score_trainer(
     val: Any = None,
     *,
     anchors: Any = None,
+    theta_old: PreTrainedModel | None = None,
     warm: int | float | Trainer = 0.05,
     candidates: str = "block_linear",
     batch_tokens: int = 1024,
@@ -403,7 +325,8 @@ def score_trainer(
     `val` and `anchors` are tokenized datasets with the trainer's columns, or names of entries of
     its `eval_dataset`; `val` is `eval_dataset` by default. `warm` is the count or share of rows
     for the warmup of a copy of the model (they are not scored), 0 for none, or another trainer that
-    has trained with AdamW: its model is θ̄, and its second moments give ĉ. Learning rate and batch
+    has trained with AdamW: its model is θ̄, and its second moments give ĉ. `theta_old` is the model
+    whose behaviour the anchors keep, by default the trainer's as it is now. Learning rate and batch
     size are the trainer's; `settings` are those of `score`. Then:
 
         chosen = dualsft.select(scores, data_budget=0.1, param_budget=0.05)
@@ -434,5 +357,5 @@ def score_trainer(
         curvature = warmup(theta_bar, taken, lr=args.learning_rate, batch_size=size, **shared)
     known = {"eta_ft": args.learning_rate, "curvature": curvature, "anchors": old}
     with own_forward(theta_bar):
-        teacher = model if old else None
+        teacher = (theta_old or model) if old else None
         return score(theta_bar, pool, new, theta_old=teacher, **known, **shared, **settings)

@@ -211,7 +211,7 @@ class Recogniser:
         prompts, responses = self._pair_names(values)
         if {"chosen", "rejected"} <= values.keys() and not responses:
             whole = has_turns(values["chosen"]) and not has_turns(values.get("prompt"))
-            name = "messages" if whole else "response"
+            name = "messages" if whole else "response" if prompts else "text"
             raise DataError(
                 f"{place}: the rows are preference pairs ('chosen', 'rejected'); set "
                 f"data.{name}_field=chosen to train on the preferred answers"

@@ -3,15 +3,17 @@
 What `dualsft.score_trainer` (`api.py`) reads, and `restrict`, which is Algorithm 1 line 12 in their
 loop: the trainer updates only the entries of m_θ, on the rows of D_sel. TRL is never imported.
 
-Why a function to call before `trainer.train()`, and no callback: `train()` builds the dataloader,
-counts the steps, and makes optimizer and scheduler from that count, before it calls any callback;
-`on_init_end` comes before SFTTrainer has patched its model, and knows no dataset. A callback could
-exchange these objects only behind the trainer's back. Before `train()` they are plain attributes:
-`restrict` sets `train_dataset` and `optimizer`, as `Trainer(..., optimizers=(optimizer, None))`
-would, and everything else (steps, schedule, clipping, accumulation, checkpoints) follows by itself.
-For the same reason there is no selection in the middle of a training: the trainer's checkpoint has
-no place for the rows in use, and resuming would replay the wrong ones. (A mask alone can move, by
-`set_indices` of the optimizer.)
+`restrict` is a function to call before `trainer.train()`, and no callback: `train()` builds the
+dataloader, counts the steps, and makes optimizer and scheduler from that count, before it calls any
+callback. Before `train()`, `train_dataset` and `optimizer` are plain attributes: `restrict` sets
+them as `Trainer(..., optimizers=(optimizer, None))` would, and everything else (steps, schedule,
+clipping, accumulation, checkpoints) follows by itself.
+
+`DualSFTCallback` chooses again during the training. A trainer fetches batches ahead, in one or more
+processes, and counts its steps before the first: rows can be exchanged only where it makes a new
+iterator, at the beginning of an epoch. So its dataset is a `Round`, whose epoch has as many rows as
+the wanted number of steps trains on, whatever the number of chosen rows. The chosen rows are in the
+checkpoint's trainer_state.json, the mask and its moments in its optimizer.pt.
 
 Rows are read through the trainer's own collator, one at a time, so labels are those that it trains
 on, however they came about. The trainer's loss is compared with ours, in value and gradient: this
@@ -20,30 +22,35 @@ finds whatever replaces it, known to us or not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
-from transformers import PreTrainedModel
+from torch.utils.data import Dataset, Subset
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from dualsft.algorithm.split import assign_roles, resolve_budget
 from dualsft.data.examples import IGNORE, Example, as_examples, collate
 from dualsft.engine.fused import HALF_DTYPES
 from dualsft.engine.ghost import alone
-from dualsft.errors import ConfigError
+from dualsft.errors import ConfigError, RunError
 from dualsft.model.load import Candidates
 from dualsft.model.sharded import device_of
 from dualsft.storage.vectors import ParamVector
 from dualsft.train.optimizer import SparseAdamW
 
 if TYPE_CHECKING:
-    from transformers import Trainer  # at run time it needs accelerate; the user has imported it
+    # at run time it needs accelerate; the user has imported it
+    from transformers import Trainer, TrainerState
+
+logger = logging.getLogger(__name__)
 
 LOSS_TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
 """Relative difference allowed between a trainer's loss or gradient and ours, for one row."""
@@ -175,7 +182,8 @@ def check_trainer_loss(trainer: Trainer, candidates: Candidates, row: Example) -
         p.requires_grad_(required)
         vars(trainer).update(counted)
     apart = float((theirs - found[0]).norm() / found[0].norm().clamp_min(1e-30))
-    tolerance = HALF_TOLERANCE if model.dtype in HALF_DTYPES else LOSS_TOLERANCE
+    in_half = model.dtype in HALF_DTYPES or hasattr(model, "_original_forward")  # Accelerate's
+    tolerance = HALF_TOLERANCE if in_half else LOSS_TOLERANCE
     if not (apart <= tolerance and abs(loss - ours) <= tolerance * max(1.0, abs(ours))):
         raise ConfigError(
             f"{type(trainer).__name__}: its loss of row {row.index} is {loss:.6g} and the "
@@ -242,12 +250,7 @@ def restrict(
             "fp16: loss scaling does not work with fp16 weights; load the model with "
             "dtype=torch.float32, or train with bf16=True"
         )
-    plain = sorted(set(param_mask) - set(trainer.get_decay_parameter_names(model)))
-    if args.weight_decay and plain:
-        problems.append(
-            f"weight_decay: Trainer decays no norms and biases, but SparseAdamW decays all that it "
-            f"trains, here {plain[0]} too; give weight_decay=0, or leave them out of the mask"
-        )
+    problems += _undecayed(trainer, param_mask)
     if rows is not None:
         problems += _wrong_rows(trainer, rows)
     if problems:
@@ -268,6 +271,17 @@ def restrict(
     return trainer.optimizer
 
 
+def _undecayed(trainer: Trainer, param_mask: Mapping[str, Tensor | None]) -> list[str]:
+    assert trainer.model is not None
+    plain = sorted(set(param_mask) - set(trainer.get_decay_parameter_names(trainer.model)))
+    if not trainer.args.weight_decay or not plain:
+        return []
+    return [
+        f"weight_decay: Trainer decays no norms and biases, but SparseAdamW decays all that it "
+        f"trains, here {plain[0]} too; give weight_decay=0, or leave them out of the mask"
+    ]
+
+
 def _wrong_rows(trainer: Trainer, rows: Sequence[int] | np.ndarray) -> list[str]:
     dataset: Any = trainer.train_dataset
     if not hasattr(dataset, "__len__"):
@@ -277,3 +291,148 @@ def _wrong_rows(trainer: Trainer, rows: Sequence[int] | np.ndarray) -> list[str]
     if not len(rows) or min(rows) < 0 or max(rows) >= len(dataset):
         return [f"rows: must be one or more numbers from 0 to {len(dataset) - 1:,}"]
     return []
+
+
+# --- choosing again ----------------------------------------------------------------------------
+
+
+class _Choice(Protocol):
+    """What `dualsft.select` returns, or anything with these two."""
+
+    @property
+    def param_mask(self) -> Mapping[str, Tensor | None]: ...
+
+    @property
+    def rows(self) -> Sequence[int]: ...
+
+
+class Round(Dataset[Any]):
+    """`size` rows of a dataset: the chosen ones, repeated or drawn from, each as often within one.
+
+    The rows may be exchanged between two iterators of a DataLoader.
+    """
+
+    def __init__(self, dataset: Any, size: int) -> None:
+        self.dataset, self.size = dataset, size
+        self._order: list[int] = []
+
+    def fill(self, rows: Sequence[int], seed: int) -> None:
+        shuffled = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+        self._order = [int(rows[shuffled[i % len(rows)]]) for i in range(self.size)]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, i: int) -> Any:
+        if not self._order:
+            raise RunError("no rows are chosen yet; call trainer.add_callback with the callback")
+        return self.dataset[self._order[i]]
+
+
+class DualSFTCallback(TrainerCallback, ExportableState):
+    """Choose rows and weight entries again every so many steps of a `Trainer` or `SFTTrainer`.
+
+        def choose(trainer):
+            scores = dualsft.score_trainer(trainer, form="calibrated")
+            return dualsft.select(scores, data_budget=0.1, param_budget=0.05)
+
+        trainer.add_callback(dualsft.DualSFTCallback(trainer, choose, every=100))
+        trainer.train()
+
+    `choose` sees the trainer with its whole train_dataset and with its model as it is at that step,
+    without a mask. It is called before the first step and then after every `every` optimizer steps,
+    and must give the same again for the same weights. An epoch of the trainer is `every` steps, so
+    `num_train_epochs` counts choices, and `max_steps` counts steps as usual.
+
+    Entries that stay in the mask keep their moments, entries that enter start with none, and
+    entries that leave keep their last value; with `carry=False` all moments start again
+    (`SparseAdamW.set_indices`). `settings` are of `SparseAdamW`, as in `restrict`. A training that
+    resumes from a checkpoint goes on with its rows and mask.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        choose: Callable[[Trainer], _Choice],
+        every: int,
+        *,
+        carry: bool = True,
+        **settings: Any,
+    ) -> None:
+        """Make the trainer train rows and entries that are exchanged; call it before `train()`."""
+        args, dataset = trainer.args, trainer.train_dataset
+        problems = [] if every >= 1 else [f"every={every} is not allowed; give a number of steps"]
+        if not hasattr(dataset, "__len__"):
+            problems.append("train_dataset is a stream; give a dataset with a length")
+        for name, allowed, why in _EXCHANGEABLE:
+            if (value := getattr(args, name, allowed[0])) not in allowed:
+                problems.append(f"{name}={value!r} is not allowed: {why}; give {allowed[0]!r}")
+        if problems:
+            raise ConfigError([f"DualSFTCallback: {problem}" for problem in problems])
+        self.optimizer = restrict(trainer, {}, **settings)
+        self.trainer, self.choose, self.every, self.carry = trainer, choose, every, carry
+        self.rows: list[int] = []
+        """Row numbers that are trained on now."""
+        size = every * args.train_batch_size * args.gradient_accumulation_steps
+        self._round = Round(dataset, size)
+        trainer.train_dataset = self._round  # type: ignore[assignment]
+        self._kept = False
+
+    def state(self) -> dict[str, Any]:
+        """What trainer_state.json of a checkpoint keeps."""
+        kept = {"rows": self.rows, "every": self.every, "num_rows": len(self._round.dataset)}
+        return {"args": {}, "attributes": kept}
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        """Resume the rows of a checkpoint that was saved between two choices."""
+        self._kept = state.global_step % self.every != 0
+        if not state.global_step:
+            return
+        held: Any = state.stateful_callbacks or {}
+        kept = held.get(type(self).__name__, {}).get("attributes", {})
+        now = self.state()["attributes"]
+        if any(kept.get(name) != now[name] for name in ("every", "num_rows")):
+            raise ConfigError(
+                f"DualSFTCallback: the checkpoint has {kept or 'no rows'}, and this training "
+                f"every={self.every} and {now['num_rows']:,} rows; give what it was started with"
+            )
+        self.rows = kept["rows"]
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        """Exchange rows and mask before the trainer makes an iterator over its rows."""
+        step = state.global_step
+        if not self._kept:
+            self._exchange(step)
+        self._kept = False
+        self._round.fill(self.rows, args.seed + step - step % self.every)
+
+    def _exchange(self, step: int) -> None:
+        trainer, model = self.trainer, plain_model(self.trainer)
+        trainer.train_dataset, training = self._round.dataset, model.training
+        try:
+            with self.optimizer.detached():
+                chosen = self.choose(trainer)
+            if problems := _undecayed(trainer, chosen.param_mask) + _wrong_rows(
+                trainer, chosen.rows
+            ):
+                raise ConfigError(problems)
+        finally:
+            trainer.train_dataset = self._round  # type: ignore[assignment]
+            model.train(training)
+        new = len(set(chosen.rows) - set(self.rows))
+        self.rows = [int(row) for row in chosen.rows]
+        self.optimizer.set_indices(chosen.param_mask, self.carry)
+        logger.info(
+            "step %d: %d rows chosen, %d of them new, %d weight entries",
+            *(step, len(self.rows), new, self.optimizer.num_selected),
+        )
+
+
+_EXCHANGEABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("world_size", (1,), "one process computes the scores"),
+    ("auto_find_batch_size", (False,), "it would change the number of rows of a step"),
+    ("dataloader_persistent_workers", (False,), "the workers would keep the old rows"),
+    ("train_sampling_strategy", ("random", "sequential"), "it orders the rows of the first choice"),
+    ("restore_callback_states_from_checkpoint", (False,), "this callback restores itself"),
+)
+"""Arguments of a trainer, their allowed values, and why no others."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -85,10 +86,8 @@ class SparseAdamW(torch.optim.Optimizer):
         selected = compact.checked_indices(self._params, self._requires_grad, indices)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__([{"params": []}], defaults)
-        for p in self._params.values():
-            setattr(p, _MARK, weakref.ref(self))  # a garbage-collected optimizer does not count
         self._grads = self._new_gradients()
-        self._hooks = self._grads.attach()
+        self._attach()
         self._select(selected)
         for name in self._indices:  # existing gradients count, as with any optimizer
             if self._params[name].grad is not None:
@@ -316,6 +315,29 @@ class SparseAdamW(torch.optim.Optimizer):
             return
         self._closed = True
         self.zero_grad()
+        self._detach()
+
+    @contextmanager
+    def detached(self) -> Iterator[None]:
+        """Inside, the model is as without this optimizer: no hooks, its own `requires_grad`.
+
+        For other uses of the model between a step and the next backward, such as scoring it.
+        """
+        self._check_open()
+        self._detach()
+        try:
+            yield
+        finally:
+            self._attach()
+            for name, p in self._params.items():
+                p.requires_grad_(name in self._indices)
+
+    def _attach(self) -> None:
+        for p in self._params.values():
+            setattr(p, _MARK, weakref.ref(self))  # a garbage-collected optimizer does not count
+        self._hooks = self._grads.attach()
+
+    def _detach(self) -> None:
         for handle in self._hooks:
             handle.remove()
         for name, p in self._params.items():

@@ -24,7 +24,7 @@ from pathlib import Path
 from fuzzing import TARGETS
 
 ROOT = Path(__file__).parents[1]
-FUZZ_SECONDS = 60
+TURN_SECONDS = 60
 GOALS = {"kills": 200, "flips": 2_000, "cuts": 500, "cycles": 10_000} | {
     f"fuzz {name}": 6_000_000 for name in TARGETS
 }
@@ -43,6 +43,12 @@ class Tally:
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
 
+    def add(self, cases: int, failures: list[str], seconds: float) -> None:
+        self.cases += cases
+        self.turns += 1
+        self.seconds = round(self.seconds + seconds, 1)
+        self.failures = (self.failures + failures)[:20]
+
 
 @contextmanager
 def steps(folder: Path, corpus: Path) -> Iterator[dict[str, Callable[[], Step]]]:
@@ -60,10 +66,12 @@ def steps(folder: Path, corpus: Path) -> Iterator[dict[str, Callable[[], Step]]]
         return lambda turn: (sigkill_rounds(bench, stages[turn % len(stages)], 1, turn), [])
 
     def damage(kind: str) -> Step:
+        import transformers
         from conftest import corpus_rows, small_run, write_jsonl
         from models import save_tiny_folder
         from test_damage import damage_many, finish
 
+        transformers.utils.logging.disable_progress_bar()
         own = folder / kind
         own.mkdir()
         rows = corpus_rows()
@@ -81,15 +89,15 @@ def steps(folder: Path, corpus: Path) -> Iterator[dict[str, Callable[[], Step]]]
         from faults import soak
 
         def turn(number: int) -> tuple[int, list[str]]:
-            soak(folder / "cycles", 2_000)
-            return 2_000, []
+            soak(folder / "cycles", 500)
+            return 500, []
 
         (folder / "cycles").mkdir()
         return turn
 
     def fuzz(name: str) -> Step:
         def turn(number: int) -> tuple[int, list[str]]:
-            words = ["--corpus", str(corpus), "--seconds", str(FUZZ_SECONDS)]
+            words = ["--corpus", str(corpus), "--seconds", str(TURN_SECONDS)]
             command = [sys.executable, str(ROOT / "tests/fuzzing.py"), name, *words]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
@@ -120,20 +128,19 @@ def work(tallies: dict[str, Tally], minutes: float, corpus: Path, save: Callable
     with tempfile.TemporaryDirectory() as folder, steps(Path(folder), corpus) as makers:
         while left := [n for n, t in tallies.items() if t.cases < GOALS[n]]:
             for name in left:
-                if time.monotonic() > end:
-                    return
-                tally, start = tallies[name], time.monotonic()
-                try:
-                    if name not in ready:
-                        ready[name] = makers[name]()
-                    cases, failures = ready[name](tally.turns)
-                except Exception as problem:
-                    cases, failures = 0, [f"{type(problem).__name__}: {str(problem)[:500]}"]
-                tally.cases += cases
-                tally.turns += 1
-                tally.seconds = round(tally.seconds + time.monotonic() - start, 1)
-                tally.failures = (tally.failures + failures)[:20]
-                save()
+                turn_end = min(end, time.monotonic() + TURN_SECONDS)
+                while tallies[name].cases < GOALS[name] and time.monotonic() < turn_end:
+                    start = time.monotonic()
+                    try:
+                        if name not in ready:
+                            ready[name] = makers[name]()
+                        cases, failures = ready[name](tallies[name].turns)
+                    except Exception as problem:
+                        cases, failures = 0, [f"{type(problem).__name__}: {str(problem)[:500]}"]
+                    tallies[name].add(cases, failures, time.monotonic() - start)
+                    save()
+            if time.monotonic() > end:
+                return
 
 
 def table(tallies: dict[str, Tally]) -> str:

@@ -155,7 +155,11 @@ class Work:
         if kind == "lora":
             found["entries"] = self.fit_lora(lr, hooks)
         else:
-            indices = None if kind == "dense" else torch.load(mask_path(self.cell, kind))
+            indices = (
+                None
+                if kind == "dense"
+                else torch.load(mask_path(self.cell, kind), weights_only=True)
+            )
             trainer.optimize(indices, self.rows, lr, hooks=hooks)
             found["entries"] = sum(map(len, indices.values())) if indices else 0
         found |= trainer.judge()

@@ -16,6 +16,7 @@ import io
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -25,7 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dualsft.storage.resume import Pieces
+import torch
+
+from dualsft.storage.resume import KEPT, Pieces
 
 DIED = 77
 """Exit status of a child that broke off at an I/O call."""
@@ -221,6 +224,29 @@ def stopped_at(tick: int, label: str, end: BaseException) -> Iterator[None]:
     raise AssertionError("it was over before it was stopped")
 
 
+def soak(folder: Path, cycles: int) -> None:
+    """Save, load and rotate: no descriptor more, 16 MB at most, no more folders than are kept."""
+
+    def held() -> tuple[int, int]:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return len(os.listdir("/proc/self/fd")), pages * resource.getpagesize()
+
+    before, most = (0, 0), 0
+    for number in range(cycles):
+        if number == cycles // 10:  # what is cached once is there by now
+            before = held()
+        pieces = Pieces(folder / "soak.work", "abc", every=0)
+        state = {"x": torch.full((64, 64), float(number))}
+        pieces.tick("walk", lambda s=state, n=number: (s, {"number": n}), "")
+        piece = pieces.load("walk")
+        assert piece is not None and piece.facts["number"] == number
+        assert torch.equal(piece.tensors["x"], state["x"])
+        most = max(most, len(os.listdir(folder / "soak.work")))
+    fds, rss = held()
+    assert fds <= before[0] and rss - before[1] <= 16 << 20, (before, fds, rss)
+    assert most <= KEPT, most
+
+
 # --- the parent ---------------------------------------------------------------------------------
 
 
@@ -397,8 +423,6 @@ def _child(message: dict[str, Any]) -> None:
 
 
 def _serve() -> None:
-    import torch
-
     for name in WARM:
         with suppress(ModuleNotFoundError):  # other versions have other modules
             importlib.import_module(name)

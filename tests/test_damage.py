@@ -38,10 +38,14 @@ def finished(
     """A finished run with a round of re-selection, everything kept, and a stage's saved pieces."""
     words = [*small_run(model_folder("llama"), corpus), "score.keep=all", "select.rounds=1"]
     run = tmp_path_factory.mktemp("damage") / "run"
-    pipeline.run(settings.load(None, words), run, None, Reporter(lambda _: None))
+    finish(run, words)
+    return run, words
+
+
+def finish(run: Path, words: Sequence[str]) -> None:
+    pipeline.run(settings.load(None, list(words)), run, None, Reporter(lambda _: None))
     pieces = Pieces(run / "2_warmup.work", "abc", every=0)
     pieces.save("warmup", load_file(run / "2_warmup/curvature.safetensors"), {"steps": 3})
-    return run, words
 
 
 def files_of(run: Path) -> list[Path]:
@@ -91,10 +95,12 @@ def damaged(file: Path, rng: random.Random, kind: str) -> bytes:
 def test_damage_is_found_before_use(
     finished: tuple[Path, list[str]], kind: str, count: int
 ) -> None:
+    damage_many(finished[0], kind, count, random.Random(kind))
+
+
+def damage_many(run: Path, kind: str, count: int, rng: random.Random) -> None:
     """Every file of the folder in turn, small and large alike; then the rest by chance."""
-    run, _ = finished
-    rng, fingerprints = random.Random(kind), fingerprints_of(run)
-    files = files_of(run)
+    fingerprints, files = fingerprints_of(run), files_of(run)
     assert len(files) > 40
     turns = [*files, *rng.choices(files, k=count)][: max(count, len(files))]
     silent: Counter[str] = Counter()

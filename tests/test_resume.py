@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import Killed, cut_off
+from faults import Killed, cut_off, soak
 from models import assert_equal, snapshot, tiny_model, tiny_rows
 from worlds import short_training
 
@@ -116,6 +116,11 @@ def test_a_stage_discards_its_pieces_when_it_is_whole(tmp_path: Path) -> None:
     with run.write_stage("2_warmup", fingerprint) as writer:
         (writer / "x").write_text("done")
     assert not (run.path / "2_warmup.work").exists()
+
+
+@pytest.mark.parametrize("cycles", [50, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_saving_often_holds_nothing(tmp_path: Path, cycles: int) -> None:
+    soak(tmp_path, cycles)
 
 
 # --- loops --------------------------------------------------------------------------------------

@@ -3,61 +3,35 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import dualsft
 
-FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "input"}
-FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-FORBIDDEN_ATTRIBUTES = {
-    ("torch", "load"),
-    ("torch", "save"),
-    ("yaml", "load"),
-    ("yaml", "unsafe_load"),
-    ("yaml", "full_load"),
-    ("os", "system"),
-    ("os", "popen"),
-    ("numpy", "load"),
-    ("np", "load"),
-}
+FORBIDDEN_CALLS = {"compile", "__import__", "input"}
+ALLOWED_LATER = {"allow_pickle", "trust_remote_code"}
 
 
 def findings(source: str) -> list[str]:
-    """Ways to run what a file says, by the syntax tree."""
+    """Ways to run what a file says that ruff does not know."""
     found: list[str] = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found += [a.name for a in node.names if a.name.split(".")[0] in FORBIDDEN_MODULES]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            base = node.module.split(".")[0]
-            pairs = {(base, a.name) for a in node.names} & FORBIDDEN_ATTRIBUTES
-            found += [node.module] * (base in FORBIDDEN_MODULES) + [f"{a}.{b}" for a, b in pairs]
-        elif isinstance(node, ast.Call):
+        if isinstance(node, ast.Call):
             name = node.func
             if isinstance(name, ast.Name) and name.id in FORBIDDEN_CALLS:
                 found.append(name.id)
-            if isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name):
-                pair = (name.value.id, name.attr)
-                found += [".".join(pair)] * (pair in FORBIDDEN_ATTRIBUTES and not _safe(node))
             for word in node.keywords:
                 flag = isinstance(word.value, ast.Constant) and word.value.value is True
-                risky = ("shell", "allow_pickle", "trust_remote_code")
-                found += [f"{word.arg}=True"] * (flag and word.arg in risky)
+                found += [f"{word.arg}=True"] * (flag and word.arg in ALLOWED_LATER)
     return found
 
 
-def _safe(node: ast.Call) -> bool:
-    """yaml.load with a loader class of our own, derived from SafeLoader, is safe."""
-    loaders = [word.value for word in node.keywords if word.arg == "Loader"]
-    return any(isinstance(one, ast.Name) and one.id.startswith("_") for one in loaders)
-
-
-SANDBOXED = {
-    "lab/evaluation/sandbox_child.py": ["compile", "exec", "exec", "exec", "compile", "compile"]
-}
+SANDBOXED = {"lab/evaluation/sandbox_child.py": ["compile"] * 3}
 """Generated programs of HumanEval: only after --allow-code-execution, in a process of its own
 that nothing of the package runs in (`lab/evaluation/sandbox.py`)."""
 
@@ -74,22 +48,88 @@ def test_the_source_runs_nothing_it_reads() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "import pickle",
-        "from pickle import loads",
-        "import torch; torch.load('x')",
-        "from torch import load",
-        "import yaml; yaml.load(text)",
-        "import yaml; yaml.load(text, Loader=yaml.Loader)",
-        "eval(text)",
-        "exec(text)",
-        "import os; os.system(text)",
-        "import subprocess; subprocess.run(text, shell=True)",
-        "import numpy as np; np.load('x', allow_pickle=True)",
+        "compile(text, 'x', 'exec')",
+        "__import__(text)",
+        "np.load('x', allow_pickle=True)",
         "AutoModel.from_pretrained(x, trust_remote_code=True)",
     ],
 )
 def test_the_lint_finds_it(line: str) -> None:
     assert findings(line)
+
+
+UNSAFE = """\
+import pickle
+from pickle import loads
+import dill, joblib, marshal, shelve, cloudpickle
+import torch; torch.load('x')
+from torch import load
+import torch; torch.save({}, 'x')
+import yaml; yaml.load(text)
+import yaml; yaml.load(text, Loader=yaml.Loader)
+eval(text)
+exec(text)
+import os; os.system(text)
+import os; os.popen(text)
+import subprocess; subprocess.run(text, shell=True)
+import subprocess; subprocess.Popen(text, shell=True)
+import numpy as np; np.load('x', allow_pickle=True)
+import tarfile; tarfile.open('x').extractall()
+"""
+
+
+def test_make_lint_finds_each_way_to_run_what_a_file_says() -> None:
+    """The rules of pyproject.toml, on a module of the package."""
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "ruff", "check", "--output-format=json", "--no-cache"]
+    name = root / "src/dualsft/storage/unsafe.py"
+    done = subprocess.run(
+        [*command, f"--stdin-filename={name}", "-"],
+        input=UNSAFE,
+        capture_output=True,
+        text=True,
+        cwd=root,
+    )
+    seen = [one for one in json.loads(done.stdout) if one["code"].startswith(("S", "TID"))]
+    assert {one["location"]["row"] for one in seen} == set(range(1, 1 + UNSAFE.count("\n")))
+
+
+# --- dependencies ---------------------------------------------------------------------------------
+
+
+def audit(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(Path(__file__).parents[1] / ".ci/audit.py"), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_no_pinned_version_has_a_known_vulnerability() -> None:
+    done = audit()
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("lock", "floor", "named"),
+    [
+        (
+            "torch==2.5.1",
+            "torch>=2.11",
+            "constraints.txt: torch 2.5.1 is affected by CVE-2025-32434",
+        ),
+        ("PyYAML==5.3", "pyyaml>=6", "constraints.txt: pyyaml 5.3 is affected by PYSEC-"),
+        (
+            "Jinja2==3.1.6",
+            "jinja2>=3.1",
+            "pyproject.toml: jinja2 3.1 is affected by CVE-2025-27516",
+        ),
+        ("Jinja2==3.1.6", "jinja2", "pyproject.toml: jinja2 has no lower bound"),
+    ],
+)
+def test_the_audit_finds_a_bad_version(lock: str, floor: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "constraints.txt").write_text(f"# pins\n{lock}\nnumpy==2.4.6\n")
+    project = tmp_path / "pyproject.toml"
+    project.write_text(f'[project]\ndependencies = ["{floor}"]\n[project.optional-dependencies]\n')
+    done = audit(tmp_path / "constraints.txt", "--project", project)
+    assert done.returncode == 1 and named in done.stdout, done.stdout
 
 
 # --- one way into a run folder --------------------------------------------------------------------

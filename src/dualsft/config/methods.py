@@ -86,7 +86,7 @@ class Entry:
         """Learning rate relative to finetune.lr, which is `auto` or a number."""
         return self.lr_ratio * (self.auto_ratio if auto and self.uses_budget else 1.0)
 
-    def specs(self) -> dict[str, FieldSpec]:
+    def specs(self) -> Mapping[str, FieldSpec]:
         """Specs of its options by full key."""
         return option_specs(f"method.{self.name}", self.options)
 
@@ -100,7 +100,8 @@ ADDED: Mapping[str, bool] = {"added": True}
 made without the option stay valid."""
 
 
-def option_specs(prefix: str, options: type) -> dict[str, FieldSpec]:
+@functools.cache
+def option_specs(prefix: str, options: type) -> Mapping[str, FieldSpec]:
     """Specs of the fields of an options dataclass, by full key."""
     hints = typing.get_type_hints(options, include_extras=True)
     return {

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,11 +109,11 @@ class Delta:
             header, tensors = dict(file.metadata), file.tensors()
         except (OSError, RunError) as problem:
             raise ConfigError(f"{path}: cannot be read as a delta: {problem}") from problem
-        if header.get("format") not in (FORMAT, UNHASHED, COMPACT):
-            raise ConfigError(
-                f"{path}: its header has format {header.get('format')!r}, not {FORMAT!r}; give "
-                "the delta.safetensors of a run folder"
-            )
+        if (stated := header.get("format")) not in (FORMAT, UNHASHED, COMPACT):
+            cure = "give the delta.safetensors of a run folder"
+            if re.fullmatch(r"dualsft-delta-\d+", str(stated)):
+                cure = f"newer than {COMPACT!r}, the last that this dualsft reads: upgrade dualsft"
+            raise ConfigError(f"{path}: its header has format {stated!r}, not {FORMAT!r}; {cure}")
         stated = header.pop("sha256", None)
         if header["format"] != UNHASHED and stated != _content_hash(ParamVector(tensors), header):
             raise ConfigError(

@@ -170,7 +170,7 @@ class Diagnostic:
     def figure(self) -> str:
         return f"{__name__}.{self.module}:draw_{self.name}"
 
-    def specs(self) -> dict[str, FieldSpec]:
+    def specs(self) -> Mapping[str, FieldSpec]:
         """Its options by full key, diagnose.<name>.<field>."""
         return option_specs(f"diagnose.{self.name}", self.options)
 

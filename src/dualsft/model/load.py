@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,7 @@ from transformers.pytorch_utils import Conv1D
 from dualsft.errors import ConfigError
 from dualsft.model.safety import check_folder, check_tokenizer, weight_files
 from dualsft.storage.vectors import accumulation_dtype, reduction_dtype
-from dualsft.system.bounds import FREE_BYTES, RAISE, TIMES, bounded
+from dualsft.system.bounds import FREE_BYTES, RAISE, TIMES, bounded, tried
 from dualsft.system.usage import is_out_of_memory, is_panic
 
 log = logging.getLogger(__name__)
@@ -54,8 +55,10 @@ DTYPES = {
 }
 
 MAX_BUILD_SECONDS = TIMES * 30.0
+MAX_LOAD_SECONDS = TIMES * 20
 MAX_BUILD_MEMORY = TIMES * (4 << 30)
-"""Processor time and memory for building a model of a config.json without its weights."""
+"""Processor time and memory for building a model of a config.json without its weights, and for
+loading a tokenizer whose normalizer may take long."""
 LARGER = 4
 """Parameters per byte of weights beyond which config.json is wrong; tied ones count twice here."""
 
@@ -269,10 +272,13 @@ def _refuse_incomplete(folder: Path, report: Mapping[str, Any]) -> None:
 def load_tokenizer(folder: Path, remote: bool = False) -> Any:
     """Load the folder's tokenizer; one without an end-of-sequence token is refused."""
     check_folder(folder, remote)
-    check_tokenizer(folder)
+    risky = check_tokenizer(folder)
     settings = {"trust_remote_code": remote, "local_files_only": True}
+    load = partial(AutoTokenizer.from_pretrained, folder, **settings)
     with _refused_if_broken(f"{str(folder)!r} has no usable tokenizer"):
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **settings)
+        if risky:
+            tried("loading it", load, MAX_LOAD_SECONDS, MAX_BUILD_MEMORY)
+        tokenizer: Any = load()
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"model.path: the tokenizer in {str(folder)!r} has no end-of-sequence token; set "

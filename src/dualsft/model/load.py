@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
 )
+from transformers.integrations import hub_kernels
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
@@ -98,8 +99,19 @@ def _refused_if_broken(what: str, cure: str = _MEND) -> Iterator[None]:
         raise ConfigError(f"model.path: {what}: {reason}{cure}") from problem
 
 
+def _no_kernel(name: str, *_: Any, **__: Any) -> NoReturn:
+    """In place of transformers' function that fetches compiled code from the hub, and runs it.
+
+    It is called for many model types wherever the package `kernels` is installed. With this error
+    transformers computes the same in PyTorch, or says which package is missing.
+    """
+    raise FileNotFoundError(f"{name}: dualsft fetches no compiled code from the hub")
+
+
 def _load_config(folder: Path, remote: bool) -> Any:
+    """The folder's configuration. For the rest of this process, no kernels are fetched."""
     check_folder(folder, remote)
+    hub_kernels.get_kernel = _no_kernel
     with _refused_if_broken(f"{str(folder)!r} cannot be loaded"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
 
@@ -122,13 +134,19 @@ def _auto_class(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
+def _set_attention(config: Any, attention: str) -> None:
+    """Set `model.attention`; of what config.json names, `auto` keeps what comes with PyTorch."""
+    named = config._attn_implementation
+    kept = named if named in ("sdpa", "eager") else None
+    config._attn_implementation = kept if attention == "auto" else attention
+
+
 def _from_config(
     config: Any, remote: bool, dtype: torch.dtype | None, attention: str
 ) -> PreTrainedModel:
     """The model of a configuration in eval mode, on the current default device."""
     given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    if attention != "auto":
-        given["attn_implementation"] = attention
+    _set_attention(config, attention)
     config.return_dict = True  # a config.json may say otherwise
     return _auto_class(config).from_config(config, trust_remote_code=remote, **given).eval()
 
@@ -214,8 +232,8 @@ def load_model(
     with _refused_if_broken(f"{str(folder)!r} cannot be loaded"):
         model, report = _auto_class(config).from_pretrained(
             folder,
+            config=config,
             dtype=dtype,
-            attn_implementation=None if attention == "auto" else attention,
             use_safetensors=True,
             trust_remote_code=remote,
             local_files_only=True,

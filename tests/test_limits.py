@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from test_sources import hub  # noqa: F401  (a fixture)
 import dualsft
 from dualsft.config import settings
 from dualsft.config.settings import DataConfig
-from dualsft.data import examples, sources
+from dualsft.data import examples, sources, templates
 from dualsft.data.examples import tokenize
 from dualsft.data.readers import Limits
 from dualsft.data.rows import read_rows
@@ -63,6 +65,15 @@ def replaced(pattern: dict[str, str], new: str, times: int = 1) -> dict[str, Any
     return {"type": "Sequence", "normalizers": [part] * times}
 
 
+def split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def special(text: str, number: int = 0, **more: bool) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    return {"id": number, "content": text, **flags, **more}
+
+
 TEMPLATE = {
     "type": "TemplateProcessing",
     "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}] * 5000,
@@ -75,6 +86,9 @@ TOKENIZERS: dict[str, tuple[str, Any, str]] = {
     "expression": ("normalizer", replaced({"Regex": "."}, "aaaaaaaa", 12), "MAX_GROWTH"),
     "prepended": ("normalizer", {"type": "Prepend", "prepend": "x" * 10**6}, "MAX_GROWTH"),
     "decoder": ("decoder", replaced({"String": "a"}, "a" * 9), "over 8 (MAX_GROWTH)"),
+    "long token": ("added token", [special("x" * 17_000)], "MAX_STRING"),
+    "long pattern": ("pre_tokenizer", split("a|" * 9_000), "MAX_STRING"),
+    "decoder that matches": ("decoder", replaced({"Regex": "(a|aa)+$"}, ""), "its decoder has a"),
     "long template": ("post_processor", TEMPLATE, "values, over 4,000 (MAX_PARTS)"),
 }
 
@@ -87,10 +101,10 @@ def describe(lab: Lab, part: str, value: Any) -> None:  # noqa: F811
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_tokenizer_that_makes_much_of_little(name: str, lab: Lab) -> None:  # noqa: F811
     part, value, expected = TOKENIZERS[name]
-    describe(lab, part, value)
+    describe(lab, "added_tokens" if part == "added token" else part, value)
     with pytest.raises(ConfigError) as refused:
         load_tokenizer(lab.model)
-    assert f"tokenizer.json: its {part}" in str(refused.value)
+    assert "tokenizer.json: " in str(refused.value)
     assert expected in str(refused.value) and "DUALSFT_LIMITS" in str(refused.value)
 
 
@@ -108,6 +122,57 @@ def test_a_panic_of_the_tokenizer_is_an_error_of_the_model(lab: Lab) -> None:  #
     path.write_text(GOOD.replace("ask", "a" * 50 + "!") * 40)
     code, said = lab.run(f"data.path={path}")
     assert code == 2 and "its tokenizer fails on a text" in said and "retry-limit" in said, said
+
+
+SLOW = "(a|aa)+$"
+"""Doubles its work with each `a` of a text that it does not match."""
+
+
+def test_a_tokenizer_that_takes_long_is_left(
+    lab: Lab,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its expression is tried on each row anew, so that the library's own limit never ends it."""
+    describe(lab, "pre_tokenizer", split(SLOW))
+    path = lab.root / "c.jsonl"
+    path.write_text(GOOD.replace("ask", "a" * 24 + "!") * 200)
+    monkeypatch.setattr(templates, "ENCODE_SECONDS", 0.2)
+    monkeypatch.setattr(templates, "ENCODE_SECONDS_PER_CHARACTER", 0)
+    code, said = lab.run(f"data.path={path}")
+    assert code == 2 and "its tokenizer, on 200 texts of " in said, said
+    assert "takes longer than 0 seconds; DUALSFT_LIMITS=10" in said
+    monkeypatch.setattr(templates, "ENCODE_SECONDS", 60)
+    monkeypatch.setattr(templates, "ENCODE_MEMORY", -(1 << 40))
+    monkeypatch.setattr(templates, "ENCODE_MEMORY_PER_CHARACTER", 0)
+    code, said = lab.run(f"data.path={path}")
+    assert code == 2 and "bytes of memory; DUALSFT_LIMITS=10" in said, said
+
+
+def test_a_signal_ends_a_tokenizer_that_takes_long(lab: Lab) -> None:  # noqa: F811
+    """The call is in another thread, so that Ctrl-C is obeyed (the library blocks it)."""
+    describe(lab, "pre_tokenizer", split(SLOW))
+    rows = [{"prompt": "a" * 24 + "!", "response": "tell"}] * 200
+    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        examples.encode(rows, load_tokenizer(lab.model), template="plain", add_bos="never")
+
+
+def test_a_tokenizer_that_takes_long_to_load(
+    lab: Lab,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Added tokens are normalized at that time, and the library holds the interpreter's lock."""
+    content = json.loads((lab.model / "tokenizer.json").read_text())
+    content["normalizer"] = replaced({"Regex": SLOW}, "")
+    number = len(content["model"]["vocab"])
+    content["added_tokens"] += [
+        special("a" * 30 + f"!{i}", number + i, normalized=True) for i in range(100)
+    ]
+    (lab.model / "tokenizer.json").write_text(json.dumps(content))
+    monkeypatch.setattr(model_load, "MAX_LOAD_SECONDS", 1)
+    with pytest.raises(ConfigError, match=r"loading it takes more than 1 seconds.*DUALSFT_LIMITS"):
+        load_tokenizer(lab.model)
 
 
 # --- configurations ------------------------------------------------------------------------------

@@ -285,6 +285,48 @@ def test_an_auto_map_without_code_is_a_trace(lab: Lab) -> None:
         model_safety.check_folder(lab.model)
 
 
+KERNELS = """
+import os
+class Anything:
+    def __init__(self, *words, **more): pass
+    def __call__(self, decorated, *words, **more): return decorated
+def __getattr__(name):
+    return Anything
+def get_kernel(*words, **more):
+    os.system("touch '%s'")
+    raise FileNotFoundError("fetched")
+"""
+LOADS = """
+import sys, torch
+from pathlib import Path
+from dualsft.model.load import load_model
+model = load_model(Path(sys.argv[1]), torch.float32, torch.device("cpu"), sys.argv[2])
+print(model.config._attn_implementation)
+"""
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+def test_no_kernel_is_fetched_where_the_package_is_installed(attention: str, lab: Lab) -> None:
+    """transformers takes flash attention from the hub if only `kernels` is installed."""
+    lab.configure("config.json", _attn_implementation="flash_attention_2")
+    packages = lab.root / "packages"
+    (packages / "kernels").mkdir(parents=True)
+    (packages / "kernels/__init__.py").write_text(KERNELS % lab.canary)
+    about = packages / "kernels-0.17.2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.17.2\n")
+    places = [str(Path(dualsft.__file__).parents[1]), str(packages)]
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS, str(lab.model), attention],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(places)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and done.stdout == "sdpa\n", done.stderr[-2000:]
+    lab.assert_unharmed()
+
+
 ESCAPES = {
     "globals": "{{ cycler.__init__.__globals__.os.system('touch CANARY') }}",
     "subclasses": "{{ ''.__class__.__mro__[1].__subclasses__()[0]('touch CANARY') }}",

@@ -30,6 +30,7 @@ from dualsft.data.formats import Piece, Turn
 from dualsft.data.rows import Row
 from dualsft.data.tokens import IGNORE
 from dualsft.errors import ConfigError
+from dualsft.system.bounds import TIMES, OverLimit, watched
 from dualsft.system.usage import is_panic
 
 if TYPE_CHECKING:
@@ -62,6 +63,13 @@ def request_text(template: str, prompt: str, first: bool = True, system: str = "
     return f"{head}{lead}{request.replace('{instruction}', prompt)}"
 
 
+ENCODE_SECONDS = TIMES * 10.0
+ENCODE_SECONDS_PER_CHARACTER = TIMES * 2e-5
+"""Processor time that the tokenizer may take; 0.2 to 2 µs per character were seen."""
+SLOWER = 10
+"""Times as much for a tokenizer written in Python."""
+ENCODE_MEMORY = TIMES * (1 << 30)
+ENCODE_MEMORY_PER_CHARACTER = TIMES * 2048
 _MOST_CHARACTERS = 16 << 20  # of a row's texts up to each boundary, in total
 
 
@@ -279,15 +287,25 @@ class Template:
     def _encode(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
         if not texts:
             return []
+        size = sum(map(len, texts))
+        times = 1 if getattr(self.tokenizer, "is_fast", False) else SLOWER
+        seconds = times * (ENCODE_SECONDS + ENCODE_SECONDS_PER_CHARACTER * size)
         try:
-            encoding = self.tokenizer(
-                texts,
-                add_special_tokens=add_special_tokens,
-                padding=False,
-                truncation=False,
-                return_attention_mask=False,
-                verbose=False,
+            encoding = watched(
+                f"model.path: its tokenizer, on {len(texts):,} texts of {size:,} characters,",
+                lambda: self.tokenizer(
+                    texts,
+                    add_special_tokens=add_special_tokens,
+                    padding=False,
+                    truncation=False,
+                    return_attention_mask=False,
+                    verbose=False,
+                ),
+                seconds,
+                ENCODE_MEMORY + ENCODE_MEMORY_PER_CHARACTER * size,
             )
+        except OverLimit as problem:
+            raise ConfigError(f"{problem}; or make or download the model again") from problem
         except BaseException as problem:
             if not is_panic(problem):
                 raise

@@ -20,9 +20,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +36,14 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
 )
+from transformers.integrations import hub_kernels
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from dualsft.errors import ConfigError
 from dualsft.model.safety import check_folder, check_tokenizer, weight_files
 from dualsft.storage.vectors import accumulation_dtype, reduction_dtype
-from dualsft.system.bounds import FREE_BYTES, RAISE, TIMES, bounded
+from dualsft.system.bounds import FREE_BYTES, RAISE, TIMES, bounded, tried
 from dualsft.system.usage import is_out_of_memory, is_panic
 
 log = logging.getLogger(__name__)
@@ -54,8 +56,10 @@ DTYPES = {
 }
 
 MAX_BUILD_SECONDS = TIMES * 30.0
+MAX_LOAD_SECONDS = TIMES * 20
 MAX_BUILD_MEMORY = TIMES * (4 << 30)
-"""Processor time and memory for building a model of a config.json without its weights."""
+"""Processor time and memory for building a model of a config.json without its weights, and for
+loading a tokenizer whose normalizer may take long."""
 LARGER = 4
 """Parameters per byte of weights beyond which config.json is wrong; tied ones count twice here."""
 
@@ -95,8 +99,19 @@ def _refused_if_broken(what: str, cure: str = _MEND) -> Iterator[None]:
         raise ConfigError(f"model.path: {what}: {reason}{cure}") from problem
 
 
+def _no_kernel(name: str, *_: Any, **__: Any) -> NoReturn:
+    """In place of transformers' function that fetches compiled code from the hub, and runs it.
+
+    It is called for many model types wherever the package `kernels` is installed. With this error
+    transformers computes the same in PyTorch, or says which package is missing.
+    """
+    raise FileNotFoundError(f"{name}: dualsft fetches no compiled code from the hub")
+
+
 def _load_config(folder: Path, remote: bool) -> Any:
+    """The folder's configuration. For the rest of this process, no kernels are fetched."""
     check_folder(folder, remote)
+    hub_kernels.get_kernel = _no_kernel
     with _refused_if_broken(f"{str(folder)!r} cannot be loaded"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
 
@@ -119,13 +134,19 @@ def _auto_class(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
+def _set_attention(config: Any, attention: str) -> None:
+    """Set `model.attention`; of what config.json names, `auto` keeps what comes with PyTorch."""
+    named = config._attn_implementation
+    kept = named if named in ("sdpa", "eager") else None
+    config._attn_implementation = kept if attention == "auto" else attention
+
+
 def _from_config(
     config: Any, remote: bool, dtype: torch.dtype | None, attention: str
 ) -> PreTrainedModel:
     """The model of a configuration in eval mode, on the current default device."""
     given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    if attention != "auto":
-        given["attn_implementation"] = attention
+    _set_attention(config, attention)
     config.return_dict = True  # a config.json may say otherwise
     return _auto_class(config).from_config(config, trust_remote_code=remote, **given).eval()
 
@@ -211,8 +232,8 @@ def load_model(
     with _refused_if_broken(f"{str(folder)!r} cannot be loaded"):
         model, report = _auto_class(config).from_pretrained(
             folder,
+            config=config,
             dtype=dtype,
-            attn_implementation=None if attention == "auto" else attention,
             use_safetensors=True,
             trust_remote_code=remote,
             local_files_only=True,
@@ -269,10 +290,13 @@ def _refuse_incomplete(folder: Path, report: Mapping[str, Any]) -> None:
 def load_tokenizer(folder: Path, remote: bool = False) -> Any:
     """Load the folder's tokenizer; one without an end-of-sequence token is refused."""
     check_folder(folder, remote)
-    check_tokenizer(folder)
+    risky = check_tokenizer(folder)
     settings = {"trust_remote_code": remote, "local_files_only": True}
+    load = partial(AutoTokenizer.from_pretrained, folder, **settings)
     with _refused_if_broken(f"{str(folder)!r} has no usable tokenizer"):
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **settings)
+        if risky:
+            tried("loading it", load, MAX_LOAD_SECONDS, MAX_BUILD_MEMORY)
+        tokenizer: Any = load()
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"model.path: the tokenizer in {str(folder)!r} has no end-of-sequence token; set "

@@ -42,6 +42,11 @@ MAX_GROWTH = (TIMES * 64, TIMES * 8)
 """Largest factor by which a tokenizer may lengthen a text, and its decoder that of the tokens."""
 MAX_PARTS = TIMES * 4_000
 """Most values in the description of its normalizer, pre-tokenizer, post-processor or decoder."""
+MAX_STRING = TIMES * 16_384
+"""Longest token, pattern or other string of a tokenizer.json; published ones have hundreds."""
+RISKY_PARTS = 32
+"""Values of a normalizer from which on, or with an expression or a table of its own, the tokenizer
+is loaded in a child first: added tokens are normalized while it is loaded."""
 MAX_COUNTS = {
     "layer": 1024,
     "expert": 4096,
@@ -128,11 +133,14 @@ def check_neighbours(gguf: Path) -> None:
         raise ConfigError([f"model.path: {problem}; {cure}" for problem in problems])
 
 
-def check_tokenizer(folder: Path) -> None:
-    """Refuse a tokenizer.json whose parts turn little text, or few token ids, into any amount."""
+def check_tokenizer(folder: Path) -> bool:
+    """Refuse a tokenizer.json whose parts turn little text, or few token ids, into any amount.
+
+    Returns whether loading it can take long, which no check of the file tells.
+    """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        return
+        return False
     try:
         content = _read_json(path, TOKENIZER_BYTES, memory=TOKENIZER_MEMORY)
     except ConfigError as problem:
@@ -150,17 +158,40 @@ def check_tokenizer(folder: Path) -> None:
     added = told.get("added_tokens")
     many = isinstance(added, list) and len(added) > MAX_ADDED_TOKENS
     why = f"over {MAX_ADDED_TOKENS:,} added tokens (MAX_ADDED_TOKENS)" if many else None
+    risky = False
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         parts = list(_entries({part: told.get(part)}))
         count = sum(len(value) for _, _, value in parts if isinstance(value, dict | list))
         growth = math.prod(_growth(value) for _, _, value in parts if isinstance(value, dict))
+        own = {"Regex", "precompiled_charsmap"} & {key for _, key, _ in parts}
         if count > MAX_PARTS:
             why = f"its {part} has {count:,} values, over {MAX_PARTS:,} (MAX_PARTS)"
         elif growth > MAX_GROWTH[part == "decoder"]:
             most = MAX_GROWTH[part == "decoder"]
             why = f"its {part} repeats text up to {growth:.3g} times, over {most} (MAX_GROWTH)"
+        elif part == "decoder" and own:
+            why = f"its decoder has a {own.pop()}, which can take any time"
+        risky |= part == "normalizer" and (count > RISKY_PARTS or bool(own))
+    longest = max(map(len, _strings(told, model)), default=0)
+    if not why and longest > MAX_STRING:
+        why = f"a token or pattern of {longest:,} characters, over {MAX_STRING:,} (MAX_STRING)"
     if why:
         raise ConfigError(f"model.path: {folder}: tokenizer.json: {why}; {_MEND}, or {RAISE}")
+    return risky
+
+
+def _strings(told: dict[str, Any], model: dict[str, Any]) -> Iterator[str]:
+    """The strings of a tokenizer.json that are tokens, patterns or texts to insert."""
+    vocabulary = model["vocab"]
+    yield from (
+        vocabulary
+        if isinstance(vocabulary, dict)
+        else (str(entry[0]) for entry in vocabulary if isinstance(entry, list) and entry)
+    )
+    rest = {key: value for key, value in model.items() if key not in ("vocab", "merges")}
+    for _, key, value in _entries({**told, "model": rest}):
+        if key != "precompiled_charsmap":
+            yield from (v for v in [value, *_parts(value)] if isinstance(v, str))
 
 
 def _growth(part: dict[str, Any]) -> float:

@@ -15,13 +15,16 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+T = TypeVar("T")
 
 TIMES_GIVEN = os.environ.get("DUALSFT_LIMITS") or "1"
 TIMES_VALID = TIMES_GIVEN.isdecimal() and 1 <= int(TIMES_GIVEN) <= 1000
@@ -183,6 +186,72 @@ def bounded(what: str, seconds: float, memory: int | None) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
+class OverLimit(ValueError):
+    """Work that was given up because it takes too long or too much memory."""
+
+
+POLL_SECONDS = 0.05
+
+
+def watched(what: str, action: Callable[[], T], seconds: float, memory: int) -> T:
+    """Do what one call of a library does for long without returning to Python, within limits.
+
+    Over these limits of processor time, or growth of the process, it raises an `OverLimit` that
+    begins with `what`. The call runs in a thread of its own, since no signal can interrupt it; the
+    library must release the GIL. After a refusal the thread works on until the process ends.
+    """
+    result: list[T] = []
+    problems: list[BaseException] = []
+    done = threading.Event()
+
+    def work() -> None:
+        try:
+            result.append(action())
+        except BaseException as problem:
+            problems.append(problem)
+        done.set()
+
+    began, base = time.process_time(), _memory_in_use()[1]
+    threading.Thread(target=work, daemon=True).start()
+    while not done.wait(POLL_SECONDS):
+        if time.process_time() - began > seconds:
+            raise OverLimit(f"{what} takes longer than {seconds:.0f} seconds; {RAISE}")
+        if _memory_in_use()[1] - base > memory:
+            raise OverLimit(f"{what} needs more than {memory:,} bytes of memory; {RAISE}")
+    if problems:
+        raise problems[0]
+    return result[0]
+
+
+def tried(what: str, action: Callable[[], object], seconds: int, memory: int) -> None:
+    """Do something once in a forked child, to see whether it stays within these limits.
+
+    For a call that does not release the GIL. Over a limit, or when the call ends the child, it
+    raises an `OverLimit` that begins with `what`; an exception in the child is ignored.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            with limited_memory(memory):
+                action()
+        finally:
+            os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        limits = f"{seconds} seconds or {memory:,} bytes of memory"
+        raise OverLimit(f"{what} takes more than {limits}, or crashes; {RAISE}")
+
+
+def _memory_in_use() -> tuple[int, int]:
+    """Address space and resident memory of this process, in bytes; zeros where not known."""
+    if sys.platform != "linux":
+        return 0, 0
+    pages = Path("/proc/self/statm").read_text().split()
+    return int(pages[0]) * resource.getpagesize(), int(pages[1]) * resource.getpagesize()
+
+
 @contextlib.contextmanager
 def limited_memory(extra: int) -> Iterator[None]:
     """Let the process grow by `extra` bytes at most: a page may claim gigabytes (Linux only)."""
@@ -190,7 +259,7 @@ def limited_memory(extra: int) -> Iterator[None]:
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    used = _memory_in_use()[0]
     known = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_AS, (min([used + extra, *known]), hard))
     try:

@@ -299,6 +299,8 @@ class _Wide(TorchFunctionMode):
         wide = any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args)
         if wide and func is torch.Tensor.float:
             return args[0]
+        if wide and func is torch.Tensor.type and args[1:] == (torch.float32,):
+            return args[0]
         if wide and func is torch.Tensor.to:
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
         if wide and given.get("dtype") is torch.float32:

@@ -184,9 +184,11 @@ class ExpertsRule(Rule):
         if taps.placement.has_sums:
             left, right = (x_SI, grad_SO) if transposed else (grad_SO, x_SI)
             with taps.placement.sum_block(name) as total:
-                total_EOI = total if total.ndim == 3 else total.unsqueeze(-1)
                 for expert, start, stop in routing.spans:
-                    add_product(total_EOI[expert], left[start:stop], right[start:stop])
+                    if total.ndim == 2:
+                        total[expert] += grad_SO[start:stop].sum(0, dtype=total.dtype)
+                    else:
+                        add_product(total[expert], left[start:stop], right[start:stop])
         if taps.placement.has_direction:
             block = taps.placement.direction_block(name, x_SI.dtype)
             block = block if block.ndim == 3 else block.unsqueeze(-1)

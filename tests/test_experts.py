@@ -16,7 +16,7 @@ from conftest import corpus_rows, small_run
 from models import float64, tiny_tokenizer
 from safetensors.torch import load_file
 from test_architectures import QUIET, TOLERANCE, direction_for, how, rows
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualsft.algorithm.calibration import sketch_of
 from dualsft.algorithm.selection import per_expert
@@ -56,16 +56,10 @@ def gradients(engine: GhostEngine) -> list[dict[str, Tensor]]:
     [("qwen2_moe", ROUTED), ("deepseek_v3", ROUTED), ("gpt_oss", "all,!*.sinks")],
 )
 def test_sketches_of_each_example(name: str, spec: str) -> None:
-    """The sketch that a walk takes is that of the example's own gradient, and adds up to G's."""
+    """The sketch that a walk takes is that of the example's own gradient, beside all else."""
     engine = engine_of(name, spec)
-    sketch, sums = Sketch(60, 5, "test"), ParamVector.zeros(engine.candidates)
-    found = observed(engine, rows(), how("left"), sums=sums, sketch=sketch).sketches
-    for i, gradient in enumerate(gradients(engine)):
-        expected = sketch_of(engine, sketch, ParamVector(gradient))
-        assert float((found.row(i) - expected).norm()) <= TOLERANCE * float(expected.norm())
-    total = sketch_of(engine, sketch, sums)
-    assert float((found.total() - total).norm()) <= TOLERANCE * float(total.norm())
-    covered = set(engine.linear_weights)
+    compare(engine, how("left"))
+    covered = engine.linear_weights
     assert any("experts.gate_up_proj" in n for n in covered) and not any(
         "bias" in n for n in covered
     )
@@ -110,6 +104,94 @@ def test_idle_experts_and_tokens_without_one(name: str) -> None:
     for n in (n for n in engine.candidates if "experts" in n):
         assert float((sums[n] - total[n]).norm()) <= TOLERANCE * float(total[n].norm()), n
         assert not sums[n][2].any() and sums[n][3].any()
+
+
+class Expert(nn.Module):
+    """An expert as a module of its own, with a bias."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, inner, bias=False), nn.Linear(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.up(x)))
+
+
+class SeparateExperts(nn.Module):
+    """A layer whose experts are a ModuleList, with one of several ways to select their tokens."""
+
+    def __init__(self, hidden: int, way: str) -> None:
+        super().__init__()
+        self.gate, self.way = nn.Linear(hidden, 3, bias=False), way
+        self.experts = nn.ModuleList(Expert(hidden, 8) for _ in range(3))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        weights, index = self.gate(flat).softmax(-1).topk(2)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            token, slot = token.flip(0), slot.flip(0)  # no order may be assumed
+            if self.way == "index_select":
+                x = flat.index_select(0, token)
+            elif self.way == "three dimensions":
+                x = flat[None, token]
+            else:
+                x = flat[token] if self.way == "getitem" else flat[token] * 1.0
+            out.index_add_(0, token, expert(x).flatten(0, -2) * weights[token, slot, None])
+        return out.view_as(hidden)
+
+
+def separate(way: str) -> Any:
+    """A tiny Llama with such a layer in place of its last MLP."""
+    model = ARCHITECTURES["llama"].build()
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        model.model.layers[1].mlp = SeparateExperts(32, way).double()
+    return model
+
+
+@pytest.mark.parametrize("way", ["getitem", "index_select", "three dimensions"])
+def test_experts_that_are_modules(way: str) -> None:
+    """Sums, dots, bounds and sketches, with routers and biases, and one expert without a token."""
+    model = separate(way)
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate.weight[2].zero_()
+        model.model.layers[1].mlp.gate.weight[:2].mul_(9.0)
+    everything = GhostEngine(model, find_candidates(model, "all"))
+    compare(everything, PassSettings(batch_tokens=40, pad_id=0, padding_side="left"))
+    default = find_candidates(model, "block_linear").names
+    assert "model.layers.1.mlp.experts.2.down.weight" in default
+    assert not any("gate.weight" in n for n in default)
+
+
+def compare(engine: GhostEngine, how: PassSettings) -> None:
+    """A walk against the gradient of each example by plain autograd."""
+    sketch, sums = Sketch(60, 5, "test"), ParamVector.zeros(engine.candidates)
+    direction, names = direction_for(engine), engine.candidates.names
+    given = {"direction": direction, "bounds": True, "sketch": sketch, "sums": sums}
+    found = observed(engine, rows(), how, **given)
+    true = gradients(engine)
+    dots = np.array([oracle.dot(g, dict(direction)) for g in true])
+    assert np.abs(found.dots - dots).max() <= TOLERANCE * np.abs(dots).max()
+    norms = np.array([[float(g[n].norm()) for n in names] for g in true])
+    assert (norms <= found.inner_sums * (1 + TOLERANCE) + 1e-14).all()
+    assert np.isfinite(found.inner_sums).all()
+    total = oracle.add(true)
+    for n in names:
+        assert float((sums[n] - total[n]).norm()) <= TOLERANCE * float(total[n].norm()) + 1e-14, n
+    for i, gradient in enumerate(true):
+        expected = sketch_of(engine, sketch, ParamVector(gradient))
+        assert float((found.sketches.row(i) - expected).norm()) <= 1e-11 * float(expected.norm())
+
+
+def test_tokens_that_cannot_be_followed_are_refused() -> None:
+    model = separate("multiplied")
+    with pytest.raises(ConfigError, match=r"mlp.experts.*cannot be separated") as caught:
+        GhostEngine(model, find_candidates(model, "block_linear"))
+    cure = str(caught.value).partition("score.candidates='")[2].partition("'")[0]
+    left = GhostEngine(model, find_candidates(model, cure)).candidates
+    assert left and not any("experts" in n for n in left)
 
 
 def other_forward(module: Any) -> None:
@@ -179,8 +261,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small OLMoE folder, whose files hold every expert apart."""
     folder = tmp_path_factory.mktemp("experts") / "base"
     tokenizer = tiny_tokenizer([f"{row['prompt']} {row['response']}" for row in corpus_rows()])
-    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model = ARCHITECTURES["olmoe"].build(torch.float32, vocab_size=len(tokenizer), **special)
+    special: dict[str, Any] = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    model = ARCHITECTURES["olmoe"].build(torch.float32, 0, vocab_size=len(tokenizer), **special)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

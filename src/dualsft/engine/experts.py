@@ -13,7 +13,8 @@ slot s, of example n(s) and expert e(s):
 
 Routing weights multiply the outputs, so they are part of ε; the gradient through them reaches the
 router as in any backward pass. An expert without a token has gradient zero; a slot without an
-expert (an index of E or more) contributes nothing.
+expert (an index of E or more) contributes nothing. Experts that are modules of their own (a
+ModuleList) are observed one by one: the numbers of their tokens are followed through the layer.
 
 A router is a linear map inside a module that also chooses the experts. Its one product is observed
 where it happens, within the module's own forward.
@@ -24,9 +25,10 @@ Shape letters: B examples, M tokens of all examples, S slots, E experts, I input
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +59,7 @@ class Routing:
     spans: list[tuple[int, int, int]]
     """Expert and range of rows, for each expert with a token."""
     num_examples: int
+    num_experts: int
 
     @classmethod
     def of(cls, index_Mk: Tensor, num_experts: int, num_examples: int) -> Routing:
@@ -72,7 +75,14 @@ class Routing:
             start += count
         example_S = order_S // (len(order_S) // num_examples)
         kept = kept.clamp(max=num_experts - 1)
-        return cls(order_S, inverse_S, kept, example_S, spans, num_examples)
+        return cls(order_S, inverse_S, kept, example_S, spans, num_examples, num_experts)
+
+    @classmethod
+    def alone(cls, example_S: Tensor, num_examples: int) -> Routing:
+        """The rows of one expert that is a module of its own."""
+        order_S, zero = torch.arange(len(example_S), device=example_S.device), example_S * 0
+        spans = [(0, 0, len(example_S))]
+        return cls(order_S, order_S, zero, example_S, spans, num_examples, 1)
 
     def product(self, x_SI: Tensor, weight_EIO: Tensor) -> Tensor:
         """The rows of each expert times its matrix; zero for rows without an expert: [S, O]."""
@@ -166,40 +176,9 @@ class ExpertsRule(Rule):
         if name is not None:
             if taps.sketch is not None:
                 self._sketch(taps, routing, name, x_SI, grad_SO)
-            self._observe(taps, routing, name, x_SI, grad_SO, self.experts.is_transposed)
-        if bias is not None:  # a weight whose input is one
-            ones = x_SI.new_ones(len(x_SI), 1)
-            self._observe(taps, routing, bias, ones, grad_SO, transposed=False)
-
-    def _observe(
-        self,
-        taps: Taps,
-        routing: Routing,
-        name: str,
-        x_SI: Tensor,
-        grad_SO: Tensor,
-        transposed: bool,
-    ) -> None:
-        num_experts = self.experts.num_experts
-        if taps.placement.has_sums:
-            left, right = (x_SI, grad_SO) if transposed else (grad_SO, x_SI)
-            with taps.placement.sum_block(name) as total:
-                for expert, start, stop in routing.spans:
-                    if total.ndim == 2:
-                        total[expert] += grad_SO[start:stop].sum(0, dtype=total.dtype)
-                    else:
-                        add_product(total[expert], left[start:stop], right[start:stop])
-        if taps.placement.has_direction:
-            block = taps.placement.direction_block(name, x_SI.dtype)
-            block = block if block.ndim == 3 else block.unsqueeze(-1)
-            moved_SO = routing.product(x_SI, block if transposed else block.mT)
-            taps.add_dots(routing.per_example(row_dots(moved_SO, grad_SO)))
-        if taps.bounds:
-            norms_S = torch.linalg.vector_norm(x_SI, dim=-1, dtype=taps.dtype)
-            norms_S *= torch.linalg.vector_norm(grad_SO, dim=-1, dtype=taps.dtype)
-            each = norms_S.new_zeros(taps.num_examples * num_experts)
-            each.index_add_(0, routing.example_S * num_experts + routing.expert_S, norms_S)
-            taps.add_bound(name, torch.linalg.vector_norm(each.view(-1, num_experts), dim=1))
+            _observe(taps, routing, name, x_SI, grad_SO, self.experts.is_transposed)
+        if bias is not None:
+            _observe(taps, routing, bias, None, grad_SO)
 
     def _sketch(
         self, taps: Taps, routing: Routing, name: str, x_SI: Tensor, grad_SO: Tensor
@@ -208,13 +187,52 @@ class ExpertsRule(Rule):
         sides: list[Tensor] = []
         for side, rows in (("out", grad_SO), ("in", x_SI)):
             if (side == "in") == self.experts.is_transposed:  # the side with signs of each expert
-                num_experts, features = self.experts.num_experts, rows.shape[-1]
-                signs = taps.sketch.signs(name, side, rows, num_experts * features)
-                moved = routing.product(rows, signs.unflatten(0, (num_experts, features)))
+                features = rows.shape[-1]
+                signs = taps.sketch.signs(name, side, rows, routing.num_experts * features)
+                moved = routing.product(rows, signs.unflatten(0, (-1, features)))
             else:
                 moved = rows @ taps.sketch.signs(name, side, rows)
             sides.append(routing.in_tokens(moved))
         taps.add_sketch(taps.sketch.of_sides(*sides))
+
+
+def _observe(
+    taps: Taps,
+    routing: Routing,
+    name: str,
+    x_SI: Tensor | None,
+    grad_SO: Tensor,
+    transposed: bool = False,
+) -> None:
+    """Observe one parameter: a stack of matrices or biases, or those of one expert.
+
+    A bias (no `x_SI`) is a weight whose input is one.
+    """
+    x = grad_SO.new_ones(len(grad_SO), 1) if x_SI is None else x_SI
+
+    def stacked(block: Tensor) -> Tensor:
+        block = block.unsqueeze(-1) if x_SI is None else block
+        return block if block.ndim == 3 else block.unsqueeze(0)
+
+    if taps.placement.has_sums:
+        left, right = (x, grad_SO) if transposed else (grad_SO, x)
+        with taps.placement.sum_block(name) as total:
+            for expert, start, stop in routing.spans:
+                part = stacked(total)[expert]
+                if x_SI is None:
+                    part += grad_SO[start:stop].sum(0, dtype=part.dtype).unsqueeze(-1)
+                else:
+                    add_product(part, left[start:stop], right[start:stop])
+    if taps.placement.has_direction:
+        block = stacked(taps.placement.direction_block(name, x.dtype))
+        moved_SO = routing.product(x, block if transposed else block.mT)
+        taps.add_dots(routing.per_example(row_dots(moved_SO, grad_SO)))
+    if taps.bounds:
+        norms_S = torch.linalg.vector_norm(x, dim=-1, dtype=taps.dtype)
+        norms_S *= torch.linalg.vector_norm(grad_SO, dim=-1, dtype=taps.dtype)
+        each = norms_S.new_zeros(taps.num_examples * routing.num_experts)
+        each.index_add_(0, routing.example_S * routing.num_experts + routing.expert_S, norms_S)
+        taps.add_bound(name, torch.linalg.vector_norm(each.view(taps.num_examples, -1), dim=1))
 
 
 class _Rows(torch.autograd.Function):
@@ -309,3 +327,155 @@ class _Product(TorchFunctionMode):
             self.count += 1
             return tapped_linear(args[0].reshape(-1, self.shape[1]), self.rule, self.taps)
         return func(*args, **(kwargs or {}))
+
+
+# --- experts that are modules of their own --------------------------------------------------------
+
+
+class TokenRows:
+    """Which token each row is that a layer of separate experts (a ModuleList) gives an expert.
+
+    While its block runs, a second tensor of token numbers follows the hidden states through the
+    operations that select or reshape rows.
+    """
+
+    def __init__(self, block: nn.Module, experts: Sequence[nn.Module]) -> None:
+        self.block, self.experts = block, experts
+        self.token_S: Tensor | None = None
+        """Tokens of the expert that runs; None where they could not be followed."""
+        self.per_example = 0
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        own = self.block.forward
+
+        def forward(*inputs: Any, **named: Any) -> Any:
+            hidden = inputs[0] if inputs else named["hidden_states"]
+            self.per_example = hidden.shape[1] if hidden.ndim == 3 else 0
+            with _Followed(hidden) as followed, ExitStack() as stack:
+                for expert in self.experts:
+                    handle = expert.register_forward_pre_hook(partial(self._enter, followed))
+                    stack.callback(handle.remove)
+                return own(*inputs, **named)
+
+        self.block.forward = forward
+        try:
+            yield
+        finally:
+            del self.block.forward
+
+    def _enter(self, followed: _Followed, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        token = followed.tokens_of(inputs[0]) if inputs and self.per_example else None
+        self.token_S = None if token is None else token.flatten()
+
+    def covers(self, x: Tensor) -> bool:
+        """Whether the rows of this input are tokens that were followed."""
+        rows = x.numel() // x.shape[-1]
+        return self.token_S is not None and rows == len(self.token_S)
+
+    def routing(self, num_examples: int) -> Routing:
+        assert self.token_S is not None
+        return Routing.alone(self.token_S // self.per_example, num_examples)
+
+
+_RESHAPES = {
+    *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten),
+    *(Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze),
+    *(Tensor.contiguous, Tensor.clone, Tensor.to, Tensor.type, Tensor.float),
+}
+_SELECTS = {
+    *(Tensor.__getitem__, Tensor.index_select, torch.index_select),
+    *(Tensor.repeat_interleave, torch.repeat_interleave),
+}
+
+
+class _Followed(TorchFunctionMode):
+    """Token numbers that follow the hidden states [B, T, H] through a block."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        shape = hidden.shape[:-1]
+        numbers = torch.arange(shape.numel(), device=hidden.device).view(shape)
+        self.known = {id(hidden): (hidden, numbers)}  # tensors are kept, so that ids stay theirs
+
+    def tokens_of(self, x: Any) -> Tensor | None:
+        return self.known.get(id(x), (None, None))[1]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        out = func(*args, **named)
+        source: Any = args[0] if args else None
+        numbers = self.tokens_of(source)
+        if numbers is None or not isinstance(out, Tensor) or out.shape[-1:] != source.shape[-1:]:
+            return out
+        if func in _RESHAPES and out.numel() == source.numel():
+            self.known[id(out)] = (out, numbers.reshape(out.shape[:-1]))
+        elif func in _SELECTS:
+            chosen = func(numbers, *args[1:], **named)
+            if chosen.shape == out.shape[:-1]:
+                self.known[id(out)] = (out, chosen)
+        return out
+
+
+class SeparateExpertRule(Rule):
+    """Rule of a linear map inside an expert that is a module of its own."""
+
+    def __init__(self, module: nn.Module, used: dict[str, str], tokens: TokenRows) -> None:
+        super().__init__(module, used)
+        self.linear, self.tokens = LinearRule(module, used), tokens
+
+    def separates(self, x: Tensor, num_examples: int) -> bool:
+        return self.tokens.covers(x)
+
+    @property
+    def weights(self) -> dict[str, bool]:
+        return {} if self.weight is None else {self.weight: self.linear.transposed}
+
+    @contextmanager
+    def attached(self, taps: Taps) -> Iterator[None]:
+        def forward(x: Tensor) -> Any:
+            if not self.tokens.covers(x):
+                raise RunError(f"{self.names[0]}: {MIXED}; leave it out of score.candidates")
+            rows = x.reshape(-1, x.shape[-1])
+            routing = self.tokens.routing(taps.num_examples)
+            out: Any = _TappedRows.apply(rows, self, taps, routing)
+            return out.view(*x.shape[:-1], -1)
+
+        self.module.forward = forward
+        try:
+            yield
+        finally:
+            del self.module.forward
+
+    def observe(self, taps: Taps, routing: Routing, x_SI: Tensor, grad_SO: Tensor) -> None:
+        assert not taps.squared, "the gradients of experts are not formed"
+        if self.bias is not None:
+            _observe(taps, routing, self.bias, None, grad_SO)
+        if self.weight is None:
+            return
+        if (sketch := taps.sketch) is not None:
+            left_Sp = grad_SO @ sketch.signs(self.weight, "out", grad_SO)
+            right_Sq = x_SI @ sketch.signs(self.weight, "in", x_SI)
+            for example in routing.example_S.unique().tolist():
+                own = routing.example_S == example
+                one = sketch.of_sides(left_Sp[own].unsqueeze(0), right_Sq[own].unsqueeze(0))
+                taps.add_sketch(one, slice(example, example + 1))
+        _observe(taps, routing, self.weight, x_SI, grad_SO, self.linear.transposed)
+
+
+class _TappedRows(torch.autograd.Function):
+    """A linear map of some tokens, observed by the rule of an expert in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, rule: SeparateExpertRule, taps: Taps, routing: Routing
+    ) -> Tensor:
+        ctx.rule, ctx.taps, ctx.routing = rule, taps, routing
+        ctx.save_for_backward(x)
+        return nn.functional.linear(x, *rule.linear.map_of(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        ctx.rule.observe(ctx.taps, ctx.routing, x, grad.contiguous())
+        return grad @ ctx.rule.linear.weight_OI(), None, None, None

@@ -29,14 +29,15 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from dualsft.data.examples import Batch
-from dualsft.engine.experts import ExpertsRule, RouterRule
+from dualsft.distributed.world import world
+from dualsft.engine.experts import ExpertsRule, RouterRule, SeparateExpertRule, TokenRows
 from dualsft.engine.fused import fused_blocks
 from dualsft.engine.losses import HeadObserver, last_hidden, plain_example_loss
 from dualsft.engine.rules import MIXED, EmbeddingRule, HeadRule, LinearRule, NormRule, Rule
 from dualsft.engine.sketch import Sketch
 from dualsft.errors import ConfigError, RunError
 from dualsft.memory.placement import DevicePlacement, Placement
-from dualsft.model.experts import is_experts, routers
+from dualsft.model.experts import is_experts, routers, separate_experts
 from dualsft.model.load import (
     Candidates,
     alike,
@@ -109,8 +110,8 @@ class Taps:
     def add_bound(self, name: str, value_B: Tensor) -> None:
         self._inner_sums[:, self.columns[name]] += value_B
 
-    def add_sketch(self, value_Bp: Tensor) -> None:
-        self._sketches += value_Bp
+    def add_sketch(self, value_Bp: Tensor, examples: slice = slice(None)) -> None:
+        self._sketches[examples] += value_Bp
 
     def add_tokens(
         self, kernels: Any, name: str, moved_MO: Tensor, grad_MO: Tensor, norms_M: Tensor | None
@@ -148,6 +149,13 @@ class GhostEngine:
         self.columns = {name: i for i, name in enumerate(candidates)}
         self.rules: list[Rule] = []
         self.head_rule: HeadRule | None = None
+        self.token_rows = [TokenRows(*layer) for layer in separate_experts(model)]
+        if self.token_rows and world().sharded:
+            raise ConfigError(
+                f"parallel.mode: {type(model).__name__} holds each expert in a module of its own, "
+                "and a sharded walk would wait for experts without tokens; use "
+                "parallel.mode=replicate"
+            )
         uncovered = self._bind()
         mixed = self._mixed()
         reasons = uncovered | dict.fromkeys(mixed, MIXED)
@@ -175,6 +183,10 @@ class GhostEngine:
         each with the reason."""
         names = {id(p): name for name, p in self.candidates.items()}
         head, routing = output_head(self.model), set(routers(self.model))
+        layers = [(m, t) for t in self.token_rows for e in t.experts for m in e.modules()]
+        separate = {module: tokens for module, tokens in layers if is_linear(module)}
+        fused = (m for e in self.model.modules() if is_experts(e) for m in e.children())
+        inside = {*(module for module, _ in layers), *fused}
         uncovered: dict[str, str] = {}
         bound: set[str] = set()
         for module in self.model.modules():
@@ -186,7 +198,12 @@ class GhostEngine:
             if not used:
                 continue
             bound |= set(used.values())
-            rule = _rule_for(module, used, module is head, module in routing)
+            if module in separate:
+                rule = SeparateExpertRule(module, used, separate[module])
+            elif module in inside:
+                rule = None
+            else:
+                rule = _rule_for(module, used, module is head, module in routing)
             if rule is None:
                 uncovered |= {
                     n: f"no exact rule covers {type(module).__name__}" for n in used.values()
@@ -207,35 +224,42 @@ class GhostEngine:
         """
         ids = torch.zeros(2, 3, dtype=torch.long, device=self.device)
         inputs = self._inputs(ids)
-        lists = [rule for rule in self.rules if any(x.ndim == 2 for x in inputs[rule] if _real(x))]
+        lists = [rule for rule in self.rules if any(_is_list(x) for x, _ in inputs[rule])]
+        lists = [rule for rule in lists if not isinstance(rule, SeparateExpertRule)]
         if lists:
             ids[1] = 1
             changed = self._inputs(ids)
             for rule in lists:
-                pairs = zip(inputs[rule], changed[rule], strict=False)
+                pairs = [
+                    (a, b) for (a, _), (b, _) in zip(inputs[rule], changed[rule], strict=False)
+                ]
                 same = len(inputs[rule]) == len(changed[rule])
-                rule.flat = same and all(_in_order(a, b) for a, b in pairs if a.ndim == 2)
+                rule.flat = same and all(_in_order(a, b) for a, b in pairs if _is_list(a))
         return [
             name
             for rule, given in inputs.items()
-            if not all(rule.separates(x, len(ids)) for x in given)
+            if not all(rule.flat if rule in lists and _is_list(x) else fine for x, fine in given)
             for name in rule.names
         ]
 
     @torch.no_grad()
-    def _inputs(self, ids: Tensor) -> dict[Rule, list[Tensor]]:
-        """The inputs of each rule's module in a forward pass of these tokens."""
+    def _inputs(self, ids: Tensor) -> dict[Rule, list[tuple[Tensor, bool]]]:
+        """The inputs of each rule's module in a forward pass of these tokens, and whether the rule
+        can separate their examples."""
         at = torch.arange(ids.shape[1]).to(ids).expand_as(ids)
         batch = Batch(ids, torch.ones_like(ids), at, ids)
-        found: dict[Rule, list[Tensor]] = {rule: [] for rule in self.rules}
+        found: dict[Rule, list[tuple[Tensor, bool]]] = {rule: [] for rule in self.rules}
 
         def look(rule: Rule) -> Callable[..., None]:
             def before_forward(_: nn.Module, inputs: tuple[Tensor, ...], named: Any) -> None:
-                found[rule].append(inputs[0] if inputs else next(iter(named.values())))
+                x = inputs[0] if inputs else next(iter(named.values()))
+                found[rule].append((x, rule.separates(x, len(ids))))
 
             return before_forward
 
         with ExitStack() as stack:
+            for tokens in self.token_rows:
+                stack.enter_context(tokens.attached())
             for rule in self.rules:
                 handle = rule.module.register_forward_pre_hook(look(rule), with_kwargs=True)
                 stack.callback(handle.remove)
@@ -250,7 +274,7 @@ class GhostEngine:
         for rule in self.rules:
             if isinstance(rule, LinearRule) and rule.weight is not None:
                 found[rule.weight] = rule.transposed
-            elif isinstance(rule, ExpertsRule):
+            elif isinstance(rule, ExpertsRule | SeparateExpertRule):
                 found |= rule.weights
         return found
 
@@ -284,6 +308,8 @@ class GhostEngine:
         with ExitStack() as stack:
             stack.enter_context(frozen(self.model))
             stack.enter_context(fused_blocks(self.model, wide=True))
+            for tokens in self.token_rows:
+                stack.enter_context(tokens.attached())
             for rule in self.rules:
                 if taps.observes(rule):
                     stack.enter_context(rule.attached(taps))
@@ -330,9 +356,9 @@ def _rule_for(module: nn.Module, used: dict[str, str], head: bool, routes: bool)
     return None
 
 
-def _real(x: Tensor) -> bool:
-    """Whether this is an input of features, not of token ids."""
-    return x.is_floating_point()
+def _is_list(x: Tensor) -> bool:
+    """Whether this is one list of tokens' features (not of token ids)."""
+    return x.ndim == 2 and x.is_floating_point()
 
 
 def _in_order(before: Tensor, after: Tensor) -> bool:

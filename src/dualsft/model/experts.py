@@ -43,6 +43,12 @@ def routers(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def separate_experts(model: nn.Module) -> list[tuple[nn.Module, list[nn.Module]]]:
+    """The layers whose experts are modules of their own, each with its experts."""
+    lists = [(m, e) for m in model.modules() for n, e in m.named_children() if n == "experts"]
+    return [(layer, list(e)) for layer, e in lists if isinstance(e, nn.ModuleList)]
+
+
 def how_experts_run(dtype: torch.dtype | None) -> dict[str, Any]:
     """What a loader is told, whatever config.json says: some implementations download kernels.
 

@@ -10,12 +10,18 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    OlmoeConfig,
+    PreTrainedModel,
+)
 
 from dualsft.data.examples import Example, collate
 from dualsft.engine.losses import Positions
@@ -38,6 +44,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     config: type = LlamaConfig
+    experts: dict[str, int] = field(default_factory=dict)
 
     def make(self) -> Any:
         return self.config(
@@ -51,6 +58,7 @@ class Shape:
             max_position_embeddings=8192,
             tie_word_embeddings=True,
             use_cache=False,
+            **self.experts,
         )
 
 
@@ -61,6 +69,20 @@ SHAPES = {
     "llama-3.2-1b-shape": Shape(128256, 2048, 8192, 16, 32, 8, 64),
     "llama-3.2-3b-shape": Shape(128256, 3072, 8192, 28, 24, 8, 128),
     "gemma-2-9b-shape": Shape(256000, 3584, 14336, 42, 16, 8, 256, Gemma2Config),
+    "olmoe-small-shape": Shape(
+        8192, 512, 256, 4, 8, 8, 64, OlmoeConfig, {"num_experts": 16, "num_experts_per_tok": 4}
+    ),
+    "olmoe-shape": Shape(
+        50304,
+        2048,
+        1024,
+        16,
+        16,
+        16,
+        128,
+        OlmoeConfig,
+        {"num_experts": 64, "num_experts_per_tok": 8},
+    ),
 }
 
 
@@ -110,11 +132,20 @@ def fixed_examples(rows: int, tokens: int, vocabulary: int) -> list[Example]:
     return examples
 
 
+def _active(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config()
+    return sum(
+        p.numel() * config.num_experts_per_tok // len(p) if p.ndim == 3 else p.numel()
+        for p in find_candidates(model, "block_linear").values()
+    )
+
+
 @dataclass(frozen=True)
 class Size:
     """Sizes for counting floating-point operations."""
 
     candidates: int
+    """Entries that multiply a token: of routed experts, those of as many as it goes to."""
     head: int
     parameters: int
     tokens: int
@@ -126,7 +157,7 @@ class Size:
             len(Positions.of(collate([e], 0)).row_M) for e in pool
         )  # label positions, as the loss counts them
         return cls(
-            candidates=find_candidates(model, "block_linear").num_entries,
+            candidates=_active(model),
             head=output_head(model).weight.numel(),
             parameters=sum(p.numel() for p in model.parameters()),
             tokens=sum(e.num_tokens for e in pool),

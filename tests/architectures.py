@@ -43,6 +43,9 @@ class Architecture:
             model = kind.from_config(config)
         model.to(dtype)
         _randomise(model, seed)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer)).roll(seed))
         return model.eval()
 
 
@@ -125,15 +128,8 @@ _QWEN_VISION = {
     "num_position_embeddings": 16,
 }
 _LINEAR_ATTENTION = tuple(
-    f"model.layers.*.linear_attn.{name}"
-    for name in ("dt_bias", "A_log", "conv1d.weight", "norm.weight")
+    f"model.layers.*.linear_attn.{name}" for name in ("dt_bias", "A_log", "conv1d.weight")
 )
-_MOE = tuple(
-    f"model.layers.*.mlp.{name}"
-    for name in ("experts.gate_up_proj", "experts.down_proj", "gate.weight")
-)
-_NO_EXPERTS = "expert weights (3-D) and routers are no candidates"
-
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("Llama 2, 3", "llama", {**_BASE, "tie_word_embeddings": False}),
     "llama_tied_bias": Architecture(
@@ -228,8 +224,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_next": Architecture(
         "Qwen-3-Next (hybrid)",
         "qwen3_next",
-        {**_DELTA, **_EXPERTS, "num_experts": 0, "mlp_only_layers": [0, 1]},
-        "linear-attention layers; its experts as for Qwen-3-MoE",
+        {
+            **_DELTA,
+            **_EXPERTS,
+            "mlp_only_layers": [0],
+            "shared_expert_intermediate_size": 24,
+        },
+        "linear-attention layers; a shared expert",
         rest=_LINEAR_ATTENTION,
     ),
     "gpt2": Architecture("GPT-2", "gpt2", _OLD_GPT, "Conv1D weights are [in, out]"),
@@ -389,27 +390,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         "OPT",
         "opt",
         {**_BASE, "ffn_dim": 40, "word_embed_proj_dim": 32, "pad_token_id": 1},
-        "the MLP sees all examples as one list of tokens and is no candidate",
-        rest=(
-            "model.decoder.embed_positions.weight",
-            "model.decoder.layers.*.fc1.bias",
-            "model.decoder.layers.*.fc2.bias",
-            "model.decoder.layers.*.final_layer_norm.weight",
-            "model.decoder.layers.*.final_layer_norm.bias",
-        ),
-        linear=("model.decoder.layers.*.fc1.weight", "model.decoder.layers.*.fc2.weight"),
+        "the MLP sees all examples as one list of tokens",
+        rest=("model.decoder.embed_positions.weight",),
     ),
-    "mixtral": Architecture(
-        "Mixtral",
-        "mixtral",
-        {**_BASE, **_SPARSE, "num_local_experts": 4},
-        _NO_EXPERTS,
-        linear=_MOE,
+    "mixtral": Architecture("Mixtral", "mixtral", {**_BASE, **_SPARSE, "num_local_experts": 4}),
+    "qwen2_moe": Architecture(
+        "Qwen-2-MoE",
+        "qwen2_moe",
+        {**_BASE, **_EXPERTS, "shared_expert_intermediate_size": 24},
+        "a shared expert with a gate",
     ),
-    "qwen3_moe": Architecture(
-        "Qwen-3-MoE", "qwen3_moe", {**_HEADS, **_EXPERTS}, _NO_EXPERTS, linear=_MOE
-    ),
-    "olmoe": Architecture("OLMoE", "olmoe", {**_BASE, **_EXPERTS}, _NO_EXPERTS, linear=_MOE),
+    "qwen3_moe": Architecture("Qwen-3-MoE", "qwen3_moe", {**_HEADS, **_EXPERTS}),
+    "olmoe": Architecture("OLMoE", "olmoe", {**_BASE, **_EXPERTS}),
     "deepseek_v3": Architecture(
         "DeepSeek-V3",
         "deepseek_v3",
@@ -422,8 +414,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "n_group": 2,
             "topk_group": 1,
         },
-        _NO_EXPERTS,
-        linear=_MOE,
+        "shared experts; routing by groups with a correction, in fp32",
     ),
     "gpt_oss": Architecture(
         "gpt-oss",
@@ -435,18 +426,25 @@ ARCHITECTURES: dict[str, Architecture] = {
             "num_local_experts": 4,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
-        _NO_EXPERTS,
-        linear=tuple(
-            f"model.layers.*.mlp.{name}"
-            for name in (
-                "router.weight",
-                "experts.gate_up_proj",
-                "experts.gate_up_proj_bias",
-                "experts.down_proj",
-                "experts.down_proj_bias",
-            )
-        ),
-        rest=("model.layers.*.self_attn.sinks", "model.layers.*.mlp.router.bias"),
+        "expert weights are [expert, in, out], with biases",
+        rest=("model.layers.*.self_attn.sinks",),
+    ),
+    "dbrx": Architecture(
+        "DBRX",
+        "dbrx",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 64,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+            "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+            "bos_token_id": None,
+            "eos_token_id": 1,
+        },
+        "its experts are stored in a way of their own and are no candidates",
+        linear=tuple(f"transformer.blocks.*.ffn.experts.mlp.{name}" for name in ("w1", "v1", "w2")),
     ),
 }
 

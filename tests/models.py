@@ -27,6 +27,8 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -242,6 +244,15 @@ _GPT2 = {
     "tie_word_embeddings": True,
 }
 _TIED_BIAS = {**_SHARED, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
+_EXPERTS = {
+    **_SHARED,
+    "head_dim": 8,
+    "num_local_experts": 3,  # three rows on two processes: one has an expert more
+    "num_experts_per_tok": 2,
+    "sliding_window": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "experts_implementation": "eager",
+}
 _BUILDERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {**_SHARED, "tie_word_embeddings": False}),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, _GEMMA),
@@ -253,6 +264,7 @@ _BUILDERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {**_SHARED, "tie_word_embeddings": False}),
     "gpt2": (GPT2Config, GPT2LMHeadModel, _GPT2),
     "llama_tied_bias": (LlamaConfig, LlamaForCausalLM, _TIED_BIAS),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM, _EXPERTS),
 }
 
 
@@ -298,6 +310,8 @@ class _Wide(TorchFunctionMode):
         given = dict(kwargs or {})
         wide = any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args)
         if wide and func is torch.Tensor.float:
+            return args[0]
+        if wide and func is torch.Tensor.type and args[1:] == (torch.float32,):
             return args[0]
         if wide and func is torch.Tensor.to:
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)

@@ -34,6 +34,8 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "llama, calibrated": ("llama", ("score.form=calibrated", "score.sketch_dim=64")),
     "gpt2, calibrated": ("gpt2", ("score.form=calibrated", "score.sketch_dim=64")),
     "llama, retention": ("llama", ("finetune.retention=0.7", "finetune.retention_batch=3")),
+    "experts": ("gpt_oss", ()),
+    "experts, calibrated": ("gpt_oss", ("score.form=calibrated", "score.sketch_dim=64")),
     "llama, whole model": ("llama", ("method.params=all", "method.data=random")),
 }
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -354,8 +355,9 @@ def sketch_of(engine: GhostEngine, sketch: Sketch, vector: Vector) -> Tensor:
             continue
         shape = vector.forms[name].shape
         start, stop = world().own(shape)
-        rows = vector.piece(name, start, stop).view(-1, shape[1])
-        total += sketch.of_rows(name, rows, start // shape[1], shape[0], transposed).cpu()
+        *outer, width = shape  # the experts of a layer are one matrix, one below the other
+        rows = vector.piece(name, start, stop).view(-1, width)
+        total += sketch.of_rows(name, rows, start // width, prod(outer), transposed).cpu()
     return world().sum_(total)
 
 

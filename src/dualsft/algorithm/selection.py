@@ -12,7 +12,8 @@ the selected examples, and s_D = ⟨u ⊙ m, g_n⟩.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -214,3 +215,22 @@ def mask_jaccard(a: TopK, b: TopK) -> float:
         )
     )
     return shared / (a.num_selected + b.num_selected - shared)
+
+
+def per_expert(
+    indices: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, list[int]]:
+    """Selected entries of each routed expert, by the module that holds the experts of a layer.
+
+    Experts are the parts of 3-D parameters that are not the weight of a convolution.
+    """
+    found: dict[str, list[int]] = {}
+    for name, index in indices.items():
+        owner, _, own = name.rpartition(".")
+        if len(shapes[name]) != 3 or own == "weight":
+            continue
+        num_experts, *matrix = shapes[name]
+        counts = torch.bincount(index // math.prod(matrix), minlength=num_experts).tolist()
+        before = found.get(owner, [0] * num_experts)
+        found[owner] = [a + b for a, b in zip(before, counts, strict=True)]
+    return found

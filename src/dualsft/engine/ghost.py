@@ -29,12 +29,15 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from dualsft.data.examples import Batch
+from dualsft.distributed.world import world
+from dualsft.engine.experts import ExpertsRule, RouterRule, SeparateExpertRule, TokenRows
 from dualsft.engine.fused import fused_blocks
 from dualsft.engine.losses import HeadObserver, last_hidden, plain_example_loss
 from dualsft.engine.rules import MIXED, EmbeddingRule, HeadRule, LinearRule, NormRule, Rule
 from dualsft.engine.sketch import Sketch
 from dualsft.errors import ConfigError, RunError
 from dualsft.memory.placement import DevicePlacement, Placement
+from dualsft.model.experts import is_experts, routers, separate_experts
 from dualsft.model.load import (
     Candidates,
     alike,
@@ -107,8 +110,8 @@ class Taps:
     def add_bound(self, name: str, value_B: Tensor) -> None:
         self._inner_sums[:, self.columns[name]] += value_B
 
-    def add_sketch(self, value_Bp: Tensor) -> None:
-        self._sketches += value_Bp
+    def add_sketch(self, value_Bp: Tensor, examples: slice = slice(None)) -> None:
+        self._sketches[examples] += value_Bp
 
     def add_tokens(
         self, kernels: Any, name: str, moved_MO: Tensor, grad_MO: Tensor, norms_M: Tensor | None
@@ -146,6 +149,13 @@ class GhostEngine:
         self.columns = {name: i for i, name in enumerate(candidates)}
         self.rules: list[Rule] = []
         self.head_rule: HeadRule | None = None
+        self.token_rows = [TokenRows(*layer) for layer in separate_experts(model)]
+        if self.token_rows and world().sharded:
+            raise ConfigError(
+                f"parallel.mode: {type(model).__name__} holds each expert in a module of its own, "
+                "and a sharded walk would wait for experts without tokens; use "
+                "parallel.mode=replicate"
+            )
         uncovered = self._bind()
         mixed = self._mixed()
         reasons = uncovered | dict.fromkeys(mixed, MIXED)
@@ -172,7 +182,11 @@ class GhostEngine:
         """Create a rule for each module that uses a candidate; return the candidates without one,
         each with the reason."""
         names = {id(p): name for name, p in self.candidates.items()}
-        head = output_head(self.model)
+        head, routing = output_head(self.model), set(routers(self.model))
+        layers = [(m, t) for t in self.token_rows for e in t.experts for m in e.modules()]
+        separate = {module: tokens for module, tokens in layers if is_linear(module)}
+        fused = (m for e in self.model.modules() if is_experts(e) for m in e.children())
+        inside = {*(module for module, _ in layers), *fused}
         uncovered: dict[str, str] = {}
         bound: set[str] = set()
         for module in self.model.modules():
@@ -184,7 +198,12 @@ class GhostEngine:
             if not used:
                 continue
             bound |= set(used.values())
-            rule = HeadRule(module, used) if module is head else _rule_for(module, used)
+            if module in separate:
+                rule = SeparateExpertRule(module, used, separate[module])
+            elif module in inside:
+                rule = None
+            else:
+                rule = _rule_for(module, used, module is head, module in routing)
             if rule is None:
                 uncovered |= {
                     n: f"no exact rule covers {type(module).__name__}" for n in used.values()
@@ -197,32 +216,67 @@ class GhostEngine:
         orphans = [name for name in self.candidates if name not in bound]
         return uncovered | dict.fromkeys(orphans, "no module of the model owns it")
 
-    @torch.no_grad()
     def _mixed(self) -> list[str]:
-        """Candidates whose input mixes examples, found by a forward pass of a 2 x 3 batch."""
-        ids = torch.zeros(2, 3, dtype=torch.long, device=self.device)
-        batch = Batch(ids, torch.ones_like(ids), torch.arange(3).to(ids).expand(2, 3), ids)
-        found: list[str] = []
+        """Candidates whose input mixes examples, found by forward passes of a 2 x 3 batch.
 
-        def look(rule: Rule) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            def before_forward(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-                if not rule.separates(inputs[0], len(ids)):
-                    found.extend(rule.names)
+        Where the input is one list of tokens (experts), the second example is changed: the rows of
+        the first must stay.
+        """
+        ids = torch.zeros(2, 3, dtype=torch.long, device=self.device)
+        inputs = self._inputs(ids)
+        lists = [rule for rule in self.rules if any(_is_list(x) for x, _ in inputs[rule])]
+        lists = [rule for rule in lists if not isinstance(rule, SeparateExpertRule)]
+        if lists:
+            ids[1] = 1
+            changed = self._inputs(ids)
+            for rule in lists:
+                pairs = [
+                    (a, b) for (a, _), (b, _) in zip(inputs[rule], changed[rule], strict=False)
+                ]
+                same = len(inputs[rule]) == len(changed[rule])
+                rule.flat = same and all(_in_order(a, b) for a, b in pairs if _is_list(a))
+        return [
+            name
+            for rule, given in inputs.items()
+            if not all(rule.flat if rule in lists and _is_list(x) else fine for x, fine in given)
+            for name in rule.names
+        ]
+
+    @torch.no_grad()
+    def _inputs(self, ids: Tensor) -> dict[Rule, list[tuple[Tensor, bool]]]:
+        """The inputs of each rule's module in a forward pass of these tokens, and whether the rule
+        can separate their examples."""
+        at = torch.arange(ids.shape[1]).to(ids).expand_as(ids)
+        batch = Batch(ids, torch.ones_like(ids), at, ids)
+        found: dict[Rule, list[tuple[Tensor, bool]]] = {rule: [] for rule in self.rules}
+
+        def look(rule: Rule) -> Callable[..., None]:
+            def before_forward(_: nn.Module, inputs: tuple[Tensor, ...], named: Any) -> None:
+                x = inputs[0] if inputs else next(iter(named.values()))
+                found[rule].append((x, rule.separates(x, len(ids))))
 
             return before_forward
 
         with ExitStack() as stack:
+            for tokens in self.token_rows:
+                stack.enter_context(tokens.attached())
             for rule in self.rules:
-                handle = rule.module.register_forward_pre_hook(look(rule))
+                handle = rule.module.register_forward_pre_hook(look(rule), with_kwargs=True)
                 stack.callback(handle.remove)
             through(self.model, lambda: last_hidden(self.model, batch))
         return found
 
     @property
     def linear_weights(self) -> dict[str, bool]:
-        """The candidates that a sketch covers, outside the head; True for weights stored [I, O]."""
-        linear = [rule for rule in self.rules if isinstance(rule, LinearRule)]
-        return {rule.weight: rule.transposed for rule in linear if rule.weight is not None}
+        """The candidates that a sketch covers, outside the head; True for weights stored [I, O] or
+        [E, I, O]."""
+        found: dict[str, bool] = {}
+        for rule in self.rules:
+            if isinstance(rule, LinearRule) and rule.weight is not None:
+                found[rule.weight] = rule.transposed
+            elif isinstance(rule, ExpertsRule | SeparateExpertRule):
+                found |= rule.weights
+        return found
 
     @property
     def separable(self) -> bool:
@@ -254,6 +308,8 @@ class GhostEngine:
         with ExitStack() as stack:
             stack.enter_context(frozen(self.model))
             stack.enter_context(fused_blocks(self.model, wide=True))
+            for tokens in self.token_rows:
+                stack.enter_context(tokens.attached())
             for rule in self.rules:
                 if taps.observes(rule):
                     stack.enter_context(rule.attached(taps))
@@ -278,13 +334,19 @@ class GhostEngine:
         return lambda hidden, gradient, example: rule.observe(taps, hidden, gradient, example)
 
 
-def _rule_for(module: nn.Module, used: dict[str, str]) -> Rule | None:
+def _rule_for(module: nn.Module, used: dict[str, str], head: bool, routes: bool) -> Rule | None:
     """The rule of a layer for the parameters that are candidates; None if there is no exact one.
 
     A new layer class gets its rule here and in `engine/rules.py`.
     """
+    if head:
+        return HeadRule(module, used)
+    if is_experts(module):
+        return ExpertsRule(module, used)
     if is_linear(module) and used.keys() <= {"weight", "bias"}:
         return LinearRule(module, used)
+    if routes and used.keys() <= {"weight", "bias"}:
+        return RouterRule(module, used)
     if isinstance(module, nn.Embedding) and used.keys() == {"weight"}:
         plain = len(signature(module.forward).parameters) == 1  # others compute their indices
         return EmbeddingRule(module, used) if plain else None
@@ -292,6 +354,19 @@ def _rule_for(module: nn.Module, used: dict[str, str]) -> Rule | None:
     if is_norm and used.keys() <= {"weight", "bias"}:
         return NormRule(module, used)
     return None
+
+
+def _is_list(x: Tensor) -> bool:
+    """Whether this is one list of tokens' features (not of token ids)."""
+    return x.ndim == 2 and x.is_floating_point()
+
+
+def _in_order(before: Tensor, after: Tensor) -> bool:
+    """Whether the first half of the rows is the first example's: only the others have changed."""
+    if before.shape != after.shape or len(before) % 2:
+        return False
+    first, second = (after - before).double().abs().amax(1).chunk(2)
+    return float(first.max()) < 0.1 * float(second.min())
 
 
 def start_graph(embedding: nn.Module) -> RemovableHandle:

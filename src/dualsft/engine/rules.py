@@ -7,6 +7,7 @@ Algorithm 1 lines 3, 5, 6 (sums) and 8 (GhostDot). With input a_t and output gra
     embedding   g_n[i] = Σ_{t: id_t=i} ε_t  dot Σ_t ε_t · U[id_t]      bound Σ_t ‖ε_t‖
     norm        g_n = Σ_t ε_t ⊙ x̂_t         dot g_n · u                bound ‖g_n‖
     head        as linear, called per chunk with the logit gradient
+    experts     as linear for each expert (`engine/experts.py`)
 
 A parameter used several times (a tied head) is observed by several rules: sums, dots and bounds
 add up. Squares do not. With `Taps.squared` (Σ_n g_n ⊙ g_n instead of Σ_n g_n, and ‖g_n‖ instead of
@@ -23,7 +24,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -84,8 +85,14 @@ class Rule:
         self.bias = used.get("bias")
         self.names = list(used.values())
 
+    flat = False
+    """Whether the input is one list of tokens, example after example; found when it is bound."""
+
     def separates(self, x: Tensor, num_examples: int) -> bool:
-        """Whether the examples are the first of three or more dimensions of this input."""
+        """Whether the examples are the first of three or more dimensions of this input, or all its
+        rows are in their order."""
+        if self.flat and x.ndim == 2:
+            return len(x) % num_examples == 0
         return x.ndim >= 3 and len(x) == num_examples
 
     def attached(self, taps: Taps) -> AbstractContextManager[None]:
@@ -116,7 +123,7 @@ class LinearRule(Rule):
 
     @contextmanager
     def attached(self, taps: Taps) -> Iterator[None]:
-        self.module.forward = lambda x: _TappedLinear.apply(x, self, taps)
+        self.module.forward = lambda x: tapped_linear(x, self, taps)
         try:
             yield
         finally:
@@ -125,6 +132,10 @@ class LinearRule(Rule):
     def weight_OI(self) -> Tensor:
         weight = self.module.get_parameter("weight")
         return weight.T if self.transposed else weight
+
+    def map_of(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias as they multiply `x`."""
+        return self.weight_OI(), getattr(self.module, "bias", None)
 
     def observe(self, taps: Taps, x_BTI: Tensor, norms_BT: Tensor | None, grad_BTO: Tensor) -> None:
         if self.bias is not None:
@@ -178,19 +189,31 @@ class _TappedLinear(torch.autograd.Function):
         if not rule.separates(x, taps.num_examples):
             raise RunError(f"{rule.names[0]}: {MIXED}; leave it out of score.candidates")
         ctx.rule, ctx.taps = rule, taps
-        seen = x if x.ndim == 3 else x.flatten(1, -2)
+        seen = _in_tokens(x, taps.num_examples)
         bounded = taps.bounds and not taps.squared and rule.weight is not None
         ctx.norms = token_norms(seen) if bounded else None
         ctx.save_for_backward(seen)
-        return nn.functional.linear(x, rule.weight_OI(), getattr(rule.module, "bias", None))
+        return nn.functional.linear(x, *rule.map_of(x))
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # noqa: ANN001, ANN205
         (x,) = ctx.saved_tensors
-        seen = grad if grad.ndim == 3 else grad.flatten(1, -2)
+        seen = _in_tokens(grad, ctx.taps.num_examples)
         ctx.rule.observe(ctx.taps, x, ctx.norms, seen.contiguous())
-        grad_x = grad @ ctx.rule.weight_OI() if ctx.needs_input_grad[0] else None
+        grad_x = grad @ ctx.rule.map_of(grad)[0] if ctx.needs_input_grad[0] else None
         return grad_x, None, None
+
+
+def tapped_linear(x: Tensor, rule: LinearRule, taps: Taps) -> Any:
+    """The linear map of a module, observed by its rule in the backward pass."""
+    return _TappedLinear.apply(x, rule, taps)
+
+
+def _in_tokens(x: Tensor, num_examples: int) -> Tensor:
+    """As [B, T, features], from a list of tokens or from more dimensions."""
+    if x.ndim == 2:
+        return x.unflatten(0, (num_examples, -1))
+    return x if x.ndim == 3 else x.flatten(1, -2)
 
 
 class _OutputRule(Rule):
@@ -304,19 +327,20 @@ class NormRule(_OutputRule):
     def observe(self, taps: Taps, sources: tuple[Tensor, ...], grad: Tensor) -> None:
         wide = grad.to(taps.dtype)
         if self.bias is not None:
-            self.observe_vector(taps, self.bias, _per_example(wide))
+            self.observe_vector(taps, self.bias, _per_example(wide, taps.num_examples))
         if self.weight is not None:
             weight = self.module.get_parameter("weight")
             zero = self.with_weight(torch.zeros_like(weight), sources)
             unit = self.with_weight(torch.ones_like(weight), sources) - zero
             if not self.checked:
                 self._check(sources, unit, zero)
-            self.observe_vector(taps, self.weight, _per_example(wide * unit.to(taps.dtype)))
+            wide = wide * unit.to(taps.dtype)
+            self.observe_vector(taps, self.weight, _per_example(wide, taps.num_examples))
 
 
-def _per_example(gradient: Tensor) -> Tensor:
-    """Sum over all dimensions between the example and the feature dimension: [B, O]."""
-    return gradient.reshape(len(gradient), -1, gradient.shape[-1]).sum(1)
+def _per_example(gradient: Tensor, num_examples: int) -> Tensor:
+    """Sum over all positions of each example: [B, O]."""
+    return gradient.reshape(num_examples, -1, gradient.shape[-1]).sum(1)
 
 
 class HeadRule(Rule):

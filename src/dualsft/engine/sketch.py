@@ -53,11 +53,12 @@ class Sketch:
     dense: bool = False
     _signs: dict[tuple[str, str, torch.dtype], Tensor] = field(default_factory=dict)
 
-    def signs(self, name: str, side: str, like: Tensor) -> Tensor:
-        """L (side "out") or R (side "in") of a map, [features of `like`, p or q]; cached."""
+    def signs(self, name: str, side: str, like: Tensor, features: int | None = None) -> Tensor:
+        """L (side "out") or R (side "in") of a map, [features, p or q]; cached. By default as many
+        features as `like` has."""
         key = (name, side, like.dtype)
         if key not in self._signs:
-            signs = self._drawn(name, side, like.shape[-1])
+            signs = self._drawn(name, side, features or like.shape[-1])
             self._signs[key] = torch.from_numpy(signs).to(like.device, like.dtype)
         return self._signs[key]
 
@@ -71,6 +72,10 @@ class Sketch:
         wide = accumulation_dtype(grad_BTO.dtype)
         left_BTp = (grad_BTO @ self.signs(name, "out", grad_BTO)).to(wide)
         right_BTq = (x_BTI @ self.signs(name, "in", x_BTI)).to(wide)
+        return self.of_sides(left_BTp, right_BTq)
+
+    def of_sides(self, left_BTp: Tensor, right_BTq: Tensor) -> Tensor:
+        """The sketch from Lᵀ ε_t and Rᵀ a_t: [B, dim]."""
         return torch.bmm(left_BTp.mT, right_BTq).flatten(1) / self.dim**0.5
 
     def of_rows(

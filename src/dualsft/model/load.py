@@ -3,10 +3,10 @@
 A multimodal checkpoint is loaded and saved in full, so that the result opens wherever the base
 does. Only its text decoder and output head are scored and trained (`text_parameters`).
 
-Candidates (docs/algorithm.md, "Definitions we fix") default to the 2-D linear weights inside the
-transformer blocks of the text decoder. `score.candidates` also accepts `all`, glob patterns over
-parameter names, and `!pattern` to exclude names. A tied weight counts once, under the first name
-that `named_parameters` gives it.
+Candidates (docs/algorithm.md, "Definitions we fix") default to the linear weights inside the
+transformer blocks of the text decoder, 3-D for experts. `score.candidates` also accepts `all`, glob
+patterns over parameter names, and `!pattern` to exclude names. A tied weight counts once, under the
+first name that `named_parameters` gives it.
 
 Reads a local Hugging Face folder; writes nothing. The parameters are the θ of every line of
 Algorithm 1.
@@ -41,6 +41,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from dualsft.errors import ConfigError
+from dualsft.model.experts import (
+    expert_weights,
+    how_experts_run,
+    is_experts,
+    routers,
+    say_how_trained,
+)
 from dualsft.model.safety import check_folder, check_tokenizer, weight_files
 from dualsft.storage.vectors import accumulation_dtype, reduction_dtype
 from dualsft.system.bounds import FREE_BYTES, RAISE, TIMES, bounded, tried
@@ -145,7 +152,7 @@ def _from_config(
     config: Any, remote: bool, dtype: torch.dtype | None, attention: str
 ) -> PreTrainedModel:
     """The model of a configuration in eval mode, on the current default device."""
-    given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    given = how_experts_run(dtype) | ({} if dtype is None else {"dtype": dtype})
     _set_attention(config, attention)
     config.return_dict = True  # a config.json may say otherwise
     return _auto_class(config).from_config(config, trust_remote_code=remote, **given).eval()
@@ -238,6 +245,7 @@ def load_model(
             trust_remote_code=remote,
             local_files_only=True,
             output_loading_info=True,
+            **how_experts_run(dtype),
         )
     _refuse_incomplete(folder, report)
     model.config.return_dict = True  # a config.json may say otherwise
@@ -250,6 +258,7 @@ def load_model(
             f"({len(bad)} parameters in total); give finite weights, or set another model.dtype "
             "if they overflow in this one"
         )
+    say_how_trained(model)
     return model.eval()
 
 
@@ -419,9 +428,10 @@ def find_candidates(model: PreTrainedModel, spec: str) -> Candidates:
 def _block_linear(model: PreTrainedModel, excludes: list[str], spec: str) -> set[str]:
     """Every linear weight in a block; a matrix that is not a known linear map is refused.
 
-    Norms, biases, other vectors, embeddings and convolution kernels are not candidates.
+    Norms, biases, other vectors, embeddings, convolution kernels and routers are not candidates.
     """
     prefix, blocks = decoder_blocks(model)
+    routing = set(routers(blocks))
     names: set[str] = set()
     uncovered: dict[str, str] = {}
     for path, module in blocks.named_modules(prefix=prefix):
@@ -429,7 +439,10 @@ def _block_linear(model: PreTrainedModel, excludes: list[str], spec: str) -> set
             name = f"{path}.{own}"
             if any(fnmatchcase(name, pattern) for pattern in excludes):
                 continue
-            if own == "weight" and is_linear(module):
+            linear = expert_weights(module) if is_experts(module) else ("weight",)
+            if module in routing or (is_experts(module) and own.endswith("_bias")):
+                continue
+            if own in linear and (is_experts(module) or is_linear(module)):
                 names.add(name)
             elif parameter.ndim >= 2 and not isinstance(module, nn.Embedding | nn.Conv1d):
                 uncovered[name] = f"{type(module).__name__}, shape {tuple(parameter.shape)}"

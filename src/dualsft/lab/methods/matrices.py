@@ -34,7 +34,7 @@ from transformers.pytorch_utils import Conv1D
 from dualsft.errors import ConfigError
 from dualsft.lab.diagnostics.job import masked_finetune
 from dualsft.model.delta import save_model
-from dualsft.model.load import decoder_blocks, empty_model, is_linear, locate
+from dualsft.model.load import decoder_blocks, empty_model, is_linear, leave_out, locate
 from dualsft.runs.method import Job, ParamChoice, ParamMethod
 from dualsft.runs.stages.finetune import finetune_plan
 from dualsft.storage.resume import Pieces
@@ -103,6 +103,13 @@ def _read(job: Job) -> list[WeightMatrix]:
     model = empty_model(job.ctx.model_folder, job.ctx.trusted)
     prefix, blocks = decoder_blocks(model)
     candidates = job.shapes()
+    if experts := [name for name, shape in candidates.items() if len(shape) > 2]:
+        raise ConfigError(
+            f"method.params={job.ctx.config.method.params}: it selects from matrices, and "
+            f"{experts[0]} holds one per expert ({len(experts)} such candidates in total); "
+            f"{leave_out(job.ctx.config.score.candidates, experts)}, or use dualsft, random or "
+            "nanoadam, which select single entries"
+        )
     linear = {
         f"{path}.weight": m for path, m in blocks.named_modules(prefix=prefix) if is_linear(m)
     }

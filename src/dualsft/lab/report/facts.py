@@ -239,13 +239,29 @@ def texts(bars: Bars) -> Rows:
 
 
 def mask_rows(chosen: Mapping[str, Any]) -> list[tuple[str, Bars]]:
-    """Selected weight entries by module and by layer."""
+    """Selected weight entries by module, by layer and by expert."""
     total = max(1, chosen["k"])
 
     def rows(counts: Mapping[str, int]) -> Bars:
         return [(n, [(c, number(c)), (c, percent(c / total))]) for n, c in counts.items()]
 
-    return [("module", rows(chosen["per_module"])), ("layer", rows(chosen["per_layer"]))]
+    tables = [("module", rows(chosen["per_module"])), ("layer", rows(chosen["per_layer"]))]
+    if experts := chosen.get("per_expert"):
+        tables.append((f"expert, of {sum(map(len, experts.values())):,}", rows(_extremes(experts))))
+    return tables
+
+
+def _extremes(experts: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The fewest, the median and the most selected entries of an expert."""
+    every = sorted((n, of, i) for of, counts in experts.items() for i, n in enumerate(counts))
+    return {
+        f"{what} ({of}, {i})": n
+        for what, (n, of, i) in (
+            ("fewest", every[0]),
+            ("median", every[len(every) // 2]),
+            ("most", every[-1]),
+        )
+    }
 
 
 def source_rows(chosen: Mapping[str, Any]) -> tuple[list[str], Rows]:

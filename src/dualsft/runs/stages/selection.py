@@ -31,7 +31,12 @@ import torch
 from torch import Tensor
 
 from dualsft.algorithm.quotas import make_strata
-from dualsft.algorithm.selection import mask_jaccard, reselect_entries, reselect_examples
+from dualsft.algorithm.selection import (
+    mask_jaccard,
+    per_expert,
+    reselect_entries,
+    reselect_examples,
+)
 from dualsft.algorithm.split import full_size, resolve_budget
 from dualsft.config.methods import Entry
 from dualsft.data.examples import Example
@@ -381,6 +386,7 @@ def _write_mask(
     share = count / denominator
     named = {"candidates": "candidates", "all": "parameters", "eligible": "eligible entries"}[of]
     ctx.reporter.say(f"parameters: {count:,} of {denominator:,} {named} ({100 * share:.2f} %)")
+    experts = per_expert(indices, ctx.parameter_shapes)
     return {
         "k": count,
         "denominator": denominator,
@@ -388,6 +394,7 @@ def _write_mask(
         "share": share,
         "per_layer": dict(layers),
         "per_module": dict(modules),
+        **({"per_expert": experts} if experts else {}),
     }
 
 

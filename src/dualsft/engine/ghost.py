@@ -224,6 +224,13 @@ class GhostEngine:
         linear = [rule for rule in self.rules if isinstance(rule, LinearRule)]
         return {rule.weight: rule.transposed for rule in linear if rule.weight is not None}
 
+    def observed_for(self, sketch: Sketch) -> frozenset[str] | None:
+        """The candidates to observe (`tapped`) for these sketches alone; None: all of them."""
+        if sketch.weights is None:
+            return None
+        owners = [r for r in self.rules if isinstance(r, LinearRule) and r.weight in sketch.weights]
+        return frozenset(name for rule in owners for name in rule.names)
+
     @property
     def separable(self) -> bool:
         """Whether each candidate's gradient comes from a single use and can be squared: no

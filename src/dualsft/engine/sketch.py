@@ -51,6 +51,8 @@ class Sketch:
     seed: int
     purpose: str
     dense: bool = False
+    weights: frozenset[str] | None = None
+    """The linear weights that it covers; None: every one that it is given."""
     _signs: dict[tuple[str, str, torch.dtype], Tensor] = field(default_factory=dict)
 
     def signs(self, name: str, side: str, like: Tensor) -> Tensor:
@@ -127,11 +129,13 @@ class SketchRows:
         self.count, self.dim, self.exact = count, dim, exact
         self.stored = _zeros((count, dim), np.float64 if exact else np.float16, folder)
         self.norms = np.zeros(count, np.float64 if exact else np.float32)
+        self.added = np.zeros(dim)
+        """Sum of everything that was added, independent of the rows: [dim]."""
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The stored arrays by name, as in the file of a run."""
-        return {"sketches": self.stored, "sketch_norms": self.norms}
+        """The arrays by name, as in saved progress."""
+        return {"sketches": self.stored, "sketch_norms": self.norms, "sketches_added": self.added}
 
     def clear(self) -> None:
         for array in self.arrays.values():
@@ -141,6 +145,7 @@ class SketchRows:
         """Gather the rows of all processes; each row is nonzero on one of them, so sums are
         exact."""
         world().sum_array(self.norms)
+        world().sum_array(self.added)
         for rows in _row_slices(self.count, self.dim * 4):
             part = self.stored[rows].astype(np.promote_types(self.stored.dtype, np.float32))
             self.stored[rows] = world().sum_array(part)
@@ -149,6 +154,7 @@ class SketchRows:
         """Add sketches to these rows (parts of a gradient arrive in several walks)."""
         at = np.asarray(rows)
         total = sketches_Bp.astype(np.float64)
+        self.added += total.sum(0)
         if self.norms[at].any():
             total += self.stored[at] * (self.norms[at, None].astype(np.float64) / self.dim**0.5)
         norms = np.linalg.norm(total, axis=1)

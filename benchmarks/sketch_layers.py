@@ -129,8 +129,8 @@ class ByGroup(Sketch):
     def begin(self, count: int) -> None:
         self.parts = torch.zeros(count, len(self.starts) + 1, self.dim)
 
-    def of_tokens(self, name: str, x_BTI: Tensor, grad_BTO: Tensor) -> Tensor:
-        part = super().of_tokens(name, x_BTI, grad_BTO)
+    def of_tokens(self, name: str, right_BTq: Tensor, grad_BTO: Tensor) -> Tensor:
+        part = super().of_tokens(name, right_BTq, grad_BTO)
         block = locate(name)[0]
         assert block is not None
         self.parts[:, int(np.searchsorted(self.starts, block, "right")) - 1] += part

@@ -83,6 +83,12 @@ class Taps:
         self._tokens.clear()
         self._squared.clear()
 
+    @property
+    def sketches_only(self) -> bool:
+        """Whether nothing but sketches is collected, so that a layer's input need not be kept."""
+        more = self.placement.has_sums or self.placement.has_direction
+        return self.sketch is not None and not (more or self.bounds or self.squared)
+
     def observes(self, rule: Rule) -> bool:
         """Whether this pass observes the rule's candidates."""
         if self.only is None:

@@ -126,7 +126,15 @@ class LinearRule(Rule):
         weight = self.module.get_parameter("weight")
         return weight.T if self.transposed else weight
 
+    def kept(self, taps: Taps, x_BTI: Tensor) -> Tensor:
+        """What `observe` needs of the input: all of it, or for sketches alone a few numbers."""
+        if not taps.sketches_only or self.weight is None:
+            return x_BTI
+        assert taps.sketch is not None
+        return taps.sketch.of_inputs(self.weight, x_BTI)
+
     def observe(self, taps: Taps, x_BTI: Tensor, norms_BT: Tensor | None, grad_BTO: Tensor) -> None:
+        """Collect from one use; `x_BTI` is what `kept` returned."""
         if self.bias is not None:
             self.observe_vector(taps, self.bias, grad_BTO.to(taps.dtype).sum(1))
         name = self.weight
@@ -135,7 +143,10 @@ class LinearRule(Rule):
         if taps.squared:
             self._observe_squares(taps, name, x_BTI, grad_BTO)
         if taps.sketch is not None:
-            taps.add_sketch(taps.sketch.of_tokens(name, x_BTI, grad_BTO))
+            right_BTq = x_BTI if taps.sketches_only else taps.sketch.of_inputs(name, x_BTI)
+            taps.add_sketch(taps.sketch.of_tokens(name, right_BTq, grad_BTO))
+            if taps.sketches_only:
+                return
         x_MI, grad_MO = x_BTI.flatten(0, 1), grad_BTO.flatten(0, 1)
         if taps.placement.has_sums and not taps.squared:
             left, right = (x_MI, grad_MO) if self.transposed else (grad_MO, x_MI)
@@ -181,14 +192,14 @@ class _TappedLinear(torch.autograd.Function):
         seen = x if x.ndim == 3 else x.flatten(1, -2)
         bounded = taps.bounds and not taps.squared and rule.weight is not None
         ctx.norms = token_norms(seen) if bounded else None
-        ctx.save_for_backward(seen)
+        ctx.save_for_backward(rule.kept(taps, seen))
         return nn.functional.linear(x, rule.weight_OI(), getattr(rule.module, "bias", None))
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # noqa: ANN001, ANN205
-        (x,) = ctx.saved_tensors
+        (kept,) = ctx.saved_tensors
         seen = grad if grad.ndim == 3 else grad.flatten(1, -2)
-        ctx.rule.observe(ctx.taps, x, ctx.norms, seen.contiguous())
+        ctx.rule.observe(ctx.taps, kept, ctx.norms, seen.contiguous())
         grad_x = grad @ ctx.rule.weight_OI() if ctx.needs_input_grad[0] else None
         return grad_x, None, None
 

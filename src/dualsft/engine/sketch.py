@@ -68,12 +68,15 @@ class Sketch:
         width = sides(self.dim)[0 if side == "out" else 1]
         return 2 * rng.integers(0, 2, (features, width), np.int8) - 1
 
-    def of_tokens(self, name: str, x_BTI: Tensor, grad_BTO: Tensor) -> Tensor:
-        """Two-sided sketches of Σ_t ε_t a_tᵀ, without forming it: [B, dim]."""
+    def of_inputs(self, name: str, x_BTI: Tensor) -> Tensor:
+        """Rᵀ a_t, all that a sketch needs of the inputs: [B, T, q]."""
+        return x_BTI @ self.signs(name, "in", x_BTI)
+
+    def of_tokens(self, name: str, right_BTq: Tensor, grad_BTO: Tensor) -> Tensor:
+        """Two-sided sketches of Σ_t ε_t a_tᵀ from `of_inputs`, without forming it: [B, dim]."""
         wide = accumulation_dtype(grad_BTO.dtype)
         left_BTp = (grad_BTO @ self.signs(name, "out", grad_BTO)).to(wide)
-        right_BTq = (x_BTI @ self.signs(name, "in", x_BTI)).to(wide)
-        return torch.bmm(left_BTp.mT, right_BTq).flatten(1) / self.dim**0.5
+        return torch.bmm(left_BTp.mT, right_BTq.to(wide)).flatten(1) / self.dim**0.5
 
     def of_rows(
         self, name: str, rows: Tensor, first: int, num_rows: int, transposed: bool

@@ -7,8 +7,12 @@ which the sketch of each group of blocks is kept apart. Sketches of groups add u
 (`score.sketch_layers`) comes from the same gradients. The form `head` needs no backward pass
 through the model: at each response token it takes the gradient of the loss with respect to the
 normalised last hidden state, times that state. Reported per form: rows off target and wrong among
-the chosen tenth, the AUC of the target rows, the overlap with the full form, and the estimated share
-of the pool on target. Cost is measured by `python -m benchmarks --only scoring`.
+the chosen tenth, the AUC of the target rows, the overlap with the full form, and the estimated
+share of the pool on target.
+
+`--cost N` measures what the walks cost instead, on N rows of the first pool: seconds of the CPU
+(process time with one thread, which other work on the machine does not change) relative to a plain
+epoch, forward and backward with the gradient of every parameter, and the bytes that autograd keeps.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +36,14 @@ from transformers import PreTrainedModel
 
 import dualsft
 from benchmarks.measuring import machine, versions
-from dualsft.algorithm.calibration import calibrate
+from dualsft.algorithm.calibration import calibrate, sketch_with
 from dualsft.config.fields import DataConfig
-from dualsft.data.examples import Example, collate, make_batches, tokenize
+from dualsft.data.examples import Batch, Example, collate, make_batches, tokenize
 from dualsft.data.rows import read_rows
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import example_objective
 from dualsft.engine.sketch import Sketch, SketchRows
+from dualsft.memory.placement import DevicePlacement
 from dualsft.model.load import (
     find_candidates,
     load_model,
@@ -45,6 +52,7 @@ from dualsft.model.load import (
     output_head,
 )
 from dualsft.model.resolve import resolve_model
+from dualsft.storage.vectors import ParamVector
 
 CPU = torch.device("cpu")
 POOLS: dict[str, tuple[str, dict[str, int]]] = {
@@ -216,6 +224,93 @@ def judged(name: str, kinds: list[str], parts: dict[str, Tensor], first: dict[st
     return {"rows": len(kinds), "budget": budget, "target": target, "forms": found}
 
 
+@contextmanager
+def plain(engine: GhostEngine) -> Iterator[Callable[[Batch], None]]:
+    """Forward with labels and backward into .grad, as in training without the optimizer."""
+    model = engine.model.requires_grad_(True)
+
+    def call(batch: Batch) -> None:
+        model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels
+        ).loss.backward()
+
+    yield call
+    model.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def forward(engine: GhostEngine) -> Iterator[Callable[[Batch], None]]:
+    with torch.no_grad():
+        yield lambda batch: (example_objective(engine.model, batch), None)[1]
+
+
+@contextmanager
+def walking(engine: GhostEngine, **given: Any) -> Iterator[Callable[[Batch], None]]:
+    with engine.tapped(**given) as taps:
+
+        def call(batch: Batch) -> None:
+            taps.begin(len(batch.input_ids))
+            example_objective(engine.model, batch)[0].backward()
+
+        yield call
+
+
+def costs(model: PreTrainedModel, rows: Sequence[Example], batch_tokens: int) -> dict[str, Any]:
+    """CPU seconds of each walk, relative to the plain epoch (the best of two rounds), and the bytes
+    that its graph keeps of the largest batch."""
+    batches = [collate([rows[i] for i in some], 0) for some in make_batches(rows, batch_tokens)]
+    engine = GhostEngine(model, find_candidates(model, "block_linear"))
+    contenders: dict[str, Callable[[], AbstractContextManager[Callable[[Batch], None]]]] = {
+        "plain epoch": partial(plain, engine),
+        "forward": partial(forward, engine),
+    }
+    layers: dict[str, int | float] = {"full": 1.0, "half": 0.5, "quarter": 0.25, "eighth": 0.125}
+    for name, part in (layers | {"last block": 1}).items():
+        sketch = sketch_with(engine, DIM, SEED, "block_linear", part)
+        only = engine.observed_for(sketch)
+        contenders[name] = partial(walking, engine, sketch=sketch, only=only)
+    sums = DevicePlacement(ParamVector.zeros(engine.candidates))
+    whole = sketch_with(engine, DIM, SEED, "block_linear")
+    contenders["full, with G"] = partial(walking, engine, placement=sums, sketch=whole)
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    kept: dict[str, int] = {}
+    for turn in range(3):  # the first draws the signs and is not timed
+        for name, contender in contenders.items():
+            with contender() as call:
+                before = time.process_time()
+                if turn == 0:
+                    kept[name] = kept_bytes(model, partial(call, batches[0]))
+                else:
+                    for batch in batches:
+                        call(batch)
+                    seconds[name].append(time.process_time() - before)
+            print(f"  {name}: {time.process_time() - before:.1f} s", flush=True)
+    best = {name: min(found) for name, found in seconds.items()}
+    return {
+        "rows": len(rows),
+        "tokens": sum(e.num_tokens for e in rows),
+        "batch_tokens": batch_tokens,
+        "cpu_seconds": seconds,
+        "time_over_plain_epoch": {n: s / best["plain epoch"] for n, s in best.items()},
+        "kept_bytes": kept,
+    }
+
+
+def kept_bytes(model: PreTrainedModel, call: Callable[[], None]) -> int:
+    """Bytes that autograd keeps for the backward pass of a call, without the weights."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no address repeats
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call()
+    found = {at: t.untyped_storage().nbytes() for at, t in saved.items() if at not in own}
+    return sum(found.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sketch_layers", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -227,6 +322,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=600, help="characters of a row")
     parser.add_argument("--warm-steps", type=int, default=16)
     parser.add_argument("--batch-tokens", type=int, default=1024)
+    parser.add_argument("--cost", type=int, help="measure the cost on so many rows")
     args = parser.parse_args()
     folder = resolve_model(args.model)
     tokenizer = load_tokenizer(folder)
@@ -244,6 +340,11 @@ def main() -> None:
         print(name, flush=True)
         kinds = make_pool(name, args.data, args.work / name, args.longest)
         rows = {role: examples_of(args.work / name / f"{role}.jsonl", tokenizer) for role in kinds}
+        if args.cost:
+            model = load_model(folder, torch.float32, CPU)
+            record["cost"] = costs(model, rows["pool"][: args.cost], args.batch_tokens)
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+            return
         kept = args.work / name / "sketches.pt"
         first = forms(num_blocks(folder))
         if not kept.is_file():

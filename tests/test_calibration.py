@@ -255,7 +255,9 @@ def test_the_backward_pass_stops_at_the_first_sketched_block(architecture: str) 
     graphs: list[bool] = []
     for block in blocks:
         block.register_forward_hook(
-            lambda _, __, out: graphs.append((out if torch.is_tensor(out) else out[0]).requires_grad)
+            lambda _, __, out: graphs.append(
+                (out if torch.is_tensor(out) else out[0]).requires_grad
+            )
         )
     result = sketches_only(engine, examples, passes, silent(), "pool", sketch)
     assert graphs and graphs == [False, True] * (len(graphs) // 2)
@@ -411,8 +413,8 @@ def test_fp32_run_chooses_as_float64(make_run: Runner) -> None:
     [
         ("score.mode=two_pass", "score.mode: 'two_pass' is not allowed with score.form=calibrated"),
         ("select.rounds=1", "re-selection needs products with u"),
-        ("method.params=dualsft", "not allowed with method.params=dualsft, which needs the grad"),
-        ("score.keep=projection", "not allowed with score.keep=projection, which needs the grad"),
+        ("method.params=dualsft", "not allowed with method.params=dualsft, which needs the"),
+        ("score.keep=projection", "not allowed with score.keep=projection, which needs the"),
         ("score.sketch_layers=1.5", "score.sketch_layers: 1.5 is not allowed"),
     ],
 )
@@ -425,7 +427,10 @@ def test_combinations_without_a_meaning_are_refused(option: str, words: str) -> 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("score.sketch_layers=3",), "score.sketch_layers: 3 is not allowed; the model has 2 blocks"),
+        (
+            ("score.sketch_layers=3",),
+            "score.sketch_layers: 3 is not allowed; the model has 2 blocks",
+        ),
         (
             ("score.sketch_layers=0.5", "score.candidates=*layers.0.mlp*"),
             "has no linear weight in the last 1 of 2 blocks",

@@ -348,9 +348,9 @@ def _sketch_problems(values: Mapping[str, Any], entries: Mapping[Axis, Entry]) -
     if values.get("score.keep", "gradients") != "gradients":
         readers.append(f"score.keep={values['score.keep']}")
     return [
-        f"score.sketch_layers: {show(layers)} is not allowed with {reader}, which needs the gradient "
-        "of all blocks, so that fewer sketched blocks would save nothing; give method.params=random "
-        "and leave score.keep out, or leave score.sketch_layers out"
+        f"score.sketch_layers: {show(layers)} is not allowed with {reader}, which needs the "
+        "gradient of all blocks, so that fewer sketched blocks would save nothing; give "
+        "method.params=random and leave score.keep out, or leave score.sketch_layers out"
         for reader in readers
     ]
 

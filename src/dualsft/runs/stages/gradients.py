@@ -58,9 +58,7 @@ DIRECTION = (
 """Settings of u and U₀."""
 
 
-def settings(
-    ctx: RunContext, product: bool | None = None, vectors: bool | None = None
-) -> Settings:
+def settings(ctx: RunContext, product: bool | None = None, vectors: bool | None = None) -> Settings:
     chosen = ctx.compute_settings() | precision_settings(ctx)
     product = one_pass_wanted(ctx) if product is None else product
     chosen["per-example product in the pool pass"] = product
@@ -179,7 +177,9 @@ def some_layers(ctx: RunContext) -> bool:
 
 def vectors_now(ctx: RunContext, engine: GhostEngine) -> tuple[Vector, Vector, Vector]:
     """(v_new, v_prior, G), for a run whose gradients stage did not need them."""
-    ctx.reporter.say("the run needed no G, v_new and v_prior; computing them (score.keep saves them)")
+    ctx.reporter.say(
+        "the run needed no G, v_new and v_prior; computing them (score.keep saves them)"
+    )
     roles, passes = ctx.roles(), pass_settings(ctx)
     val_grad = validation_gradient(engine, roles["val"], passes, ctx.reporter)[0].held()
     prior_grad = prior_of(ctx, engine, roles["anchor"], passes)[0].held()

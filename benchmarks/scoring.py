@@ -3,12 +3,12 @@
 Algorithm 1 lines 3, 5, 6 and 8. The reference is the plain epoch: Hugging Face forward with labels
 and backward into `.grad` for every parameter, same rows, same length-bucketed batches, at the best
 of several batch sizes. Measured walks: one-pass (G, s_D and the certificate's sums), one-pass
-without the certificate, the walk of the calibrated form (G and a sketch of each gradient), both
-walks of two-pass mode (the first is also the walk for v_new), and
-CWSD with a separate teacher. Peak memory includes the model and the vectors of the walk, placed by
-the plan (`score.plan`): the default plan for all walks, smaller plans for the one-pass walk. The
-preparation before the first batch (trial batches, pinned memory, computing and moving U) does not
-depend on the pool size; its time is reported separately.
+without the certificate, the walk of the calibrated form (G and a sketch of each gradient; sketches
+alone, of all blocks or of the last ones), both walks of two-pass mode (the first is also the walk
+for v_new), and CWSD with a separate teacher. Peak memory includes the model and the vectors of the
+walk, placed by the plan (`score.plan`): the default plan for all walks, smaller plans for the
+one-pass walk. The preparation before the first batch (trial batches, pinned memory, computing and
+moving U) does not depend on the pool size; its time is reported separately.
 
 FLOPs are the mathematically required ones (`workload.Size.flops`): recomputation and padding add
 time but not FLOPs.
@@ -38,12 +38,12 @@ from benchmarks.measuring import (
 )
 from benchmarks.options import Options
 from benchmarks.workload import Size, build_model, make_pool
+from dualsft.algorithm.calibration import sketch_with
 from dualsft.config.settings import ScoreConfig
 from dualsft.data.examples import Batch, Example, collate, make_batches
 from dualsft.engine.fused import fused_blocks
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import HeadObserver
-from dualsft.engine.sketch import Sketch
 from dualsft.engine.walk import PassSettings, cwsd_objective, loss_objective, walk
 from dualsft.memory.placement import blank
 from dualsft.memory.plans import GIB, Wishes
@@ -55,6 +55,7 @@ PLAIN_TOKENS = {"cpu": (256, 512, 1024), "cuda": (4096, 8192, 16384, 32768)}
 PLAIN = "plain epoch"
 ONE_PASS = "one pass: G, s_D, certificate"
 SKETCHED = "calibrated: G and sketches"
+ALONE = "calibrated: sketches alone"
 FIRST, SECOND, BOTH = "two-pass, first: G (and v_new)", "two-pass, second: s_D", "two-pass, both"
 CWSD = "CWSD, teacher and student"
 SMALL_BYTES = 22e9
@@ -65,13 +66,15 @@ SMALL = f"{ONE_PASS}, within {SMALL_BYTES / 1e9:.0f} GB"
 class Walk:
     """What a walk computes, its number of products, and the requested plan."""
 
-    products: int
+    products: float
     """Products per candidate entry and token."""
     sums: bool = False
     direction: bool = False
     bounds: bool = False
     distil: bool = False
     sketch: bool = False
+    layers: int | float = 1.0
+    """The blocks that are sketched, as score.sketch_layers."""
     wishes: Wishes = Wishes()
 
     @property
@@ -85,6 +88,10 @@ WALKS = {
     ONE_PASS: FULL,
     "one pass without the certificate": Walk(4, sums=True, direction=True),
     SKETCHED: Walk(3, sums=True, sketch=True),
+    ALONE: Walk(2, sketch=True),
+    f"{ALONE}, last half": Walk(1.5, sketch=True, layers=0.5),
+    f"{ALONE}, last quarter": Walk(1.25, sketch=True, layers=0.25),
+    f"{ALONE}, last block": Walk(1, sketch=True, layers=1),
     FIRST: Walk(3, sums=True),
     SECOND: Walk(3, direction=True),
     CWSD: Walk(4, sums=True, distil=True),
@@ -223,7 +230,8 @@ def walking(
         if what.direction:
             collected["direction"] = random_direction(engine)
         if what.sketch:
-            collected["sketch"] = Sketch(ScoreConfig().sketch_dim, 0, "benchmark")
+            dim = ScoreConfig().sketch_dim
+            collected["sketch"] = sketch_with(engine, dim, 0, "block_linear", what.layers)
         teacher = build_model(options.model, options.device) if what.distil else None
         inner = cwsd_objective(teacher, model, 1.0) if teacher else loss_objective(model)
         began: list[float] = []

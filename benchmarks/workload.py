@@ -164,7 +164,7 @@ class Size:
             label_tokens=labels,
         )
 
-    def flops(self, products: int, head_products: int, every_logit: bool = False) -> float:
+    def flops(self, products: float, head_products: int, every_logit: bool = False) -> float:
         """2 · (candidates · products · tokens + head entries · products · rows of logits).
 
         Attention scores, norms, recomputation and padding are not counted.

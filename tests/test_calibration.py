@@ -28,19 +28,22 @@ from dualsft.algorithm.calibration import (
     check_sketches,
     held_out_scores,
     sketch_of,
+    sketch_with,
 )
-from dualsft.algorithm.gradients import pool_gradient
+from dualsft.algorithm.gradients import pool_gradient, sketches_only
 from dualsft.config import settings
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.sketch import Sketch, SketchRows
 from dualsft.engine.walk import PassSettings
 from dualsft.errors import ConfigError, RunError
-from dualsft.model.load import find_candidates
+from dualsft.lab.diagnostics import Wanted
+from dualsft.lab.diagnostics.job import diagnose
+from dualsft.model.load import decoder_blocks, find_candidates
 from dualsft.runs.stages.split import read_split
 from dualsft.storage.vectors import ParamVector
 from dualsft.system.paths import RunPath
-from dualsft.system.progress import Reporter
+from dualsft.system.progress import Reporter, silent
 
 CPU = torch.device("cpu")
 
@@ -193,20 +196,33 @@ def test_walk_sketches_every_gradient(architecture: str) -> None:
 
 CALIBRATED = ("score.form=calibrated", "score.sketch_dim=256", "split.val=8")
 FIXED = (*CALIBRATED, "score.rho=0.01")
+ALONE = ("method.params=random",)
+"""Nothing reads G: the walks collect sketches only."""
+LAST = (*ALONE, "score.sketch_layers=1")
+VECTORS = ("grad_sum", "val_grad", "prior_grad")
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_run_equals_the_oracle(arch: str, make_run: Runner, model_folder) -> None:
+@pytest.mark.parametrize(
+    ("arch", "options"),
+    [*((arch, ()) for arch in ARCHITECTURES), ("llama", LAST), ("gpt2", LAST), ("gemma3", LAST)],
+)
+def test_run_equals_the_oracle(
+    arch: str, options: tuple[str, ...], make_run: Runner, model_folder
+) -> None:
     """Scores of a float64 run folder, from the oracle's gradients and the run's own ρ."""
-    run = make_run("model.dtype=float64", *CALIBRATED, arch=arch, until="selection")
+    run = make_run("model.dtype=float64", *CALIBRATED, *options, arch=arch, until="selection")
     summary = json.loads((run / "4_scores/summary.json").read_text())
     sketch = Sketch(256, seed=42, purpose="calibrated")
     model = AutoModelForCausalLM.from_pretrained(run / "2_warmup/theta_bar", dtype=torch.float64)
     engine = GhostEngine(model.eval(), find_candidates(model, "block_linear"))
     tokens = pq.read_table(run / "1_split/tokens.parquet").to_pylist()
 
+    prefix, blocks = decoder_blocks(engine.model)
+    names = list(engine.candidates)
+    if options:
+        names = [name for name in names if name.startswith(f"{prefix}.{len(blocks) - 1}.")]
+
     def sketches(role: str) -> torch.Tensor:
-        names = list(engine.candidates)
         rows = [row for row in tokens if row["role"] == role]
         found = [oracle.example_gradient(model, r["input_ids"], r["labels"], names) for r in rows]
         return torch.stack([sketch_of(engine, sketch, ParamVector(g)) for g in found])
@@ -225,6 +241,91 @@ def test_run_equals_the_oracle(arch: str, make_run: Runner, model_folder) -> Non
     chosen = json.loads((run / "5_selection/ids.json").read_text())
     best = np.argsort(-scores, kind="stable")[: len(chosen)]
     assert set(chosen) == {table["id"][int(i)].as_py() for i in best}
+    assert [(run / f"3_gradients/{name}.safetensors").exists() for name in VECTORS] == 3 * [
+        not options
+    ]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_backward_pass_stops_at_the_first_sketched_block(architecture: str) -> None:
+    """The block below runs without a graph, and its input is not needed."""
+    engine, examples, passes = walked(architecture)
+    sketch = sketch_with(engine, 64, 3, "block_linear", 1)
+    _, blocks = decoder_blocks(engine.model)
+    graphs: list[bool] = []
+    for block in blocks:
+        block.register_forward_hook(
+            lambda _, __, out: graphs.append(
+                (out if torch.is_tensor(out) else out[0]).requires_grad
+            )
+        )
+    result = sketches_only(engine, examples, passes, silent(), "pool", sketch)
+    assert graphs and graphs == [False, True] * (len(graphs) // 2)
+    whole = sketches_only(
+        engine, examples, passes, silent(), "pool", sketch_with(engine, 64, 3, "block_linear")
+    )
+    assert result.sketches is not None and whole.sketches is not None
+    np.testing.assert_array_equal(result.values, whole.values)
+    assert (result.sketches.norms < whole.sketches.norms).all()
+
+
+def walked(architecture: str) -> tuple[GhostEngine, list[Example], PassSettings]:
+    """A tiny float64 model, rows, and how they are walked over."""
+    model = tiny_model(architecture, dtype=torch.float64)
+    rows = tiny_examples(9, 97, 1)
+    examples = [Example(e.id, e.index, list(e.input_ids), list(e.labels)) for e in rows]
+    engine = GhostEngine(model, find_candidates(model, "block_linear"))
+    return engine, examples, PassSettings(batch_tokens=64, pad_id=0, padding_side="right")
+
+
+SPOILED: dict[str, Callable[[SketchRows], object]] = {
+    "length": lambda rows: np.multiply(rows.norms, 1.01, out=rows.norms),
+    "row lost": lambda rows: rows.norms.put([3], 0.0),
+    "row twice": lambda rows: rows.norms.put([3], 2 * rows.norms[3]),
+    "rows of others": lambda rows: rows.stored.__setitem__(2, rows.stored[3]),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_sketches_are_checked_without_g_too(name: str) -> None:
+    engine, examples, passes = walked("llama")
+    sketch = sketch_with(engine, 64, 3, "block_linear", 0.5)
+    rows = sketches_only(engine, examples, passes, silent(), "pool", sketch).sketches
+    assert rows is not None
+    found = check_sketches(engine, sketch, rows, None, examples, 0, passes)
+    assert found["sketch_sum_error"] < 1e-12
+    assert max(probe["error"] for probe in found["sketched_alone"]) < 1e-9
+    SPOILED[name](rows)
+    with pytest.raises(RunError, match="do not sum to what the walk added up"):
+        check_sketches(engine, sketch, rows, None, examples, 0, passes)
+
+
+def test_scores_without_g_have_the_same_bits(make_run: Runner) -> None:
+    """G changes no score; a run that has it already is reused, and `diagnose` computes it."""
+    said: list[str] = []
+    whole = make_run(*FIXED, *ALONE, "score.keep=projection", out="whole", until="selection")
+    alone = make_run(*FIXED, *ALONE, out="alone", until="selection")
+    assert (whole / "3_gradients/grad_sum.safetensors").is_file()
+    assert not (alone / "3_gradients/grad_sum.safetensors").exists()
+    tables = [pq.read_table(run / "4_scores/examples.parquet") for run in (whole, alone)]
+    assert tables[0].equals(tables[1])
+    for name in ("5_selection/ids.json", "5_selection/mask.safetensors"):
+        assert (whole / name).read_bytes() == (alone / name).read_bytes()
+    summary = json.loads((alone / "4_scores/summary.json").read_text())
+    assert "norms" not in summary and summary["checks"]["sketch_sum_error"] < 1e-3
+    gradients = (whole / "3_gradients/manifest.json").read_bytes()
+    make_run(*FIXED, *ALONE, out="whole", until="selection", said=said)
+    assert (whole / "3_gradients/manifest.json").read_bytes() == gradients
+    assert not any("[gradients] started" in line for line in said)
+
+
+def test_what_is_not_stored_is_computed_for_a_diagnostic(make_run: Runner) -> None:
+    found = []
+    for extra in (("score.keep=projection",), ()):
+        run = make_run(*FIXED, *ALONE, *extra, out="".join(extra) or "alone", until="selection")
+        files = diagnose(run, Wanted.of(["heatmap"], []), silent())
+        found.append(files[0].read_json()["result"])
+    assert found[0] == found[1]
 
 
 def test_a_budget_beyond_the_target_rows_is_told(make_run: Runner) -> None:
@@ -243,6 +344,7 @@ def test_a_budget_beyond_the_target_rows_is_told(make_run: Runner) -> None:
         make_run(*CALIBRATED, "select.data_budget=0.3", until="selection")
 
 
+@pytest.mark.parametrize("layers", [(), LAST])
 @pytest.mark.parametrize(
     "options",
     [
@@ -254,20 +356,21 @@ def test_a_budget_beyond_the_target_rows_is_told(make_run: Runner) -> None:
     ],
 )
 def test_how_a_run_computes_does_not_change_its_scores(
-    options: tuple[str, ...], make_run: Runner
+    options: tuple[str, ...], layers: tuple[str, ...], make_run: Runner
 ) -> None:
     found = []
     for extra in ((), options):
-        run = make_run("model.dtype=float64", *FIXED, *extra, until="scores")
+        run = make_run("model.dtype=float64", *FIXED, *layers, *extra, until="scores")
         found.append(pq.read_table(run / "4_scores/examples.parquet")["score"].to_numpy())
     np.testing.assert_allclose(found[1], found[0], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("layers", [(), LAST])
 def test_sketches_in_a_file_give_the_same_bits(
-    make_run: Runner, monkeypatch: pytest.MonkeyPatch
+    layers: tuple[str, ...], make_run: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Above a size, sketches are mapped from files instead of held; also after an interruption."""
-    options = ("score.form=calibrated", "resume.every=0", "score.batch_tokens=64")
+    options = ("score.form=calibrated", "resume.every=0", "score.batch_tokens=64", *layers)
     held = make_run(*options, out="held", until="scores")
     for module in ("engine.sketch", "storage.tensor_files"):
         monkeypatch.setattr(f"dualsft.{module}.MAPPED_BYTES", 0)
@@ -310,13 +413,35 @@ def test_fp32_run_chooses_as_float64(make_run: Runner) -> None:
     [
         ("score.mode=two_pass", "score.mode: 'two_pass' is not allowed with score.form=calibrated"),
         ("select.rounds=1", "re-selection needs products with u"),
+        ("method.params=dualsft", "not allowed with method.params=dualsft, which needs the"),
+        ("score.keep=projection", "not allowed with score.keep=projection, which needs the"),
+        ("score.sketch_layers=1.5", "score.sketch_layers: 1.5 is not allowed"),
     ],
 )
 def test_combinations_without_a_meaning_are_refused(option: str, words: str) -> None:
+    given = ["score.sketch_layers=0.25"] if "_layers" in words or "which needs" in words else []
     with pytest.raises(ConfigError, match=re.escape(words)):
-        settings.load(
-            "recommended", ["score.form=calibrated", option, "model.path=m", "data.path=d"]
-        )
+        settings.load("recommended", [*given, option, "model.path=m", "data.path=d"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ("score.sketch_layers=3",),
+            "score.sketch_layers: 3 is not allowed; the model has 2 blocks",
+        ),
+        (
+            ("score.sketch_layers=0.5", "score.candidates=*layers.0.mlp*"),
+            "has no linear weight in the last 1 of 2 blocks",
+        ),
+    ],
+)
+def test_blocks_that_the_model_does_not_have_are_refused(
+    options: tuple[str, ...], words: str, make_run: Runner
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        make_run(*CALIBRATED, *ALONE, *options, until="gradients")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -373,6 +498,8 @@ SKETCHES: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
         "unit length",
     ),
     "sum": (lambda t: t | {"val": t["val"].flip(0) * -1}, "validation examples do not sum"),
+    "sum of the walk": (lambda t: t | {"pool_sum": t["pool_sum"] * 1.1}, "do not sum to what"),
+    "shape of the sum": (lambda t: t | {"pool_sum": t["pool_sum"][:8]}, "pool_sum is not 256"),
 }
 
 
@@ -381,11 +508,12 @@ def test_sketches_that_no_run_writes_are_refused(
     name: str, shared_run: Runner, make_run: Runner, tmp_path: Path
 ) -> None:
     change, words = SKETCHES[name]
-    shutil.copytree(shared_run(*CALIBRATED, until="gradients"), tmp_path / "run")
+    options = (*CALIBRATED, *(LAST if "of the" in name else ()))
+    shutil.copytree(shared_run(*options, until="gradients"), tmp_path / "run")
     in_file("sketches.safetensors", change)(tmp_path / "run/3_gradients")
     with pytest.raises(RunError, match=words) as refused:
-        make_run(*CALIBRATED, until="scores")
-    assert "3_gradients/sketches.safetensors" in str(refused.value) or name == "sum"
+        make_run(*options, until="scores")
+    assert "3_gradients/sketches.safetensors" in str(refused.value) or name.startswith("sum")
 
 
 def test_too_few_validation_examples_are_named() -> None:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +26,8 @@ from dualsft.config.settings import Config
 from dualsft.data.examples import Example, collate, make_batches
 from dualsft.lab.check import check
 from dualsft.lab.estimate import estimate as estimation
-from dualsft.lab.estimate.probe import Memory, deeper, saved_bytes
+from dualsft.lab.estimate import probe as probing
+from dualsft.lab.estimate.probe import Memory, Probe, Walks, deeper, saved_bytes
 from dualsft.lab.estimate.workload import Lengths, Machine, Training, Workload, batch_sizes, survey
 from dualsft.memory.plans import GIB, HEADROOM, Activations, LinearFit
 from dualsft.model.load import shallow_model
@@ -78,6 +81,55 @@ def test_counts_and_shapes_are_those_of_a_run(
     gradients = run / "3_gradients"
     vectors = sum(path.stat().st_size for path in gradients.glob("*.safetensors"))
     assert found.stages[2].disk_bytes == pytest.approx(vectors, rel=0.1)
+
+
+def test_sketches_alone_write_no_vectors(
+    model_folder: Folders, corpus: Path, tmp_path: Path, make_run: Callable[..., Path]
+) -> None:
+    words = ["score.form=calibrated", "score.sketch_dim=256", "method.params=random"]
+    run = make_run(*words, "score.sketch_layers=1", until="gradients")
+    stored = (run / "3_gradients/sketches.safetensors").stat().st_size
+    for more in ("score.sketch_layers=1", "score.sketch_layers=1.0"):
+        config = settings.load(None, [*small_run(model_folder("llama"), corpus), *words, more])
+        found = dualsft.estimate(config, tmp_path / "other", until="gradients")
+        assert found.stages[2].disk_bytes == pytest.approx(stored, rel=0.15)
+        assert found.stages[2].disk_bytes < 4 * found.num_candidates
+
+
+def test_blocks_that_are_not_sketched_cost_a_forward_pass(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five blocks the last two are walked through, and the first three run forward only."""
+
+    def line(fixed: float, slope: float) -> LinearFit:
+        return LinearFit(fixed, slope)
+
+    def measured(_: object, __: object, model: object) -> Any:
+        layers = model.config.num_hidden_layers  # type: ignore[attr-defined]
+        walks = Walks(Memory(None, None), Memory(None, None), line(1 + 3 * layers, 5 * layers))
+        found = Probe(
+            warmup=Memory(None, None),
+            finetune=Memory(None, None),
+            walks=walks,
+            wide=walks,
+            forward=line(0, 0),
+            step_seconds=line(0, 0),
+            forward_seconds=line(1 + layers, 2 * layers),
+            update_seconds=0.0,
+        )
+        return SimpleNamespace(probe=lambda: found)
+
+    monkeypatch.setattr(probing, "_Measurement", measured)
+    words = {"form": "calibrated", "sketch_layers": 0.4}
+    part = replace(
+        config,
+        score=replace(config.score, **words),
+        method=replace(config.method, params="random"),
+    )
+    ctx = estimation.RunContext(part, estimation.RunDir(tmp_path), estimation.Reporter(print))
+    ctx.model_config.num_hidden_layers = 5
+    walks = probing.probe(ctx, None).walks  # type: ignore[arg-type]
+    assert walks.seconds == line(1 + 3 * 2 + 3, 5 * 2 + 2 * 3)
 
 
 def pretend_gpu(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:

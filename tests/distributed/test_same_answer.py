@@ -32,6 +32,15 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "llama, fisher": ("llama", ("score.preservation=fisher", "score.lam_relative=true")),
     "llama, calibrated": ("llama", ("score.form=calibrated", "score.sketch_dim=64")),
+    "llama, last block": (
+        "llama",
+        (
+            "score.form=calibrated",
+            "score.sketch_dim=64",
+            "method.params=random",
+            "score.sketch_layers=1",
+        ),
+    ),
     "gpt2, calibrated": ("gpt2", ("score.form=calibrated", "score.sketch_dim=64")),
     "llama, retention": ("llama", ("finetune.retention=0.7", "finetune.retention_batch=3")),
     "experts": ("gpt_oss", ()),
@@ -84,6 +93,8 @@ def test_two_processes(
     wanted += [
         ("gpt2, calibrated", "shard", "float64"),
         ("llama, calibrated", "replicate", "float64"),
+        ("llama, last block", "shard", "float64"),
+        ("llama, last block", "replicate", "float64"),
         ("llama, retention", "shard", "float64"),
         ("llama, retention", "replicate", "float64"),
     ]

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualsft.algorithm.split import resolve_budget
 from dualsft.data.examples import Example
 from dualsft.distributed.world import world
 from dualsft.engine.fused import HALF_DTYPES
@@ -44,6 +45,7 @@ from dualsft.engine.passes import widened
 from dualsft.engine.sketch import ROW_BLOCK_BYTES, Sketch, SketchRows
 from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.errors import CheckError, ConfigError, RunError
+from dualsft.model.load import decoder_blocks
 from dualsft.storage.vectors import ParamVector, Vector
 from dualsft.system.progress import Progress, Reporter, silent
 
@@ -351,7 +353,8 @@ def sketch_of(engine: GhostEngine, sketch: Sketch, vector: Vector) -> Tensor:
     rows."""
     total = torch.zeros(sketch.dim, dtype=torch.float64)
     for name, transposed in engine.linear_weights.items():
-        if name not in vector:
+        covered = sketch.weights is None or name in sketch.weights
+        if name not in vector or not covered:
             continue
         shape = vector.forms[name].shape
         start, stop = world().own(shape)
@@ -362,53 +365,79 @@ def sketch_of(engine: GhostEngine, sketch: Sketch, vector: Vector) -> Tensor:
 
 
 def check_total(
-    rows: SketchRows, expected: Tensor, tolerance: float, what: str, sum_of: str
+    rows: SketchRows, expected: Tensor | None, tolerance: float, what: str, sum_of: str
 ) -> float:
-    """Relative difference of the sum of sketches to the sketch of the sum; raise if too large."""
+    """Relative difference of the sum of sketches to `expected`, the sketch of the sum of gradients;
+    raise if too large. None: that sum was not computed, and the rows are compared with the sum that
+    the walk kept beside them."""
+    if expected is None:
+        expected, sum_of = torch.from_numpy(rows.added), "what the walk added up"
+    else:
+        sum_of = f"the sketch of {sum_of}"
     # rounding adds up like a random walk, relative to the lengths of the rows
     lengths = float(np.sqrt((rows.norms.astype(np.float64) ** 2).sum()))
     size = max(float(torch.linalg.vector_norm(expected)), lengths, 1e-300)
     apart = float(torch.linalg.vector_norm(rows.total() - expected)) / size
     if not apart <= tolerance:
         raise CheckError(
-            f"self-check failed: the sketches of the {what} do not sum to the sketch of "
-            f"{sum_of} (relative difference {apart:.2g} > {tolerance:g}); nothing was "
-            "written. The model probably uses its parameters outside the supported layers: please "
-            "file an issue"
+            f"self-check failed: the sketches of the {what} do not sum to {sum_of} (relative "
+            f"difference {apart:.2g} > {tolerance:g}); nothing was written. Either they were "
+            "changed, or the model uses its parameters outside the supported layers: please file "
+            "an issue"
         )
     return apart
 
 
-def sketch_with(engine: GhostEngine, dim: int, seed: int, candidates: str) -> Sketch:
-    """The sketch of the calibrated form; raises if there is nothing that it could cover."""
-    if not engine.linear_weights:
+def sketch_with(
+    engine: GhostEngine, dim: int, seed: int, candidates: str, layers: int | float = 1.0
+) -> Sketch:
+    """The sketch of the calibrated form: of all linear candidates, or of those in the last blocks
+    (`score.sketch_layers`); raises if there is nothing that it could cover."""
+    weights = engine.linear_weights
+    if not weights:
         raise ConfigError(
             f"score.form: 'calibrated' compares the gradients of linear weights, and "
             f"score.candidates={candidates} has none; give block_linear, or score.form=literal"
         )
-    return Sketch(dim, seed, "calibrated")
+    if layers != 1.0 or isinstance(layers, int):
+        prefix, blocks = decoder_blocks(engine.model)
+        count = resolve_budget(layers, len(blocks), "score.sketch_layers")
+        if count > len(blocks):
+            raise ConfigError(
+                f"score.sketch_layers: {layers} is not allowed; the model has {len(blocks)} blocks"
+            )
+        last = {f"{prefix}.{i}." for i in range(len(blocks) - count, len(blocks))}
+        weights = [name for name in weights if name.startswith(tuple(last))]
+        if not weights:
+            raise ConfigError(
+                f"score.sketch_layers: score.candidates={candidates} has no linear weight in the "
+                f"last {count:,} of {len(blocks)} blocks; give more blocks, or other candidates"
+            )
+    return Sketch(dim, seed, "calibrated", weights=frozenset(weights))
 
 
 def check_sketches(
     engine: GhostEngine,
     sketch: Sketch,
     pool: SketchRows,
-    grad_sum: Vector,
+    grad_sum: Vector | None,
     examples: Sequence[Example],
     seed: int,
     passes: PassSettings,
 ) -> dict[str, Any]:
     """Raise unless the sketches of the pool are what they must be.
 
-    Two checks: Σ_n φ_n, at original lengths, is the sketch of G; and a few random examples are
-    sketched again from their gradient by plain autograd, without batch, layer rules or fused loss.
+    Two checks: Σ_n φ_n, at original lengths, is the sketch of G (or, without G, the sum that the
+    walk kept); and a few random examples are sketched again from their gradient by plain autograd,
+    without batch, layer rules or fused loss.
     A half-precision model is converted to fp32 for that, and the engine sketches the examples in
     fp32 too: comparing these two checks the engine, comparing them with the stored sketches
     measures the rounding.
     """
     half = engine.model.dtype in HALF_DTYPES
     tolerance = SKETCH_TOLERANCE.get(engine.model.dtype, HALF_SKETCH_TOLERANCE)
-    apart = check_total(pool, sketch_of(engine, sketch, grad_sum), tolerance, "examples", "G")
+    expected = None if grad_sum is None else sketch_of(engine, sketch, grad_sum)
+    apart = check_total(pool, expected, tolerance, "examples", "G")
     probed: list[dict[str, Any]] = []
     probes = np.random.default_rng([seed, 21]).permutation(len(examples))[:NUM_ALONE]
     limit = SKETCH_TOLERANCE.get(engine.candidates.dtype, tolerance)
@@ -455,17 +484,18 @@ def scored_by_sketches(
     sketch: Sketch,
     pool: SketchRows,
     val: SketchRows,
-    grad_sum: Vector,
-    val_grad: Vector,
+    grad_sum: Vector | None,
+    val_grad: Vector | None,
     examples: Sequence[Example],
     seed: int,
     rho: float | None,
     passes: PassSettings,
     reporter: Reporter,
 ) -> tuple[Calibration, dict[str, Any]]:
-    """Check the sketches and solve for the scores: (scores, results of the checks)."""
+    """Check the sketches and solve for the scores: (scores, results of the checks). G and v_new are
+    None if they were not computed."""
     checks = check_sketches(engine, sketch, pool, grad_sum, examples, seed, passes)
-    expected = sketch_of(engine, sketch, val_grad) * val.count
+    expected = None if val_grad is None else sketch_of(engine, sketch, val_grad) * val.count
     check_total(val, expected, checks["sketch_tolerance"], "validation examples", "v_new")
     found = calibrate(pool, val, seed, engine.device, rho, reporter)
     worst = max(probe["rounding"] for probe in checks["sketched_alone"])

@@ -118,6 +118,21 @@ def pool_gradient(
     return grad_sum, result
 
 
+def sketches_only(
+    engine: GhostEngine,
+    examples: Sequence[Example],
+    passes: PassSettings,
+    reporter: Reporter,
+    role: Literal["validation", "pool"],
+    sketch: Sketch,
+) -> PassResult:
+    """Losses and sketches of the examples, where nothing needs the sums of their gradients."""
+    what, label = "pool" if role == "pool" else "directions", f"{role} (sketches)"
+    with precise(passes.precision, what, label, reporter.warn, engine.model) as (wide,):
+        at, objective = engine.on(wide), loss_objective(wide)
+        return walk(at, examples, objective, passes, reporter, label, sketch=sketch)
+
+
 def prior_gradient(
     kind: Literal["cwsd", "l2", "fisher", "none"],
     engine: GhostEngine,

@@ -169,6 +169,11 @@ class ScoreConfig:
     length, compared with D_val after damping what the whole pool shares (docs/algorithm.md)."""
     sketch_dim: Annotated[int, Bounds(least=16)] = 16384
     """Numbers per example that the calibrated form keeps of its gradient, 2 bytes each."""
+    sketch_layers: Budget = 1.0
+    """Transformer blocks whose gradients the calibrated form compares, counted from the last: a
+    count, or a fraction of the blocks. With fewer, the backward pass stops at the first of them:
+    less time and memory, somewhat less exact choices (docs/performance.md). Not with a mask that is
+    selected by score, which needs the gradient of all blocks."""
     rho: Annotated[float, Bounds(least=1e-6)] | None = None
     """Damping of the calibrated form. null: chosen from random halves of D_val."""
     lam: Annotated[float, Bounds(least=0, most=1e30)] = 0.8
@@ -192,8 +197,9 @@ class ScoreConfig:
     """Parameters to select from: block_linear, all, or comma-separated glob patterns over parameter
     names. A leading ! excludes; a list with only exclusions starts from block_linear."""
     keep: Annotated[str, Names(("gradients", "param_scores", "projection", "all"))] = "gradients"
-    """Parameter-sized files to save in addition to the gradients (always saved, since selection
-    reads them): param_scores, projection, or all. Each has the size of the candidates in fp32."""
+    """Parameter-sized files to save in addition to the gradients: param_scores, projection, or all.
+    Each has the size of the candidates in fp32. G, v_new and v_prior are computed and saved only if
+    something reads them: a mask selected by score, literal example scores, or these files."""
     batch_tokens: Count | None = None
     """Maximum tokens per scoring batch, including padding; changes scores only by rounding. null:
     1,024 on a CPU; on a GPU as many as fit in 12 GiB (at least 4,096, at most 32,768)."""
@@ -499,7 +505,7 @@ def idle_options(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     if curvature == "none":
         idle("score.curvature=none", "score.curvature_scale")
     if values["score.form"] == "literal":
-        idle("score.form=literal", "score.sketch_dim", "score.rho")
+        idle("score.form=literal", "score.sketch_dim", "score.sketch_layers", "score.rho")
     if values["select.rounds"] == 0:
         idle("select.rounds=0", "select.order")
     if values["select.variant"] == "data":

@@ -311,6 +311,7 @@ def problems_of(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
             "the pool needs the weight of v_prior, while this weight needs G, the result of that "
             "pass; give score.form=calibrated, score.mode=two_pass or select.variant=param"
         )
+    problems += _sketch_problems(values, entries)
     options: dict[str, Any] = {}
     specs = {
         key: spec
@@ -336,6 +337,24 @@ def problems_of(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
         except ConfigError as problem:
             problems += problem.problems
     return problems, options
+
+
+def _sketch_problems(values: Mapping[str, Any], entries: Mapping[Axis, Entry]) -> list[str]:
+    """Sketches of some blocks where the pass over the pool goes through all of them anyway."""
+    layers, form = values.get("score.sketch_layers", 1.0), values.get("score.form")
+    data = entries.get("data")
+    if form != "calibrated" or repr(layers) == "1.0" or data is None or "scores" not in data.needs:
+        return []
+    readers = [f"method.{a}={e.name}" for a, e in entries.items() if "scores" in e.needs]
+    readers.remove(f"method.data={data.name}")
+    if values.get("score.keep", "gradients") != "gradients":
+        readers.append(f"score.keep={values['score.keep']}")
+    return [
+        f"score.sketch_layers: {show(layers)} is not allowed with {reader}, which needs the "
+        "gradient of all blocks, so that fewer sketched blocks would save nothing; give "
+        "method.params=random and leave score.keep out, or leave score.sketch_layers out"
+        for reader in readers
+    ]
 
 
 # --- rows of a table -----------------------------------------------------------------------------

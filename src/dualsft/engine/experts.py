@@ -111,7 +111,6 @@ class ExpertsRule(Rule):
 
     @property
     def weights(self) -> dict[str, bool]:
-        """The candidates among the weights; True for those stored [E, I, O]."""
         own = expert_weights(self.experts)
         return {self.used[n]: self.experts.is_transposed for n in own if n in self.used}
 
@@ -429,7 +428,7 @@ class SeparateExpertRule(Rule):
 
     @property
     def weights(self) -> dict[str, bool]:
-        return {} if self.weight is None else {self.weight: self.linear.transposed}
+        return self.linear.weights
 
     @contextmanager
     def attached(self, taps: Taps) -> Iterator[None]:

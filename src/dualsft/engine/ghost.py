@@ -86,6 +86,12 @@ class Taps:
         self._tokens.clear()
         self._squared.clear()
 
+    @property
+    def sketches_only(self) -> bool:
+        """Whether nothing but sketches is collected, so that a layer's input need not be kept."""
+        more = self.placement.has_sums or self.placement.has_direction
+        return self.sketch is not None and not (more or self.bounds or self.squared)
+
     def observes(self, rule: Rule) -> bool:
         """Whether this pass observes the rule's candidates."""
         if self.only is None:
@@ -270,13 +276,14 @@ class GhostEngine:
     def linear_weights(self) -> dict[str, bool]:
         """The candidates that a sketch covers, outside the head; True for weights stored [I, O] or
         [E, I, O]."""
-        found: dict[str, bool] = {}
-        for rule in self.rules:
-            if isinstance(rule, LinearRule) and rule.weight is not None:
-                found[rule.weight] = rule.transposed
-            elif isinstance(rule, ExpertsRule | SeparateExpertRule):
-                found |= rule.weights
-        return found
+        return {name: form for rule in self.rules for name, form in rule.weights.items()}
+
+    def observed_for(self, sketch: Sketch) -> frozenset[str] | None:
+        """The candidates to observe (`tapped`) for these sketches alone; None: all of them."""
+        if sketch.weights is None:
+            return None
+        owners = [rule for rule in self.rules if not sketch.weights.isdisjoint(rule.weights)]
+        return frozenset(name for rule in owners for name in rule.names)
 
     @property
     def separable(self) -> bool:

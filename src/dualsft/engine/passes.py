@@ -83,6 +83,8 @@ class Collected:
     direction: bool
     bounds: bool
     sketch: Sketch | None = None
+    only: frozenset[str] | None = None
+    """The candidates that it observes; None: all."""
 
 
 # --- precision -----------------------------------------------------------------------------------
@@ -242,7 +244,9 @@ def measure(
         scratch = Scratch(engine.candidates, dtype, device, collected.sums, collected.direction)
         with (
             checkpointed(engine.model, checkpointing),
-            engine.tapped(scratch, bounds=collected.bounds, sketch=collected.sketch) as taps,
+            engine.tapped(
+                scratch, bounds=collected.bounds, only=collected.only, sketch=collected.sketch
+            ) as taps,
         ):
             observer = engine.head_observer(taps)
             points: list[tuple[int, int, int, int]] = []

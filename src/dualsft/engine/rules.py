@@ -95,6 +95,11 @@ class Rule:
             return len(x) % num_examples == 0
         return x.ndim >= 3 and len(x) == num_examples
 
+    @property
+    def weights(self) -> dict[str, bool]:
+        """The candidates that a sketch covers; True for those stored [I, O] or [E, I, O]."""
+        return {}
+
     def attached(self, taps: Taps) -> AbstractContextManager[None]:
         """Context in which the uses of the module are observed."""
         raise NotImplementedError(f"{type(self).__name__} is observed in another way")
@@ -121,6 +126,10 @@ class LinearRule(Rule):
         super().__init__(module, used)
         self.transposed = isinstance(module, Conv1D)
 
+    @property
+    def weights(self) -> dict[str, bool]:
+        return {} if self.weight is None else {self.weight: self.transposed}
+
     @contextmanager
     def attached(self, taps: Taps) -> Iterator[None]:
         self.module.forward = lambda x: tapped_linear(x, self, taps)
@@ -137,7 +146,15 @@ class LinearRule(Rule):
         """Weight and bias as they multiply `x`."""
         return self.weight_OI(), getattr(self.module, "bias", None)
 
+    def kept(self, taps: Taps, x_BTI: Tensor) -> Tensor:
+        """What `observe` needs of the input: all of it, or for sketches alone a few numbers."""
+        if not taps.sketches_only or self.weight is None:
+            return x_BTI
+        assert taps.sketch is not None
+        return taps.sketch.of_inputs(self.weight, x_BTI)
+
     def observe(self, taps: Taps, x_BTI: Tensor, norms_BT: Tensor | None, grad_BTO: Tensor) -> None:
+        """Collect from one use; `x_BTI` is what `kept` returned."""
         if self.bias is not None:
             self.observe_vector(taps, self.bias, grad_BTO.to(taps.dtype).sum(1))
         name = self.weight
@@ -146,7 +163,10 @@ class LinearRule(Rule):
         if taps.squared:
             self._observe_squares(taps, name, x_BTI, grad_BTO)
         if taps.sketch is not None:
-            taps.add_sketch(taps.sketch.of_tokens(name, x_BTI, grad_BTO))
+            right_BTq = x_BTI if taps.sketches_only else taps.sketch.of_inputs(name, x_BTI)
+            taps.add_sketch(taps.sketch.of_tokens(name, right_BTq, grad_BTO))
+            if taps.sketches_only:
+                return
         x_MI, grad_MO = x_BTI.flatten(0, 1), grad_BTO.flatten(0, 1)
         if taps.placement.has_sums and not taps.squared:
             left, right = (x_MI, grad_MO) if self.transposed else (grad_MO, x_MI)
@@ -192,14 +212,14 @@ class _TappedLinear(torch.autograd.Function):
         seen = _in_tokens(x, taps.num_examples)
         bounded = taps.bounds and not taps.squared and rule.weight is not None
         ctx.norms = token_norms(seen) if bounded else None
-        ctx.save_for_backward(seen)
+        ctx.save_for_backward(rule.kept(taps, seen))
         return nn.functional.linear(x, *rule.map_of(x))
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # noqa: ANN001, ANN205
-        (x,) = ctx.saved_tensors
+        (kept,) = ctx.saved_tensors
         seen = _in_tokens(grad, ctx.taps.num_examples)
-        ctx.rule.observe(ctx.taps, x, ctx.norms, seen.contiguous())
+        ctx.rule.observe(ctx.taps, kept, ctx.norms, seen.contiguous())
         grad_x = grad @ ctx.rule.map_of(grad)[0] if ctx.needs_input_grad[0] else None
         return grad_x, None, None
 

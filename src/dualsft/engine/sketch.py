@@ -51,6 +51,8 @@ class Sketch:
     seed: int
     purpose: str
     dense: bool = False
+    weights: frozenset[str] | None = None
+    """The linear weights that it covers; None: every one that it is given."""
     _signs: dict[tuple[str, str, torch.dtype], Tensor] = field(default_factory=dict)
 
     def signs(self, name: str, side: str, like: Tensor, features: int | None = None) -> Tensor:
@@ -67,12 +69,15 @@ class Sketch:
         width = sides(self.dim)[0 if side == "out" else 1]
         return 2 * rng.integers(0, 2, (features, width), np.int8) - 1
 
-    def of_tokens(self, name: str, x_BTI: Tensor, grad_BTO: Tensor) -> Tensor:
-        """Two-sided sketches of Σ_t ε_t a_tᵀ, without forming it: [B, dim]."""
+    def of_inputs(self, name: str, x_BTI: Tensor) -> Tensor:
+        """Rᵀ a_t, all that a sketch needs of the inputs: [B, T, q]."""
+        return x_BTI @ self.signs(name, "in", x_BTI)
+
+    def of_tokens(self, name: str, right_BTq: Tensor, grad_BTO: Tensor) -> Tensor:
+        """Two-sided sketches of Σ_t ε_t a_tᵀ from `of_inputs`, without forming it: [B, dim]."""
         wide = accumulation_dtype(grad_BTO.dtype)
         left_BTp = (grad_BTO @ self.signs(name, "out", grad_BTO)).to(wide)
-        right_BTq = (x_BTI @ self.signs(name, "in", x_BTI)).to(wide)
-        return self.of_sides(left_BTp, right_BTq)
+        return self.of_sides(left_BTp, right_BTq.to(wide))
 
     def of_sides(self, left_BTp: Tensor, right_BTq: Tensor) -> Tensor:
         """The sketch from Lᵀ ε_t and Rᵀ a_t: [B, dim]."""
@@ -132,11 +137,13 @@ class SketchRows:
         self.count, self.dim, self.exact = count, dim, exact
         self.stored = _zeros((count, dim), np.float64 if exact else np.float16, folder)
         self.norms = np.zeros(count, np.float64 if exact else np.float32)
+        self.added = np.zeros(dim)
+        """Sum of everything that was added, independent of the rows: [dim]."""
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The stored arrays by name, as in the file of a run."""
-        return {"sketches": self.stored, "sketch_norms": self.norms}
+        """The arrays by name, as in saved progress."""
+        return {"sketches": self.stored, "sketch_norms": self.norms, "sketches_added": self.added}
 
     def clear(self) -> None:
         for array in self.arrays.values():
@@ -146,6 +153,7 @@ class SketchRows:
         """Gather the rows of all processes; each row is nonzero on one of them, so sums are
         exact."""
         world().sum_array(self.norms)
+        world().sum_array(self.added)
         for rows in _row_slices(self.count, self.dim * 4):
             part = self.stored[rows].astype(np.promote_types(self.stored.dtype, np.float32))
             self.stored[rows] = world().sum_array(part)
@@ -154,6 +162,7 @@ class SketchRows:
         """Add sketches to these rows (parts of a gradient arrive in several walks)."""
         at = np.asarray(rows)
         total = sketches_Bp.astype(np.float64)
+        self.added += total.sum(0)
         if self.norms[at].any():
             total += self.stored[at] * (self.norms[at, None].astype(np.float64) / self.dim**0.5)
         norms = np.linalg.norm(total, axis=1)

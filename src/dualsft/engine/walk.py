@@ -102,7 +102,8 @@ def walk(
     `sums` accumulates Σ_n g_n, `direction` is the U of the dot products ⟨U, g_n⟩, and `bounds`
     requests the norm bounds. With `squared`, which needs `engine.separable`, `sums` accumulates
     Σ_n g_n ⊙ g_n, and the bounds are the exact norms of g_n for each parameter. `sketch` requests
-    the sketch of each gradient.
+    the sketch of each gradient. If nothing else is requested, only the weights that it covers are
+    observed, and the backward pass stops at the first block that has one.
 
     `label` names the walk and must be unique in its stage. `sums` must be zero on entry
     (`placement.blank` creates zeros that take no memory); on return its tensors are on the device
@@ -110,8 +111,11 @@ def walk(
     requires, matrices in the model's dtype, in which they are multiplied.
     """
     folder = settings.pieces.folder
-    state = WalkState(engine.candidates, len(examples), sums, bounds, sketch, folder)
-    collected = (direction, bounds, squared, sketch)
+    only = None
+    if sketch is not None and sums is None and direction is None and not bounds:
+        only = engine.observed_for(sketch)
+    state = WalkState(engine.candidates, len(examples), sums, bounds, sketch, folder, only)
+    collected = (direction, bounds, squared, sketch, only)
     return _Walk(engine, examples, objective, settings, reporter, label, *collected, state).run()
 
 
@@ -129,6 +133,8 @@ class _Walk:
     bounds: bool
     squared: bool
     sketch: Sketch | None
+    only: frozenset[str] | None
+    """The candidates to observe; None: all."""
     state: WalkState
 
     def run(self) -> PassResult:
@@ -186,7 +192,7 @@ class _Walk:
     def collect_group(self, span: Span, placement: Placement, label: str) -> None:
         """All batches after the first `span.done` examples, for the candidates of one span."""
         state, pieces, examples = self.state, self.settings.pieces, self.examples
-        only = None if len(span.names) == len(state.shapes) else set(span.names)
+        only = None if len(span.names) == len(self.engine.candidates) else set(span.names)
         tapped = self.engine.tapped(
             placement, bounds=self.bounds, only=only, squared=self.squared, sketch=self.sketch
         )
@@ -239,6 +245,7 @@ class _Walk:
             direction=self.direction is not None,
             bounds=self.bounds,
             sketch=self.sketch,
+            only=self.only,
         )
 
         def warn(problem: str) -> None:
@@ -319,11 +326,13 @@ class WalkState:
         bounds: bool,
         sketch: Sketch | None = None,
         folder: RunPath | None = None,
+        only: frozenset[str] | None = None,
     ) -> None:
         self.count, self.sums = count, sums
         exact = candidates.dtype == torch.float64
         self.sketches = None if sketch is None else SketchRows(count, sketch.dim, exact, folder)
-        self.shapes = {name: tuple(candidates[name].shape) for name in in_layers(candidates)}
+        names = in_layers(candidates if only is None else [n for n in candidates if n in only])
+        self.shapes = {name: tuple(candidates[name].shape) for name in names}
         wide = np.float64 if candidates.dtype == torch.float64 else np.float32
         width = len(candidates) if bounds else 0
         self.outputs = {
@@ -426,7 +435,8 @@ class WalkState:
         for name, output in self.outputs.items():
             output[...] = piece.tensors[f"result.{name}"].numpy()
         for name, array in self.sketches.arrays.items() if self.sketches is not None else ():
-            array[...] = piece.tensors.pop(f"result.{name}").numpy()
+            if (key := f"result.{name}") in piece.tensors:  # no sum in walks of earlier versions
+                array[...] = piece.tensors.pop(key).numpy()
         for key in [key for key in piece.tensors if key.startswith("sums.")]:
             assert self.sums is not None
             name = key.removeprefix("sums.")

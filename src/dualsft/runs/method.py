@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -261,22 +262,30 @@ class Scoring:
     """
 
     ctx: RunContext
-    engine: GhostEngine
     pool: list[Example]
-    scored: Scored
     num_full: int
+    keep: Callable[[Vector], Vector]
+    """Maps every stored vector."""
     mask: TopK | None = None
     """Result of `choose_entries`."""
 
     @classmethod
     def of(cls, ctx: RunContext, keep: Callable[[Vector], Vector] = lambda v: v) -> Scoring:
-        """Load the scores; `keep` maps every stored vector (`at_hand` if all are read often)."""
+        """Scores of a run; `keep` maps every stored vector (`at_hand` if all are read often)."""
         roles = ctx.roles()
-        model = ctx.theta_bar()
-        engine = GhostEngine(model, ctx.candidates(model))
-        scored = load_scored(ctx, engine.candidates, len(roles["pool"]), keep)
         counts = {role: len(rows) for role, rows in roles.items()}
-        return cls(ctx, engine, roles["pool"], scored, full_size(counts, ctx.config.data))
+        return cls(ctx, roles["pool"], full_size(counts, ctx.config.data), keep)
+
+    @cached_property
+    def engine(self) -> GhostEngine:
+        """The engine at θ̄."""
+        model = self.ctx.theta_bar()
+        return GhostEngine(model, self.ctx.candidates(model))
+
+    @cached_property
+    def scored(self) -> Scored:
+        """u and its terms; calibrated examples alone are chosen without them."""
+        return load_scored(self.ctx, self.engine, len(self.pool), self.keep)
 
     @classmethod
     def shared(cls, job: Job) -> Scoring:

@@ -107,6 +107,7 @@ STAGES: tuple[Stage, ...] = (
         scores.run,
         scores.settings,
         ("split", "warmup", "gradients"),
+        scores.richer_settings,
         need=lambda ctx: len(scores.kept_vectors(ctx)) * ctx.vector_bytes,
         needed="scores",
     ),

@@ -30,7 +30,12 @@ from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job
 from dualsft.runs.preflight import STAGE_NAMES, check_paths, check_stage
 from dualsft.runs.stages.finetune import describe_plan, finetune_plan, retention_batch
-from dualsft.runs.stages.gradients import one_pass_wanted, sketch_bytes, sketches_wanted
+from dualsft.runs.stages.gradients import (
+    one_pass_wanted,
+    sketch_bytes,
+    sketches_wanted,
+    vectors_wanted,
+)
 from dualsft.runs.stages.scores import kept_vectors
 from dualsft.runs.stages.selection import num_trained, param_budget
 from dualsft.runs.stages.warmup import warmup_plan
@@ -259,17 +264,19 @@ class _Estimator:
     def _gradients(self) -> StageEstimate:
         counts = self.work.counts
         warmed = warmup_plan(self.ctx).num_steps(counts["warm"]) > 0
-        walks = [self._walk("val", wide=self._widens("mixed", "full"))]
+        vectors = vectors_wanted(self.ctx)
+        walks = [self._walk("val", wide=self._widens("mixed", "full"), sums=vectors)]
         seconds = 0.0
-        if self.config.score.preservation == "cwsd" and warmed:
+        if self.config.score.preservation == "cwsd" and warmed and vectors:
             wide = self._widens("mixed", "full", num_models=2)
             walks.append(self._walk("anchor", wide=wide, teacher=True))
             batches = self.work.of("anchor").batches(counts["anchor"], self.ctx.batch_tokens)
             seconds += sum(map(self.probe.forward_seconds.at, batches))  # the teacher's pass
         one_pass, sketched = one_pass_wanted(self.ctx), sketches_wanted(self.ctx)
-        walks.append(self._walk("pool", wide=self._widens("full"), direction=one_pass))
+        wide = self._widens("full")
+        walks.append(self._walk("pool", wide=wide, sums=vectors, direction=one_pass))
         sketches = sketch_bytes(self.config.score.sketch_dim, counts) if sketched else 0
-        disk = 3 * self.vector_bytes + sketches
+        disk = 3 * self.vector_bytes * vectors + sketches
         seconds += sum(walk.seconds for walk in walks) + (2 * disk + self.model_bytes) / IO_BYTES
         device, host = max(walk.device for walk in walks), max(walk.host for walk in walks)
         host += min(sketches, MAPPED_BYTES)
@@ -277,16 +284,19 @@ class _Estimator:
 
     def _scores(self) -> StageEstimate:
         disk = len(kept_vectors(self.ctx)) * self.vector_bytes
-        seconds = (self.model_bytes + 4 * self.vector_bytes + disk) / IO_BYTES
+        read = 4 * self.vector_bytes * vectors_wanted(self.ctx)
+        seconds = (self.model_bytes + read + disk) / IO_BYTES
         # the self-check scores some examples by plain autograd, with the model widened to fp32
         count, line = NUM_ALONE_HALF if self.half else NUM_ALONE, self.probe.step_seconds
         seconds += count * (line.fixed + self.work.lengths.mean() * line.slope)
         memory = self.probe.wide.loss
         activations = (None if self.machine.on_cpu else memory.recomputed) or memory.kept
-        device = (2 if self.half else 1) * self.model_bytes + self._vector_on_device()
+        device = (2 if self.half else 1) * self.model_bytes
+        device += self._vector_on_device() if vectors_wanted(self.ctx) else 0
         device += int(activations.at(self.work.of("pool").longest)) if activations else 0
         if self.half:  # the engine scores the self-check examples once more in fp32
-            again = self._walk("pool", count, wide=True, sums=False, direction=True)
+            uses_u = vectors_wanted(self.ctx)
+            again = self._walk("pool", count, wide=True, sums=False, direction=uses_u)
             device, seconds = max(device, again.device), seconds + again.seconds
         if sketches_wanted(self.ctx):
             dim, counts = self.config.score.sketch_dim, self.work.counts
@@ -302,7 +312,8 @@ class _Estimator:
 
     def _selection(self) -> StageEstimate:
         chosen, methods = self.num_selected, self.methods
-        device, host = self.model_bytes + 2 * self._vector_on_device(), 16 * chosen
+        vectors = 2 * self._vector_on_device() if vectors_wanted(self.ctx) else 0
+        device, host = self.model_bytes + vectors, 16 * chosen
         seconds = self.num_candidates * TOPK_SECONDS[self.ctx.device.type]
         seconds += (self.model_bytes + 4 * self.vector_bytes) / IO_BYTES
         if self.half and methods.scored("data") and not sketches_wanted(self.ctx):

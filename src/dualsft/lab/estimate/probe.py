@@ -23,11 +23,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dualsft.algorithm.calibration import sketch_with
+from dualsft.algorithm.split import resolve_budget
 from dualsft.data.examples import Batch, Example
 from dualsft.engine.fused import HALF_DTYPES, checkpointed, fused_blocks
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.losses import CHUNK_BYTES, example_objective
 from dualsft.engine.passes import Collected, measure, peaks, widened
+from dualsft.engine.sketch import Sketch
 from dualsft.engine.walk import cwsd_objective, loss_objective
 from dualsft.errors import ConfigError, RunError
 from dualsft.lab.estimate.workload import Workload
@@ -35,6 +38,7 @@ from dualsft.memory.placement import Scratch
 from dualsft.memory.plans import Activations, LinearFit
 from dualsft.model.load import find_candidates, shallow_model, text_parameters
 from dualsft.runs.context import RunContext
+from dualsft.runs.stages.gradients import some_layers, vectors_wanted
 from dualsft.system.usage import PeakMemory, give_back, is_out_of_memory
 from dualsft.train.optimizer import SparseAdamW
 
@@ -59,7 +63,8 @@ class Walks:
     """The ghost walk with weights of one dtype. `seconds` is per batch, by tokens."""
 
     loss: Memory
-    """With G, direction and bounds, but without the memory of these vectors."""
+    """With G, direction and bounds, but without the memory of these vectors; with sketches alone
+    where the run's walks collect nothing else."""
     cwsd: Memory
     seconds: LinearFit
 
@@ -104,7 +109,22 @@ def probe(ctx: RunContext, work: Workload) -> Probe:
             del model
             give_back(ctx.device)
     one, two = found
-    return deeper(one, two, depth)
+    whole, layers = deeper(one, two, depth), ctx.config.score.sketch_layers
+    if vectors_wanted(ctx) or not some_layers(ctx):
+        return whole
+    # the blocks below the sketched ones run forward only, and keep nothing
+    part = deeper(one, two, min(depth, resolve_budget(layers, depth, "score.sketch_layers")))
+    rest = LinearFit(
+        whole.forward_seconds.fixed - part.forward_seconds.fixed,
+        whole.forward_seconds.slope - part.forward_seconds.slope,
+    )
+    return replace(whole, walks=_after(rest, part.walks), wide=_after(rest, part.wide))
+
+
+def _after(rest: LinearFit, walks: Walks) -> Walks:
+    """Walks with the seconds of a forward pass through more blocks."""
+    fixed, slope = walks.seconds.fixed + rest.fixed, walks.seconds.slope + rest.slope
+    return replace(walks, seconds=LinearFit(fixed, slope))
 
 
 def deeper(one: Any, two: Any, depth: int) -> Any:
@@ -188,7 +208,10 @@ class _Measurement:
         # one batch of the pool pass, with a scratch vector as G and direction
         scratch = Scratch(engine.candidates, engine.candidates.dtype, engine.device)
         objective = loss_objective(engine.model)
-        with engine.tapped(scratch, bounds=True) as taps:
+        collected: dict[str, Any] = {"placement": scratch, "bounds": True}
+        if (sketch := self._sketch(engine)) is not None:
+            collected = {"sketch": sketch, "only": engine.observed_for(sketch)}
+        with engine.tapped(**collected) as taps:
 
             def walk(batch: Batch) -> None:
                 taps.begin(len(batch.input_ids))
@@ -196,6 +219,13 @@ class _Measurement:
                 taps.outputs()["dots"].cpu()
 
             return Walks(loss, cwsd, self._seconds(walk))
+
+    def _sketch(self, engine: GhostEngine) -> Sketch | None:
+        """The sketch of all blocks, if the walks of this run collect nothing else."""
+        score, seed = self.ctx.config.score, self.ctx.config.seed
+        if vectors_wanted(self.ctx):
+            return None
+        return sketch_with(engine, score.sketch_dim, seed, score.candidates)
 
     def _sizes(self) -> Iterator[int]:
         """Sizes to try for the smaller batch: half of a full batch, then half of that, etc."""
@@ -212,6 +242,11 @@ class _Measurement:
         model, tau = engine.model, self.ctx.config.score.tau
         objective = cwsd_objective(model, model, tau) if teacher else loss_objective(model)
         collected = Collected(sums=True, direction=not teacher, bounds=not teacher)
+        if not teacher and (sketch := self._sketch(engine)) is not None:
+            only = engine.observed_for(sketch)
+            collected = Collected(
+                sums=False, direction=False, bounds=False, sketch=sketch, only=only
+            )
         for size in self._sizes():
 
             def batch_of(count: int, _: int, size: int = size) -> Batch:

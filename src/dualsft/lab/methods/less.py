@@ -294,6 +294,11 @@ class SketchTaps:
     num_examples: int = 0
     total: Tensor = field(init=False)
 
+    @property
+    def two_sided(self) -> bool:
+        """Whether gradients are sketched without forming them."""
+        return self.transform is None and not self.sketch.dense
+
     def begin(self, num_examples: int) -> None:
         """Reset the sketches for a new batch."""
         self.num_examples = num_examples
@@ -304,9 +309,12 @@ class SketchTaps:
 class _SketchRule(LinearRule):
     """Adds the sketch of each use of a linear map to the total."""
 
+    def kept(self, taps: Any, x_BTI: Tensor) -> Tensor:
+        return taps.sketch.of_inputs(self.names[0], x_BTI) if taps.two_sided else x_BTI
+
     def observe(self, taps: Any, x_BTI: Tensor, norms_BT: Tensor | None, grad_BTO: Tensor) -> None:
         name, sketch = self.names[0], taps.sketch
-        if taps.transform is None and not sketch.dense:
+        if taps.two_sided:
             taps.total += sketch.of_tokens(name, x_BTI, grad_BTO)
             return
         size = grad_BTO.shape[-1] * x_BTI.shape[-1]

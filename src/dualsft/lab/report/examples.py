@@ -272,7 +272,7 @@ def parameter_shapes(run: RunPath, facts: Mapping[str, Any]) -> dict[str, list[i
     if "finetune" in facts["manifests"]:
         files += (run / "6_finetune/model").glob("*.safetensors")
     if "gradients" in facts["manifests"]:
-        files.append(run / "3_gradients/grad_sum.safetensors")
+        files += (run / "3_gradients").glob("grad_sum.safetensors")
     shapes: dict[str, list[int]] = {}
     for path in files:
         shapes |= {name: list(form.shape) for name, form in TensorFile(path).forms.items()}

@@ -187,16 +187,18 @@ def prompt_rows(results: Mapping[str, Any]) -> Rows:
 def score_rows(facts: Facts) -> Rows:
     """Norms, cosines and self-checks of the scores, and the certificate of the selection."""
     s, chosen = facts["scores"], facts.get("selection", {})
-    norms, cosines, checks = s["norms"], s["cosines"], s["checks"]
-    rows = [
-        ["‖v_new‖, gradient of the validation loss", number(norms["val_grad"])],
-        ["‖v_prior‖, gradient of the preservation loss", number(norms["prior_grad"])],
-        ["λ as applied to v_prior", number(s["lam_effective"])],
-        ["‖G/N‖, mean gradient of the pool", number(norms["grad_mean"])],
-        ["curvature share ‖second‖/‖first‖", number(s["curvature_share"])],
-        ["cos(v_new, G)", number(cosines["val_grad_grad_sum"])],
-        ["cos(v_new, v_prior)", number(cosines["val_grad_prior_grad"])],
-    ]
+    checks, rows = s["checks"], []
+    if "norms" in s:  # absent if nothing needed u
+        norms, cosines = s["norms"], s["cosines"]
+        rows += [
+            ["‖v_new‖, gradient of the validation loss", number(norms["val_grad"])],
+            ["‖v_prior‖, gradient of the preservation loss", number(norms["prior_grad"])],
+            ["λ as applied to v_prior", number(s["lam_effective"])],
+            ["‖G/N‖, mean gradient of the pool", number(norms["grad_mean"])],
+            ["curvature share ‖second‖/‖first‖", number(s["curvature_share"])],
+            ["cos(v_new, G)", number(cosines["val_grad_grad_sum"])],
+            ["cos(v_new, v_prior)", number(cosines["val_grad_prior_grad"])],
+        ]
     if "rms_param_scores" in s:  # absent in runs made before
         rms = s["rms_param_scores"]
         ratio = number(rms["prior"] / rms["new"]) if rms["new"] > 0 else "not defined"
@@ -206,10 +208,15 @@ def score_rows(facts: Facts) -> Rows:
     if s.get("form") == "calibrated":
         sketched = max(row["error"] for row in checks["sketched_alone"])
         flat = s["rho_flat"] and " to ".join(map(number, s["rho_flat"]))
+        part = s.get("sketch_layers")
         rows += [
             ["example scores", f"calibrated, {number(s['sketch_dim'])} numbers per example"],
+            *([["blocks sketched, from the last", str(part)]] if part is not None else []),
             ["ρ, damping", number(s["rho"]) + (f" (as good: {flat})" if flat else "")],
-            ["self-check: Σ sketches against that of G", f"{checks['sketch_sum_error']:.1e}"],
+            [
+                f"self-check: Σ sketches against {'that of G' if 'norms' in s else 'their sum'}",
+                f"{checks['sketch_sum_error']:.1e}",
+            ],
             ["self-check: sketches by autograd", f"{sketched:.1e}"],
             ["residual of the solve", f"{s['residual']:.1e}"],
         ]
@@ -218,8 +225,9 @@ def score_rows(facts: Facts) -> Rows:
             rows.append(
                 ["pool that scores like the validation rows", f"{share:.0f} ± {error:.0f} %"]
             )
-    worst = max((row["error"] for row in checks["alone"]), default=0.0)
-    rows.append([f"self-check: ⟨u, g⟩ of {len(checks['alone'])} by autograd", f"{worst:.1e}"])
+    if "alone" in checks:  # absent without u
+        worst = max((row["error"] for row in checks["alone"]), default=0.0)
+        rows.append([f"self-check: ⟨u, g⟩ of {len(checks['alone'])} by autograd", f"{worst:.1e}"])
     labels = {
         "boundary_gap": "gap between the last selected and the first rejected",
         "rounding_slack": "rounding slack of a score",
@@ -364,6 +372,8 @@ def _of_stages(facts: Facts) -> dict[str, list[Concern]]:
 
 
 def _of_scores(scores: Mapping[str, Any]) -> Iterator[Concern]:
+    if "norms" not in scores:  # nothing needed u
+        return
     share, probes = scores["curvature_share"], scores["checks"]["alone"]
     rounding = max((row.get("rounding", row["error"]) for row in probes), default=0.0)
     if share is not None and 0 < share < rounding:

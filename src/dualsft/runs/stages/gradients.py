@@ -5,8 +5,10 @@ v_new is the gradient of the mean validation loss, G the sum over the scoring po
 direction U₀ known in advance, and the inner sums of the bound on the error of U₀. DualSFT-Param
 needs only G. The calibrated form needs G and the sketches of val and pool.
 Each vector is written as soon as it is computed and read back on access, so during the pool pass
-only G and the direction are in memory, and the teacher of v_prior is freed. Reads 1_split and
-2_warmup; writes grad_sum, val_grad, prior_grad (safetensors), pool.parquet and, in the
+only G and the direction are in memory, and the teacher of v_prior is freed. With calibrated example
+scores and entries that are not selected by score nothing reads these vectors: the walks then
+collect sketches only, in the last blocks that `score.sketch_layers` names. Reads 1_split and
+2_warmup; writes grad_sum, val_grad, prior_grad (safetensors) if needed, pool.parquet and, in the
 calibrated form, sketches.safetensors.
 """
 
@@ -21,9 +23,15 @@ import torch
 from torch import Tensor
 
 from dualsft.algorithm.calibration import sketch_with
-from dualsft.algorithm.gradients import pool_gradient, prior_gradient, validation_gradient
+from dualsft.algorithm.gradients import (
+    pool_gradient,
+    prior_gradient,
+    sketches_only,
+    validation_gradient,
+)
 from dualsft.algorithm.projection import projection_terms
 from dualsft.algorithm.scores import TOLERANCE, check_fused_loss
+from dualsft.config.methods import AXES
 from dualsft.data.examples import Example
 from dualsft.distributed.world import world
 from dualsft.engine.fused import HALF_DTYPES
@@ -50,19 +58,27 @@ DIRECTION = (
 """Settings of u and U₀."""
 
 
-def settings(ctx: RunContext, product: bool | None = None) -> Settings:
-    chosen = ctx.pick("score.preservation") | ctx.compute_settings() | precision_settings(ctx)
-    if ctx.config.score.preservation == "cwsd":
-        chosen |= ctx.pick("score.tau")
+def settings(ctx: RunContext, product: bool | None = None, vectors: bool | None = None) -> Settings:
+    chosen = ctx.compute_settings() | precision_settings(ctx)
     product = one_pass_wanted(ctx) if product is None else product
     chosen["per-example product in the pool pass"] = product
     if sketches_wanted(ctx):
         chosen |= ctx.pick("score.form", "score.sketch_dim", "seed")
+        if some_layers(ctx):
+            chosen |= ctx.pick("score.sketch_layers")
+    if not (vectors_wanted(ctx) if vectors is None else vectors):
+        return chosen | {"G, v_new, v_prior": False}
+    chosen |= ctx.pick("score.preservation")
+    if ctx.config.score.preservation == "cwsd":
+        chosen |= ctx.pick("score.tau")
     return chosen | (ctx.pick(*DIRECTION) if product else {})
 
 
 def richer_settings(ctx: RunContext) -> Settings | None:
-    """If only G is needed: the settings of a pool pass that computes G and the product."""
+    """If only G is needed: the settings of a pool pass that computes G and the product. If only
+    sketches are needed: those of one that computes G too."""
+    if not vectors_wanted(ctx):
+        return settings(ctx, vectors=True)
     needs_more = one_pass_wanted(ctx) or sketches_wanted(ctx)
     return None if needs_more else settings(ctx, product=True)
 
@@ -73,7 +89,7 @@ def precision_settings(ctx: RunContext) -> Settings:
 
 
 def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
-    """Write the three gradients, and in one-pass mode f of the pool, to `part`."""
+    """Write the vectors and what the walks collected per example to `part`."""
     roles = ctx.roles()
     model = ctx.theta_bar()
     engine = GhostEngine(model, ctx.candidates(model))
@@ -82,27 +98,31 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     sketch = sketch_for(ctx, engine)
     if sketch is not None and (others := len(engine.candidates) - len(engine.linear_weights)):
         ctx.reporter.say(f"sketches leave out {others:,} candidates that are not linear weights")
-    mean, validation = validation_gradient(engine, roles["val"], passes, ctx.reporter, sketch)
-    val_grad = _stored(ctx, mean, part / "val_grad.safetensors")
-    del mean
-    prior, prior_loss = prior_of(ctx, engine, roles["anchor"], passes)
-    prior_grad = _stored(ctx, prior, part / "prior_grad.safetensors")
-    del prior
-    give_back(ctx.device)  # free the teacher and the buffers of the two walks
-
-    pool = roles["pool"]
-    direction = None
-    if one_pass_wanted(ctx):
-        curvature, lr = ctx.curvature(engine.candidates), ctx.base_lr()
-        score = ctx.config.score
-        terms = projection_terms(score, lr, len(pool), val_grad, prior_grad, curvature)
-        direction = terms.estimate()
-    grad_sum, result = pool_gradient(engine, pool, passes, ctx.reporter, direction, sketch)
-    grad_sum.save(part / "grad_sum.safetensors", n_sc=len(pool))
+    val, pool, direction, prior_loss = roles["val"], roles["pool"], None, None
+    if vectors_wanted(ctx):
+        mean, validation = validation_gradient(engine, val, passes, ctx.reporter, sketch)
+        val_grad = _stored(ctx, mean, part / "val_grad.safetensors")
+        del mean
+        prior, prior_loss = prior_of(ctx, engine, roles["anchor"], passes)
+        prior_grad = _stored(ctx, prior, part / "prior_grad.safetensors")
+        del prior
+        give_back(ctx.device)  # free the teacher and the buffers of the two walks
+        if one_pass_wanted(ctx):
+            curvature, lr = ctx.curvature(engine.candidates), ctx.base_lr()
+            score = ctx.config.score
+            terms = projection_terms(score, lr, len(pool), val_grad, prior_grad, curvature)
+            direction = terms.estimate()
+        grad_sum, result = pool_gradient(engine, pool, passes, ctx.reporter, direction, sketch)
+        grad_sum.save(part / "grad_sum.safetensors", n_sc=len(pool))
+    else:
+        assert sketch is not None
+        validation = sketches_only(engine, val, passes, ctx.reporter, "validation", sketch)
+        result = sketches_only(engine, pool, passes, ctx.reporter, "pool", sketch)
     columns = None if direction is None else list(engine.columns)
     _write_pool(part / "pool.parquet", pool, result, columns)
     if sketch is not None:
-        _write_sketches(part / SKETCHES, sketch, pool=result.sketches, val=validation.sketches)
+        found = {"pool": result.sketches, "val": validation.sketches}
+        _write_sketches(part / SKETCHES, sketch, found, sums=not vectors_wanted(ctx))
     return {
         "n_sc": len(pool),
         "validation_loss": float(validation.values.mean()),
@@ -143,6 +163,34 @@ def sketches_wanted(ctx: RunContext) -> bool:
     return ctx.config.score.form == "calibrated" and ctx.methods.scored("data")
 
 
+def vectors_wanted(ctx: RunContext) -> bool:
+    """Whether anything reads G, v_new and v_prior: literal example scores, a method on another axis
+    that selects by score, or files that `score.keep` asks for."""
+    others = any(ctx.methods.scored(axis) for axis in AXES if axis != "data")
+    return not sketches_wanted(ctx) or others or ctx.config.score.keep != "gradients"
+
+
+def some_layers(ctx: RunContext) -> bool:
+    """Whether sketches cover some of the blocks only (1 is the last block, 1.0 all of them)."""
+    return repr(ctx.config.score.sketch_layers) != "1.0"
+
+
+def vectors_now(ctx: RunContext, engine: GhostEngine) -> tuple[Vector, Vector, Vector]:
+    """(v_new, v_prior, G), for a run whose gradients stage did not need them."""
+    ctx.reporter.say(
+        "the run needed no G, v_new and v_prior; computing them (score.keep saves them)"
+    )
+    roles, passes = ctx.roles(), pass_settings(ctx)
+    val_grad = validation_gradient(engine, roles["val"], passes, ctx.reporter)[0].held()
+    prior_grad = prior_of(ctx, engine, roles["anchor"], passes)[0].held()
+    return val_grad, prior_grad, pool_gradient(engine, roles["pool"], passes, ctx.reporter)[0]
+
+
+def has_vectors(ctx: RunContext) -> bool:
+    """Whether the finished stage holds G, v_new and v_prior, needed or not."""
+    return (ctx.folder("gradients") / "grad_sum.safetensors").is_file()
+
+
 def sketch_bytes(dim: int, counts: Mapping[str, int]) -> int:
     """Bytes of the sketches of val and pool."""
     return 2 * dim * (counts["val"] + counts["pool"])
@@ -154,7 +202,7 @@ def disk_bytes(ctx: RunContext) -> int:
     if sketches_wanted(ctx):
         counts = {role: len(rows) for role, rows in ctx.roles().items()}
         sketches = sketch_bytes(ctx.config.score.sketch_dim, counts)
-    return 3 * ctx.vector_bytes + sketches
+    return (3 * ctx.vector_bytes if vectors_wanted(ctx) else 0) + sketches
 
 
 def sketch_for(ctx: RunContext, engine: GhostEngine) -> Sketch | None:
@@ -162,15 +210,20 @@ def sketch_for(ctx: RunContext, engine: GhostEngine) -> Sketch | None:
     if not sketches_wanted(ctx):
         return None
     score = ctx.config.score
-    return sketch_with(engine, score.sketch_dim, ctx.config.seed, score.candidates)
+    seed, dim, layers = ctx.config.seed, score.sketch_dim, score.sketch_layers
+    return sketch_with(engine, dim, seed, score.candidates, layers)
 
 
-def _write_sketches(path: RunPath, sketch: Sketch, **rows: SketchRows | None) -> None:
+def _write_sketches(
+    path: RunPath, sketch: Sketch, rows: Mapping[str, SketchRows | None], sums: bool
+) -> None:
+    """Write rows and lengths; with `sums` also what the walk added up, for the check without G."""
     tensors: dict[str, Tensor] = {}
     for role, found in rows.items():
         assert found is not None
         tensors |= {role: torch.from_numpy(found.stored)}
         tensors |= {f"{role}_norms": torch.from_numpy(found.norms)}
+        tensors |= {f"{role}_sum": torch.from_numpy(found.added)} if sums else {}
     save_tensors(path, tensors, {"dim": str(sketch.dim), "seed": str(sketch.seed)})
 
 
@@ -193,6 +246,10 @@ def read_sketches(path: RunPath, counts: Mapping[str, int], dim: int) -> dict[st
             length = torch.cat(lengths).numpy()
             if not (length < 1.01).all() or (length[norms > 0] < 0.99).any():  # also false for nan
                 raise ValueError(f"{role} has rows that are not of unit length")
+            if f"{role}_sum" in tensors:
+                rows.added = tensors[f"{role}_sum"].numpy()
+                if rows.added.shape != (dim,) or rows.added.dtype != np.float64:
+                    raise ValueError(f"{role}_sum is not {dim} float64 numbers")
             found[role] = rows
     return found
 

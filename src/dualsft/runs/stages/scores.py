@@ -5,7 +5,8 @@ pass into scores with an error bound per example; the selection computes exact s
 that the bounds leave undecided. Every run checks itself (docs/algorithm.md, "What every run
 checks"): Σ_n s_D,n against ⟨u, G⟩, and a few random examples scored individually by plain
 autograd. In the calibrated form s_D comes from the sketches of the gradients stage, with the checks
-of `algorithm/calibration.py`. If a check fails, nothing is written, so nothing can be selected.
+of `algorithm/calibration.py`; u is then needed, and described in the summary, only for entries that
+are selected by score. If a check fails, nothing is written, so nothing can be selected.
 Reads 1_split, 2_warmup, 3_gradients; writes examples.parquet, summary.json and, on request,
 params.safetensors and projection.safetensors.
 """
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dualsft.algorithm.calibration import Calibration, scored_by_sketches
+from dualsft.algorithm.calibration import scored_by_sketches
 from dualsft.algorithm.projection import Scored, param_scores, projection_terms
 from dualsft.algorithm.scores import (
     TOLERANCE,
@@ -32,40 +33,57 @@ from dualsft.algorithm.scores import (
 )
 from dualsft.data.examples import Example
 from dualsft.engine.ghost import GhostEngine
-from dualsft.model.load import Candidates
 from dualsft.runs.context import RunContext, Settings, pass_settings
 from dualsft.runs.preflight import reading
 from dualsft.runs.stages.gradients import (
     DIRECTION,
     SKETCHES,
+    has_vectors,
     one_pass_wanted,
     precision_settings,
     read_pool,
     read_sketches,
     sketch_for,
     sketches_wanted,
+    some_layers,
+    vectors_now,
+    vectors_wanted,
 )
 from dualsft.storage.vectors import Vector
 from dualsft.system.paths import RunPath
 
 
-def settings(ctx: RunContext) -> Settings:
-    chosen = ctx.pick(*DIRECTION, "score.mode", "score.keep") | precision_settings(ctx)
+def settings(ctx: RunContext, vectors: bool | None = None) -> Settings:
+    chosen = ctx.pick("score.mode", "score.keep") | precision_settings(ctx)
+    if vectors_wanted(ctx) if vectors is None else vectors:
+        chosen |= ctx.pick(*DIRECTION)
     if sketches_wanted(ctx):
         chosen |= ctx.pick("score.form", "score.rho", "seed")
     return chosen | {"per-example scores": ctx.methods.scored("data")}
 
 
+def richer_settings(ctx: RunContext) -> Settings | None:
+    """If u is not needed: the settings of a stage that describes it, with the same scores."""
+    return None if vectors_wanted(ctx) else settings(ctx, vectors=True)
+
+
 def load_scored(
     ctx: RunContext,
-    candidates: Candidates,
+    engine: GhostEngine,
     n_sc: int,
     keep: Callable[[Vector], Vector] = lambda v: v,
 ) -> Scored:
-    """u (Algorithm 1 line 7) from the vectors on disk, each passed through `keep`."""
-    val_grad = keep(ctx.vector("gradients", "val_grad", candidates))
-    prior_grad = keep(ctx.vector("gradients", "prior_grad", candidates))
-    grad_sum = keep(ctx.vector("gradients", "grad_sum", candidates))
+    """u (Algorithm 1 line 7) from the vectors on disk, each passed through `keep`.
+
+    A run that did not need the vectors has none; for a diagnostic they are computed here.
+    """
+    candidates = engine.candidates
+    if has_vectors(ctx):
+        names = ("val_grad", "prior_grad", "grad_sum")
+        found = [ctx.vector("gradients", name, candidates) for name in names]
+    else:
+        found = vectors_now(ctx, engine)
+    val_grad, prior_grad, grad_sum = (keep(vector) for vector in found)
     curvature = ctx.curvature(candidates)
     curvature = None if curvature is None else keep(curvature)
     score, lr = ctx.config.score, ctx.base_lr()
@@ -84,7 +102,13 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
                 raise ValueError(f"{column} has {len(pool[column])} of {len(pool_examples)} rows")
     model = ctx.theta_bar()
     engine = GhostEngine(model, ctx.candidates(model))
-    scored = load_scored(ctx, engine.candidates, len(pool_examples))
+    if not vectors_wanted(ctx):
+        summary, scores, quantile = _calibrated(ctx, engine, pool_examples)
+        bound = np.zeros(len(pool_examples))
+        _write_examples(part, pool_examples, pool, scores, bound, quantile)
+        (part / "summary.json").write_json(summary)
+        return {"checks": summary["checks"]}
+    scored = load_scored(ctx, engine, len(pool_examples))
     direction = scored.terms.estimate() if one_pass else scored.projection
     passes, eta_sc = pass_settings(ctx), scored.terms.eta_sc
     products = products_of(scored, direction)
@@ -112,11 +136,10 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     )
     scores, quantile = None if dots is None else dots * eta_sc, None
     if sketches_wanted(ctx):
-        found, checked = _calibrated(ctx, engine, pool_examples, scored)
-        scores, bound, checks = found.scores, np.zeros(len(pool_examples)), checks | checked
-        summary |= {"form": "calibrated", "sketch_dim": ctx.config.score.sketch_dim}
-        summary |= found.facts()
-        quantile = found.val_quantile
+        facts, scores, quantile = _calibrated(ctx, engine, pool_examples)
+        bound, checks = np.zeros(len(pool_examples)), checks | facts.pop("checks")
+        checks |= {key: facts.pop(key) for key in ("rounding_slack", "rounding_ratio")}
+        summary |= facts
     else:
         bound = None if bound is None else bound * eta_sc
     _write_examples(part, pool_examples, pool, scores, bound, quantile)
@@ -132,21 +155,25 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
 
 
 def _calibrated(
-    ctx: RunContext, engine: GhostEngine, pool: list[Example], scored: Scored
-) -> tuple[Calibration, dict[str, Any]]:
-    """Scores of the calibrated form, and the checks of the sketches and the solve."""
+    ctx: RunContext, engine: GhostEngine, pool: list[Example]
+) -> tuple[dict[str, Any], np.ndarray, np.ndarray | None]:
+    """(facts for the summary with the checks, scores of the calibrated form, their quantiles)."""
     sketch = sketch_for(ctx, engine)
     assert sketch is not None
     counts = {role: len(rows) for role, rows in ctx.roles().items()}
     rows = read_sketches(ctx.folder("gradients") / SKETCHES, counts, sketch.dim)
+    grad_sum, val_grad = None, None
+    if has_vectors(ctx):  # needed, or reused from a run that needed them
+        grad_sum = ctx.vector("gradients", "grad_sum", engine.candidates)
+        val_grad = ctx.vector("gradients", "val_grad", engine.candidates)
     seed, rho, passes = ctx.config.seed, ctx.config.score.rho, pass_settings(ctx)
     found, checks = scored_by_sketches(
         engine,
         sketch,
         rows["pool"],
         rows["val"],
-        scored.grad_sum,
-        scored.terms.val_grad,
+        grad_sum,
+        val_grad,
         pool,
         seed,
         rho,
@@ -159,7 +186,10 @@ def _calibrated(
         ctx.reporter.say(
             f"about {share:.0f} % of the pool (± {error:.0f}) scores like the validation examples"
         )
-    return found, checks
+    facts = {"form": "calibrated", "sketch_dim": sketch.dim} | found.facts()
+    facts |= {"sketch_layers": ctx.config.score.sketch_layers} if some_layers(ctx) else {}
+    rounding = {key: checks.pop(key) for key in ("rounding_slack", "rounding_ratio")}
+    return facts | {"checks": checks, **rounding}, found.scores, found.val_quantile
 
 
 def _warn(ctx: RunContext, summary: dict[str, Any]) -> None:

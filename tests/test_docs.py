@@ -94,8 +94,9 @@ def test_python_blocks_run(workplace: Path) -> None:
 
 def test_the_script_for_ones_own_loop_runs(workplace: Path) -> None:
     """Under 30 lines of code, and it shows the best and the worst rows."""
-    code, inside = blocks("python", (ROOT / "docs/python.md").read_text(encoding="utf-8"))
-    assert inside in (ROOT / "examples/trl_sft.py").read_text(encoding="utf-8")
+    code, *inside = blocks("python", (ROOT / "docs/python.md").read_text(encoding="utf-8"))
+    for block, name in zip(inside, ("trl_sft", "trl_callback"), strict=True):
+        assert block in (ROOT / f"examples/{name}.py").read_text(encoding="utf-8")
     assert sum(bool(line.strip()) for line in code.splitlines()) < 30
     shown = run([sys.executable, "-c", code], workplace)
     assert "val_quantile" in shown and "True" in shown and "False" in shown

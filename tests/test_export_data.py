@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -185,6 +186,29 @@ def _said(row: dict[str, str]) -> list[dict[str, str]]:
         {"role": "user", "content": row["prompt"]},
         {"role": "assistant", "content": row["response"]},
     ]
+
+
+@pytest.mark.slow
+def test_the_trl_command_trains_on_the_file(
+    run: Path, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """`trl sft --config`, with the YAML of docs/data.md."""
+    export_data(run, tmp_path / "rows.jsonl", "trl")
+    page = (Path(__file__).parents[1] / "docs/data.md").read_text(encoding="utf-8")
+    written = page.split("```yaml\n")[-1].split("```")[0]
+    for name, here in {
+        "models/my-model": model_folder("llama"),
+        "runs/rows.jsonl": tmp_path / "rows.jsonl",
+        "runs/trl": tmp_path / "out",
+    }.items():
+        assert name in written
+        written = written.replace(name, str(here))
+    own = {"max_steps": 2, "report_to": "none", "use_cpu": True, "bf16": False}
+    (tmp_path / "file.yaml").write_text(written + yaml.safe_dump(own | {"dtype": "float32"}))
+    command = [str(Path(sys.executable).with_name("trl")), "sft", "--config", "file.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "out/model.safetensors").exists()
 
 
 def test_llamafactory_reads_its_folder(

@@ -106,7 +106,9 @@ def warmup(
     """Train `model` in place, from θ_old to θ̄; returns ĉ (Algorithm 1 line 1).
 
     All parameters are trained with AdamW as in the warmup of `dualsft run`: mean loss of the
-    examples of a batch, cosine schedule, no clipping. `batch_tokens` limits a forward pass.
+    examples of a batch, cosine schedule, no clipping. There are at least `min_steps`
+    optimizer steps. `candidates` names the parameters of ĉ, as the setting score.candidates.
+    `batch_tokens` limits a forward pass; `seed` orders the examples.
     """
     rows = _examples("examples", examples, model)
     if not rows:
@@ -159,8 +161,11 @@ def score(
 ) -> Scores:
     """Score a pool at `model` (θ̄) in one pass; CWSD when `theta_old` and `anchors` are given.
 
-    `form`, `sketch_dim` and `rho` are as in the settings `score.*`: the calibrated form finds the
-    target examples in a mixed pool, the literal form is the paper's.
+    `eta_ft` is the learning rate of the fine-tuning to come; `curvature` is ĉ, which `warmup` gives
+    (without it, the second-order term is zero). `theta_old` and `anchors` protect old behaviour,
+    with the weight `lam` and the temperature `tau`. `form`, `sketch_dim`, `rho`, `lam`,
+    `lam_relative`, `tau`, `curvature_scale` and `candidates` are as the settings `score.*`: the
+    calibrated form finds the target examples in a mixed pool, the literal form is the paper's.
 
     Uses the same functions as the stages of `dualsft run`. In half precision the directions are
     computed with fp32 weights (`precision`, as `score.precision`). `seed` selects the examples of
@@ -279,10 +284,9 @@ def select(
     """The exact signed top-k and top-b.
 
     `duplicates`, `per_source` and `lengths` are as the settings `select.*`; `sources` names the
-    source of each pool example, unless `Example.source` does.
-
-    Fractions refer to the candidates and the pool; in `dualsft run` the data budget refers to the
-    whole corpus instead.
+    source of each pool example, unless `Example.source` does. An integer budget is
+    a count, a float a fraction of the candidates or the pool (in `dualsft run`, of the whole
+    corpus).
     """
     k = resolve_budget(param_budget, scores.grad_sum.num_entries, "param_budget")
     if k > scores.grad_sum.num_entries:

@@ -366,8 +366,8 @@ def histogram(
 ) -> dict[str, Any] | None:
     """Stacked histogram of the scores of selected and rejected examples, with the cut-off.
 
-    Positions are in percent of the plot. The x range spans the 0.5 to 99.5 percentiles and the cut-off. Scores outside it are counted in
-    the outermost bins. None if there is only one score.
+    Positions are in percent of the plot. The x range spans the 0.5 to 99.5 percentiles and the
+    cut-off. Scores outside it are counted in the outermost bins. None if there is only one score.
     """
     both = np.concatenate([chosen, rest])
     if len(both) < 2 or both.min() == both.max():

@@ -437,7 +437,9 @@ def test_no_text_of_a_run_is_markup_in_markdown(finished: Path, tmp_path: Path) 
 def test_the_model_card_is_read_by_a_stranger(finished: Path) -> None:
     text = (finished / "model_card.md").read_text()
     head = ModelCard(text).data.to_dict()
-    assert head["base_model"] == "llama" and "dualsft" in head["tags"]
+    assert "base_model" not in head and "dualsft" in head["tags"]  # it was not read from the hub
+    beside = (finished / "6_finetune/model/README.md").read_text()
+    assert ModelCard(beside).data.to_dict() == head and "delta.safetensors" not in beside
     tuned = json.loads((finished / "6_finetune/summary.json").read_text())
     for said in (
         f"{tuned['changed_entries']:,} of its {tuned['num_parameters']:,} parameters",

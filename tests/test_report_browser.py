@@ -18,6 +18,7 @@ from report_pages import ARABIC, EMOJI, HOSTILE, copy, enlarged, hostile_run, re
 
 from dualsft.lab.report.examples import unpack
 from dualsft.lab.report.html import write_html
+from dualsft.lab.report.markdown import write_reports
 
 pytestmark = pytest.mark.slow
 
@@ -182,6 +183,65 @@ def test_nothing_is_wider_than_the_screen(finished: Path, tab: Page, width: int)
     tab.open(finished / "report.html")
     assert tab.js("document.documentElement.scrollWidth") <= width
     assert tab.js("document.querySelector('#rows .preview').clientWidth") > 200
+
+
+WIDER = """[...document.querySelectorAll('main *')].filter((e) => !e.closest('svg')
+    && e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 0
+    && getComputedStyle(e).overflowX === 'auto').map((e) => e.firstElementChild.tagName)"""
+
+
+def test_on_a_phone_only_tables_scroll_and_show_it(
+    finished: Path, tmp_path: Path, tab: Page
+) -> None:
+    runs = [finished, copy(finished, tmp_path), copy(finished, tmp_path / "more")]
+    write_reports(runs, tmp_path / "both")
+    try:
+        tab.resize(360, 800, mobile=True)
+        for page, script in ((finished, True), (tmp_path / "both", False)):
+            tab.open(page / "report.html", script=script)
+            tab.js("document.querySelectorAll('details').forEach((e) => e.open = true)")
+            assert tab.js("document.documentElement.scrollWidth") == 360
+            assert set(tab.js(WIDER)) == {"TABLE"}
+            shadows = tab.js("getComputedStyle(document.querySelector('.scroll')).backgroundImage")
+            assert shadows.count("linear-gradient") == 4
+            width = "document.querySelector('.area').clientWidth"
+            size = "getComputedStyle(document.querySelector('.area .x')).fontSize"
+            assert tab.js(width) > 200 and tab.js(size) == "12px"
+    finally:
+        tab.call("Emulation.setScriptExecutionDisabled", value=False)
+        tab.resize(1280, 844)
+
+
+def luminance(tab: Page, selector: str, key: str) -> float:
+    colour = tab.js(f"getComputedStyle(document.querySelector('{selector}')).{key}")
+    red, green, blue = (int(n) / 255 for n in re.findall(r"\d+", colour)[:3])
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize(
+    ("media", "scheme", "dark"),
+    [("screen", "light", False), ("screen", "dark", True), ("print", "dark", False)],
+)
+def test_dark_on_a_screen_and_light_on_paper(
+    finished: Path, tab: Page, media: str, scheme: str, dark: bool
+) -> None:
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    try:
+        tab.call("Emulation.setEmulatedMedia", media=media, features=features)
+        tab.open(finished / "report.html")
+        ground = luminance(tab, "section", "backgroundColor")
+        assert (ground < 0.2) == dark and (ground > 0.9) != dark
+        for selector, key in (
+            ("section p", "color"),
+            (".lead", "color"),
+            (".area .x", "color"),
+            (".area polyline.s0:not(.faint)", "stroke"),
+            ("svg.heat text", "fill"),
+            (".warning p", "color"),
+        ):
+            assert abs(luminance(tab, selector, key) - ground) > 0.3, selector
+    finally:
+        tab.call("Emulation.setEmulatedMedia", media="", features=[])
 
 
 def test_a_hundred_thousand_examples_open_in_three_seconds(

@@ -380,18 +380,18 @@ def test_the_histogram_shows_the_cut_off_and_zero() -> None:
     low, high = np.percentile(scores, [0.5, 99.5])
     chart = histogram(scores[300:], scores[:300], 2.0, "unit")
     assert chart is not None and chart["note"] == "dashed: the cut-off"
-    labels = {words: x for x, _, _, words in chart["labels"]}
-    assert {"unit", "0", "cut-off 2"} <= labels.keys()
-    [cut] = [x for x, _, _, _, kind in chart["lines"] if kind == "cut"]
-    assert cut == pytest.approx(72 + 600 * (2 - low) / (high - low))
-    zeros = [x for x, _, anchor, words in chart["labels"] if (anchor, words) == ("middle", "0")]
-    assert zeros == [pytest.approx(72 - 600 * low / (high - low))]
+    assert chart["label"] == "unit"
+    cut = 100 * (2 - low) / (high - low)
+    assert chart["cut_label"] == (pytest.approx(cut), "cut-off 2")
+    assert [x for x, kind in chart["lines"] if kind == "cut"] == [pytest.approx(cut)]
+    zeros = [x for x, anchor, words in chart["ticks"] if (anchor, words) == ("middle", "0")]
+    assert zeros == [pytest.approx(-100 * low / (high - low))]
 
     without = histogram(scores[::2], scores[1::2], None, "unit")
     assert without is not None and "there is no cut-off" in without["note"]
     assert "cut" not in [line[-1] for line in without["lines"]]
     positive = histogram(scores[300:], scores[200:300], 2.0, "unit")
-    assert positive is not None and ("middle", "0") not in [x[2:] for x in positive["labels"]]
+    assert positive is not None and ("middle", "0") not in [x[1:] for x in positive["ticks"]]
     assert histogram(scores[:1], scores[:0], None, "unit") is None
 
 
@@ -406,14 +406,14 @@ def test_the_cut_off_of_a_reversed_selection(make_run: Callable[..., Path]) -> N
     chosen, rest = ([x for x, s in both if s == state] for state in (0, 1))
     assert max(chosen) < min(rest)
     part = scores_part(page)
-    assert f">cut-off {(max(chosen) + min(rest)) / 2:.3g}</text>" in part
-    assert ">predicted decrease of the validation loss (nats)</text>" in part
-    assert ">examples per bin</text>" in part and part.count('class="cut"') == 1
+    assert f">cut-off {(max(chosen) + min(rest)) / 2:.3g}</span>" in part
+    assert ">predicted decrease of the validation loss (nats)</p>" in part
+    assert ">examples per bin</figcaption>" in part and part.count('class="cut"') == 1
 
 
 def test_scores_of_another_method_have_their_own_unit(make_run: Callable[..., Path]) -> None:
     part = scores_part(read_page(make_run("method.data=top_loss"))[0])
-    assert ">score of top_loss, larger is better</text>" in part and ">cut-off " in part
+    assert ">score of top_loss, larger is better</p>" in part and ">cut-off " in part
 
 
 # --- the model card, several runs, the command --------------------------------------------------
@@ -437,7 +437,9 @@ def test_no_text_of_a_run_is_markup_in_markdown(finished: Path, tmp_path: Path) 
 def test_the_model_card_is_read_by_a_stranger(finished: Path) -> None:
     text = (finished / "model_card.md").read_text()
     head = ModelCard(text).data.to_dict()
-    assert head["base_model"] == "llama" and "dualsft" in head["tags"]
+    assert "base_model" not in head and "dualsft" in head["tags"]  # it was not read from the hub
+    beside = (finished / "6_finetune/model/README.md").read_text()
+    assert ModelCard(beside).data.to_dict() == head and "delta.safetensors" not in beside
     tuned = json.loads((finished / "6_finetune/summary.json").read_text())
     for said in (
         f"{tuned['changed_entries']:,} of its {tuned['num_parameters']:,} parameters",

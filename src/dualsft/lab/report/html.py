@@ -59,10 +59,10 @@ EXPLAIN, EXPLAIN_NAME = "explain", re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}
 """Folder of the results of `dualsft explain`, and what they may be called."""
 CHOSEN, REST = "#D55E00", "#8FB8DE"
 """Colours of the histogram, which colour-blind readers can tell apart."""
-CLOSE = 52
+CLOSE = 28
+"""Distance, in percent of the width, below which two labels could overlap on a phone."""
 MAX_RESULTS = 500
 MAX_FIGURE_BYTES = 64 << 20
-"""Horizontal distance, in SVG units, below which two labels would overlap."""
 
 FUNCTIONS = (
     *(rows.loss_rows, rows.benchmark_rows, rows.prompt_rows, rows.score_rows),
@@ -312,7 +312,7 @@ def _pair(results: Mapping[str, Any], key: str) -> str:
     return f"{percent(summary['before'][key])} → {percent(summary['after'][key])}"
 
 
-# --- drawings: positions in SVG units, drawn by pages/parts.html ---------------------------------
+# --- drawings, by pages/parts.html: positions ---------------------------------
 
 
 def heat_map(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -366,8 +366,8 @@ def histogram(
 ) -> dict[str, Any] | None:
     """Stacked histogram of the scores of selected and rejected examples, with the cut-off.
 
-    The x range spans the 0.5 to 99.5 percentiles and the cut-off. Scores outside it are counted in
-    the outermost bins. None if there is only one score.
+    Positions are in percent of the plot. The x range spans the 0.5 to 99.5 percentiles and the
+    cut-off. Scores outside it are counted in the outermost bins. None if there is only one score.
     """
     both = np.concatenate([chosen, rest])
     if len(both) < 2 or both.min() == both.max():
@@ -380,46 +380,38 @@ def histogram(
     edges = np.linspace(low, high, 61)
     sides = [np.histogram(np.clip(v, low, high), edges)[0] for v in (rest, chosen)]
     tallest = int((sides[0] + sides[1]).max())
-    left, top, wide, tall = 72, 26, 600, 170
-    base, step = top + tall, wide / 60
     bars = []
     for at in range(60):
-        y = float(base)
+        y = 100.0
         for counts, fill in zip(sides, (REST, CHOSEN), strict=True):
-            height = tall * int(counts[at]) / tallest
+            height = 100 * int(counts[at]) / tallest
             y -= height
             if height:
-                bars.append((left + at * step, y, height, fill))
+                bars.append((at / 0.6, y, height, fill))
 
     def across(value: float) -> float:
-        return left + wide * (value - low) / (high - low)
+        return 100 * (value - low) / (high - low)
 
-    lines: list[tuple[float, float, float, float, str]]
-    lines = [(left, left + wide, base, base, "axis")]
+    lines: list[tuple[float, str]] = []
     ticks = {low: "start", high: "end"}
     if low < 0 < high:
         zero = across(0)
-        near = {low: zero - left < CLOSE, high: left + wide - zero < CLOSE}
+        near = {low: zero < CLOSE, high: 100 - zero < CLOSE}
         ticks = {edge: anchor for edge, anchor in ticks.items() if not near[edge]} | {0: "middle"}
-        lines.append((zero, zero, top, base, "axis"))
-    lines += [(across(value), across(value), base, base + 4, "axis") for value in ticks]
-    labels = [(across(x), base + 16, anchor, f"{x:.3g}") for x, anchor in ticks.items()]
-    labels += [(left - 6, top + 10, "end", f"{tallest:,}"), (left - 6, base, "end", "0")]
-    labels.append((left + wide / 2, base + 34, "middle", label))
-    note = "the two overlap, so there is no cut-off"
+        lines.append((zero, "axis"))
+    note, cut_label = "the two overlap, so there is no cut-off", None
     if cut is not None:
         note = "dashed: the cut-off"
-        lines.append((across(cut), across(cut), top, base, "cut"))
-        at = min(max(across(cut), left + CLOSE), left + wide - CLOSE)
-        labels.append((at, top - 6, "middle", f"cut-off {cut:.3g}"))
+        lines.append((across(cut), "cut"))
+        cut_label = (min(max(across(cut), CLOSE / 2), 100 - CLOSE / 2), f"cut-off {cut:.3g}")
     return {
-        "width": left + wide + 8,
-        "height": base + 42,
-        "middle": top + tall / 2,
-        "bar_width": step - 0.6,
+        "bar_width": 0.94 / 0.6,
         "bars": bars,
         "lines": lines,
-        "labels": labels,
+        "ticks": [(across(x), anchor, f"{x:.3g}") for x, anchor in ticks.items()],
+        "tallest": f"{tallest:,}",
+        "cut_label": cut_label,
+        "label": label,
         "note": note if len(rest) else "",
         "chosen": CHOSEN,
         "rest": REST,

@@ -324,7 +324,7 @@
       frame.append(picture);
       nodes.push(frame);
       nodes.push(make("p", "", "Rows (outputs) down, columns (inputs) across, in " + rows + " × " + wide +
-        " blocks; the darkest has " + (100 * most).toFixed(2) + " % selected."));
+        " blocks; the strongest has " + (100 * most).toFixed(2) + " % selected."));
     }
     target.replaceChildren(...nodes);
     target.hidden = false;

@@ -13,6 +13,7 @@ and SIGTERM, with progress saved.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import io
 import json
@@ -714,4 +715,7 @@ def main() -> None:
     library = logging.getLogger("dualsft")
     library.addHandler(handler)
     library.setLevel(logging.INFO)
-    raise SystemExit(_guarded(app, debug))
+    try:
+        raise SystemExit(_guarded(app, debug))
+    finally:
+        atexit.register(interrupt.release)  # a second Ctrl-C while Python ends is no traceback

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import shlex
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from conftest import Runner, corpus_rows, small_run, write_jsonl
 from safetensors.torch import load_file
 
 import dualsft
-from dualsft.cli import _guarded, folder_config
+from dualsft.cli import _explained, _guarded, folder_config
 from dualsft.config.methods import registry
 from dualsft.model.delta import merge
 
@@ -201,3 +202,11 @@ def test_an_unforeseen_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_stage_command_keeps_the_settings_of_its_folder(reference: Path) -> None:
     given = dualsft.load(str(reference / "config.yaml"))
     assert folder_config(reference, [f"model.path={given.model.path}"], "split") == given
+
+
+def test_a_limited_address_space_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 30, resource.RLIM_INFINITY))
+    lines, code = _explained(MemoryError())
+    assert code == 1 and "1,073,741,824 bytes of address space; see `ulimit -v`" in lines[1]
+    monkeypatch.undo()
+    assert len(_explained(MemoryError())[0]) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import shlex
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from conftest import Runner, corpus_rows, small_run, write_jsonl
 from safetensors.torch import load_file
 
 import dualsft
-from dualsft.cli import _guarded, app, folder_config
+from dualsft.cli import _explained, _guarded, app, folder_config
 from dualsft.config.completion import complete_setting
 from dualsft.config.methods import registry
 from dualsft.model.delta import merge
@@ -266,3 +267,11 @@ def test_pages_are_shown_without_the_repository(tmp_path: Path) -> None:
     assert {line.split()[0] for line in listed} == pages.keys() and len(pages) > 15
     assert cli("docs", "docs/data.md", cwd=tmp_path).stdout == f"{pages['data'].read_text()}\n"
     assert "use one of adapters" in cli("docs", "dataa", code=2).stderr
+
+
+def test_a_limited_address_space_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 30, resource.RLIM_INFINITY))
+    lines, code = _explained(MemoryError())
+    assert code == 1 and "1,073,741,824 bytes of address space; see `ulimit -v`" in lines[1]
+    monkeypatch.undo()
+    assert len(_explained(MemoryError())[0]) == 1

@@ -283,6 +283,14 @@ def test_an_entry_may_not_fetch_from_the_hub(
     assert len(hub()) == 1
 
 
+@pytest.mark.parametrize(("count", "said"), [(0, "none"), (1, "one dataset"), (2, "several")])
+def test_how_many_entries_there_are_to_choose_from(count: int, said: str, tmp_path: Path) -> None:
+    entries = {f"e{i}": {"file_name": "c.jsonl"} for i in range(count)}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(entries))
+    with pytest.raises(ConfigError, match=f"holds {said}.*; set data.dataset"):
+        find(str(tmp_path))
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_an_entry_may_not_follow_a_link_out(whole: bool, tmp_path: Path) -> None:
     private = tmp_path / "private"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -150,3 +151,15 @@ def test_evaluation_refuses_to_write_what_is_no_number(
     with pytest.raises(RunError, match=r"evaluation \(validation\): the loss of .* is not finite"):
         make_run()
     assert not (tmp_path / "run/7_evaluation").exists()
+
+
+def test_a_model_of_zeros_is_named(
+    model_folder: Callable[[str], Path], make_run: Runner, tmp_path: Path
+) -> None:
+    """No gradient reaches a block, so all scores are zero and select nothing better."""
+    folder = Path(shutil.copytree(model_folder("llama"), tmp_path / "zeros"))
+    weights = {n: torch.zeros_like(w) for n, w in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    run = make_run(f"model.path={folder}", until="selection")
+    warnings = json.loads((run / "5_selection/manifest.json").read_text())["facts"]["warnings"]
+    assert any("all scores are zero" in line for line in warnings), warnings

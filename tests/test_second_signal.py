@@ -6,6 +6,10 @@ comes at once, anywhere; what is rescued then must be a state that the computati
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from models import tiny_model
 from test_ghost import QUIET, examples_for
 from worlds import short_training
 
+import dualsft
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.memory.placement import HostPlacement, blank
@@ -123,3 +128,31 @@ def test_before_streamed_sums_are_home(tmp_path: Path, monkeypatch: pytest.Monke
         patch.setattr(HostPlacement, "flush", stopped)
         interrupted(summed, tmp_path, 2)
     resumed(summed, tmp_path)
+
+
+ENDING = """
+import atexit, sys, time
+from dualsft import cli
+atexit.register(lambda: (print("ending", flush=True), time.sleep(60)))
+sys.argv = ["dualsft", "--version"]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_while_python_ends(number: int) -> None:
+    """No traceback of a process that has nothing more to do."""
+    source = str(Path(dualsft.__file__).parents[1])
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDING],
+        env=os.environ | {"PYTHONPATH": source},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != "ending\n":
+            assert process.poll() is None
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == -number and not said, said

@@ -13,12 +13,14 @@ and SIGTERM, with progress saved.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.resources
 import io
 import json
 import logging
 import os
+import resource
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -795,13 +797,22 @@ def _explained(problem: Exception) -> tuple[list[str], int]:
         return [
             f"out of memory ({text}); lower score.batch_tokens and data.max_length, use "
             "model.dtype=bfloat16 on a GPU, or a machine with more memory, then run the same "
-            "command again (saved progress is kept)"
+            "command again (saved progress is kept)",
+            *_address_limit(),
         ], 1
     return [
         f"unexpected {type(problem).__name__}: {text}; this is a bug in dualsft: please report "
         "it with the output of `dualsft --debug …`",
         *_suspects(problem),
     ], 1
+
+
+def _address_limit() -> list[str]:
+    """What to know about memory if the shell limits this process."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return []
+    return [f"the shell limits this process to {limit:,} bytes of address space; see `ulimit -v`"]
 
 
 def _suspects(problem: Exception) -> list[str]:
@@ -828,4 +839,7 @@ def main() -> None:
     library.addHandler(handler)
     levels = {"--quiet": logging.ERROR, "--verbose": logging.DEBUG}
     library.setLevel(min((levels[word] for word in levels if word in given), default=logging.INFO))
-    raise SystemExit(_guarded(app, "--debug" in given))
+    try:
+        raise SystemExit(_guarded(app, "--debug" in given))
+    finally:
+        atexit.register(interrupt.release)  # a second Ctrl-C while Python ends is no traceback

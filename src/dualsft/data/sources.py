@@ -358,7 +358,8 @@ class _Finder:
         wanted = [name.strip() for name in (self.config.dataset or "").split(",") if name.strip()]
         if not wanted:
             known = ", ".join(list(entries)[:20])
-            self._refuse(path, "holds several datasets", f"set data.dataset ({known})")
+            count = "several datasets" if len(entries) > 1 else "one dataset" if entries else "none"
+            self._refuse(path, f"holds {count}", f"set data.dataset ({known})")
         files: list[SourceFile] = []
         for name in wanted:
             if name not in entries:

@@ -372,7 +372,13 @@ class Scoring:
         num_near = int(near.sum())
         self._warn_of_few_targets(b)
         negative = int((data.scores[chosen] <= 0).sum())
-        if negative:
+        if not data.scores.any():
+            ctx.reporter.warn(
+                "all scores are zero, so the first rows of the pool are selected: the gradients "
+                "vanish (are the model's weights zero?)",
+                code="zero_scores",
+            )
+        elif negative:
             ctx.reporter.warn(
                 f"{negative:,} of the {b:,} selected examples have a score ≤ 0: the budget exceeds "
                 "what the scores recommend (lower select.data_budget)",

@@ -89,6 +89,13 @@ def handled() -> Iterator[None]:
         _State.pending = None
 
 
+def release() -> None:
+    """Let signals end the process at once, without a traceback; ignored ones stay ignored."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def end_with_parent() -> None:
     """Let Linux send SIGTERM to this process when its parent dies, so that none is orphaned."""
     if sys.platform == "linux":

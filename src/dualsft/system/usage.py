@@ -260,9 +260,9 @@ def check_room(path: Path, need: int, what: str) -> None:
     free = free_bytes(path)
     if need + SPARE_BYTES > free:
         raise RunError(
-            f"{path}: {what} needs about {human(need)} on disk and {human(free)} are free; free "
-            "some space, or give an --out on a larger disk, then run the same command again "
-            "(finished stages are kept)"
+            f"{path}: {what} needs about {human(need)} on disk, besides a reserve of "
+            f"{human(SPARE_BYTES)}, and {human(free)} are free; free some space, or give an --out "
+            "on a larger disk, then run the same command again (finished stages are kept)"
         )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Runner, small_run
+from matrices import matrix_of
 
 import dualsft
 from dualsft.config import settings
@@ -244,6 +245,14 @@ def test_a_received_run_folder_reports_to_nobody(
     own = settings.load(config, ["log.report_to=wandb", "model.path=x", "data.path=y"])
     assert own.log.report_to == "wandb"
     assert settings.load(config, ["model.path=x", "data.path=y"]).log.report_to is None
+
+
+def test_each_cell_of_a_comparison_has_its_name(tmp_path: Path, corpus: Path) -> None:
+    words = ["model.path=tiny", f"data.path={corpus}", "log.report_to=tensorboard"]
+    matrix = matrix_of(tmp_path, words, methods=["dualsft", "random"])
+    logs = [matrix.config(cell).log for cell in matrix.cells()]
+    assert [log.run_name for log in logs] == [cell.title for cell in matrix.cells()]
+    assert {log.project for log in logs} == {matrix.name}
 
 
 @pytest.mark.slow

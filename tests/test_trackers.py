@@ -61,8 +61,10 @@ def from_mlflow(run: Path) -> tuple[Curves, dict[str, object]]:
 
 def from_wandb(run: Path) -> tuple[Curves, dict[str, object]]:
     """From the files that `wandb sync` would upload."""
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
+    wandb.teardown()  # its service has written the files when it has ended
     curves: Curves = {}
     facts: dict[str, object] = {}
     files = sorted((run / "trackers/wandb").glob("offline-run-*/*.wandb"))

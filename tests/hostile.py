@@ -508,7 +508,9 @@ def write_gguf(folder: Path, out: Path) -> None:
     writer.add_pad_token_id(0)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for name, tensor in load_file(folder / "model.safetensors").items():
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.numpy())
+        mapped = names.get_name(name, try_suffixes=(".weight",))
+        assert mapped is not None
+        writer.add_tensor(mapped, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

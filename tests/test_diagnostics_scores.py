@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from transformers import AutoModelForCausalLM
 from dualsft.config import settings
 from dualsft.lab.diagnostics import Wanted, registry
 from dualsft.lab.diagnostics.ablations import anchor_sizes
-from dualsft.lab.diagnostics.job import DiagnosticJob, diagnose
+from dualsft.lab.diagnostics.costs import seconds
+from dualsft.lab.diagnostics.job import DiagnosticJob, diagnose, others
 from dualsft.lab.diagnostics.ranking import (
     jaccard,
     mask_overlap,
@@ -36,7 +38,9 @@ from dualsft.model.load import locate
 from dualsft.runs import pipeline
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
+from dualsft.runs.preflight import read_manifests
 from dualsft.storage.vectors import ParamVector
+from dualsft.system.paths import RunPath
 from dualsft.system.progress import Reporter
 
 NEAR = 2e-5
@@ -486,6 +490,24 @@ def test_boundary(lab: Lab) -> None:
     for facts in (mine, result["params"]):
         assert facts["certified_by_corollary"] == (facts["gap"] > facts["bound"])
         assert facts["certified_by_error"] == (facts["gap"] > facts["twice_largest_error"])
+
+
+def test_without_names_only_the_cheap_ones_run_and_the_others_have_a_price(lab: Lab) -> None:
+    cheap, known = Wanted.of([], []), registry()
+    names = {one.name for one in cheap.diagnostics}
+    assert names == {"data_statistics", "param_statistics", "heatmap", "histograms"}
+    assert Wanted.of(["all"], []).diagnostics == list(known.values())
+    folder = lab.run.folder
+    lines = dict(line.split(maxsplit=1) for line in [*others(folder, cheap)][1:])
+    assert lines.keys() == known.keys() - names
+    assert all(re.search(r"; (seconds|roughly [\d:]+)$", line) for line in lines.values())
+    assert list(others(folder, Wanted.of(["all"], []))) == []
+    manifests, one = read_manifests(RunPath(folder))[0], known["reverse"]
+    step = manifests["finetune"]["seconds"] / manifests["finetune"]["facts"]["steps"]
+    found = seconds(one, one.options(draws=2, steps=100), manifests)
+    assert found == pytest.approx((4 + 3 * 2) * 100 * step)
+    del manifests["finetune"]
+    assert seconds(one, one.options(), manifests) is None
 
 
 def test_a_damaged_result_is_computed_again(lab: Lab) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Runner, small_run
+from matrices import matrix_of
 
 import dualsft
 from dualsft.config import settings
@@ -60,8 +61,10 @@ def from_mlflow(run: Path) -> tuple[Curves, dict[str, object]]:
 
 def from_wandb(run: Path) -> tuple[Curves, dict[str, object]]:
     """From the files that `wandb sync` would upload."""
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
+    wandb.teardown()  # its service has written the files when it has ended
     curves: Curves = {}
     facts: dict[str, object] = {}
     files = sorted((run / "trackers/wandb").glob("offline-run-*/*.wandb"))
@@ -130,8 +133,11 @@ READERS: dict[str, Callable[[Path], tuple[Curves, dict[str, object]]]] = {
 }
 
 
-def check_holds_all(name: str, run: Path) -> None:
-    """Whether a tracker has every step of metrics.jsonl once, the summaries and the settings."""
+def check_holds_all(name: str, run: Path, lost: int = 0) -> None:
+    """Whether a tracker has every step of metrics.jsonl once, the summaries and the settings.
+
+    Up to the step `lost` of the fine-tuning, it may lack steps.
+    """
     lines = (run / "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if "step" in record]
     curves, facts = READERS[name](run)
@@ -139,8 +145,15 @@ def check_holds_all(name: str, run: Path) -> None:
         steps = {record["step"]: record for record in records if record["stage"] == stage}
         assert sorted(steps) == list(range(1, max(steps) + 1))
         for key in steps[1].keys() - {"time", "stage", "step", "epoch"}:
-            wanted = [(step, pytest.approx(steps[step][key], rel=1e-5)) for step in sorted(steps)]
-            assert curves[f"{stage}/{key}"] == wanted, (name, key)
+            found = curves[f"{stage}/{key}"]
+            have = {step for step, _ in found}
+            optional = range(1, lost + 1 if stage == "finetune" else 1)
+            wanted = [
+                (step, pytest.approx(steps[step][key], rel=1e-5))
+                for step in sorted(steps)
+                if step in have or step not in optional
+            ]
+            assert found == wanted, (name, key)
     results = json.loads((run / "7_evaluation/results.json").read_text())
     for when in ("before", "after"):
         loss = results["files"]["validation"][when]["loss"]
@@ -246,12 +259,23 @@ def test_a_received_run_folder_reports_to_nobody(
     assert settings.load(config, ["model.path=x", "data.path=y"]).log.report_to is None
 
 
+def test_each_cell_of_a_comparison_has_its_name(tmp_path: Path, corpus: Path) -> None:
+    words = ["model.path=tiny", f"data.path={corpus}", "log.report_to=tensorboard"]
+    matrix = matrix_of(tmp_path, words, methods=["dualsft", "random"])
+    logs = [matrix.config(cell).log for cell in matrix.cells()]
+    assert [log.run_name for log in logs] == [cell.title for cell in matrix.cells()]
+    assert {log.project for log in logs} == {matrix.name}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HERE)
 def test_a_killed_run_continues_in_the_same_tracker_run(
     name: str, own_storage: None, model_folder: Callable[[str], Path], corpus: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL in the middle of the fine-tuning: no step twice, none missing."""
+    """SIGKILL in the middle of the fine-tuning: no step twice.
+
+    Only W&B and trackio, which write with a delay, may lack steps, and only from before the kill.
+    """
     out = tmp_path / "run"
     words = [*small_run(model_folder("llama"), corpus), f"log.report_to={name}"]
     words += ["finetune.epochs=12", "resume.every=0", "--out", str(out)]
@@ -263,9 +287,10 @@ def test_a_killed_run_continues_in_the_same_tracker_run(
     while not (sent.is_file() and b'"finetune", "step": 9}' in sent.read_bytes()):
         assert first.poll() is None
         time.sleep(0.02)
-    time.sleep(1.0 if name == "trackio" else 0)  # it writes twice a second
     first.send_signal(signal.SIGKILL)
     first.wait()
+    lines = map(json.loads, sent.read_text().splitlines())
+    last = max(line["step"] for line in lines if line.get("stage") == "finetune" and "step" in line)
     assert not (out / "6_finetune").exists()
     subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
-    check_holds_all(name, out)
+    check_holds_all(name, out, lost=last if name in ("wandb", "trackio") else 0)

@@ -212,6 +212,18 @@ def test_progress_line_tells_rate_time_and_memory() -> None:
     assert "tok/s" in lines[0] and " left" in lines[0] and "GiB" in lines[0]
     assert "4/4 examples (100 %)" in lines[-1] and " left" not in lines[-1]
     assert records[-1]["percentage"] == 100 and records[-1]["remaining_time"] == 0
+    progress.done, progress.width = 1, 48  # beside a bar, which shows the percentage
+    short = progress.line(elapsed=60.0)
+    assert len(short) <= 48 < len(lines[0]) and short.startswith("pool: 1/4 examples · loss 1.5000")
+    assert short.endswith(" left")
+
+
+def test_a_short_task_has_one_line_in_a_log() -> None:
+    lines: list[str] = []
+    with Reporter(lines.append).track("short", 3, "steps") as progress:
+        for _ in range(3):
+            progress.advance(1)
+    assert [line.partition(" ·")[0] for line in lines] == ["short: 3/3 steps (100 %)"]
 
 
 def test_progress_on_a_terminal_is_a_bar_each() -> None:

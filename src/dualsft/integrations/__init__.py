@@ -1,1 +1,1 @@
-"""Work with other libraries: Trainer and TRL, PEFT adapters, rows of a run as data."""
+"""Work with other libraries: Trainer and TRL, PEFT adapters, rows of a run as data, trackers."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 PACKAGES = {"mlflow": "mlflow-skinny"}
 """Package to install, where it is not named like the tracker."""
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds that a tracker may take to start, and to take the last records."""
 MOST_ITEMS = 40
 """Longest table of a summary that is sent, such as the numbers of each source."""

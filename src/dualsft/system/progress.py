@@ -155,7 +155,7 @@ class Reporter:
             task = Progress(label, total, unit, show, self.metrics, interval)
             task.done = task.begun = done
             if self._bars is not None:
-                task.width = self._bars.console.width - BAR - 2
+                task.width, task.shown = self._bars.console.width - BAR - 2, 0.0
             yield task
 
     @contextmanager

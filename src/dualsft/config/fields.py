@@ -172,8 +172,8 @@ class ScoreConfig:
     sketch_layers: Budget = 1.0
     """Transformer blocks whose gradients the calibrated form compares, counted from the last: a
     count, or a fraction of the blocks. With fewer, the backward pass stops at the first of them:
-    less time and memory, somewhat less exact choices (docs/performance.md). Not with a mask that is
-    selected by score, which needs the gradient of all blocks."""
+    less time and memory. 0.5 chose as well as all blocks, less chose worse (docs/performance.md).
+    Not with a mask that is selected by score, which needs the gradient of all blocks."""
     rho: Annotated[float, Bounds(least=1e-6)] | None = None
     """Damping of the calibrated form. null: chosen from random halves of D_val."""
     lam: Annotated[float, Bounds(least=0, most=1e30)] = 0.8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -251,9 +252,26 @@ def test_methods_for_matrices_are_refused(
 
 def test_per_expert() -> None:
     shapes = {"a.experts.up": (3, 2, 2), "a.experts.down": (3, 1, 2), "a.conv.weight": (3, 1, 4)}
-    indices = {"a.experts.up": [0, 3, 4], "a.experts.down": [1, 4], "a.conv.weight": [0]}
-    found = per_expert({n: torch.tensor(i) for n, i in indices.items()}, shapes)
-    assert found == {"a.experts": [3, 1, 1]}
+    shapes |= {f"b.experts.{i}.up.weight": (2, 2) for i in range(3)}
+    picks = {"a.experts.up": [0, 3, 4], "a.experts.down": [1, 4], "b.experts.1.up.weight": [0, 3]}
+    indices = {name: torch.tensor(index) for name, index in picks.items()}
+    assert per_expert(indices, shapes) == {"a.experts": [3, 1, 1], "b.experts": [0, 2, 0]}
+    assert per_expert({"a.conv.weight": torch.tensor([0])}, shapes) == {}
+
+
+def test_config_json_does_not_say_how_experts_run(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some implementations download kernels; the loss of the routers is no part of ours."""
+    folder = tmp_path / "other"
+    shutil.copytree(base, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"experts_implementation": "deepgemm", "output_router_logits": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    for dtype, expected in ((torch.float32, "grouped_mm"), (torch.float64, "eager")):
+        model = load_model(folder, dtype, torch.device("cpu"))
+        assert model.config._experts_implementation == expected
+    assert "auxiliary loss of the routers is no part" in caplog.text
 
 
 @pytest.fixture(scope="module")

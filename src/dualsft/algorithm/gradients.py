@@ -30,6 +30,7 @@ from dualsft.engine.ghost import GhostEngine, alone
 from dualsft.engine.passes import precise
 from dualsft.engine.sketch import Sketch
 from dualsft.engine.walk import PassResult, PassSettings, cwsd_objective, loss_objective, walk
+from dualsft.errors import ConfigError
 from dualsft.memory.placement import blank
 from dualsft.model.load import Candidates
 from dualsft.model.sharded import weights_vector
@@ -189,6 +190,11 @@ def _fisher(
         objective = loss_objective(engine.model)
         walk(engine, anchors, objective, passes, reporter, label, sums=squares, squared=True)
         return squares.scaled(1.0 / len(anchors))
+    if world().sharded:  # other refusals come before the run; experts are known with the model
+        raise ConfigError(
+            "score.preservation: fisher squares full gradients of routed experts, which a sharded "
+            "model does not have; use cwsd or l2, or parallel.mode=replicate"
+        )
     total = ParamVector.zeros(candidates)
 
     def add_square(name: str, gradient: Tensor) -> None:

@@ -13,6 +13,8 @@ the selected examples, and s_D = ⟨u ⊙ m, g_n⟩.
 from __future__ import annotations
 
 import math
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -220,17 +222,20 @@ def mask_jaccard(a: TopK, b: TopK) -> float:
 def per_expert(
     indices: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, list[int]]:
-    """Selected entries of each routed expert, by the module that holds the experts of a layer.
+    """Selected weight entries of each routed expert, by the module that holds those of a layer.
 
-    Experts are the parts of 3-D parameters that are not the weight of a convolution.
+    Experts are the parts of 3-D parameters that are not the weight of a convolution, or modules of
+    a list named `experts`. Empty if none has a selected entry.
     """
-    found: dict[str, list[int]] = {}
-    for name, index in indices.items():
+    found: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for name, shape in shapes.items():
+        index = indices.get(name, torch.empty(0, dtype=torch.int64))
         owner, _, own = name.rpartition(".")
-        if len(shapes[name]) != 3 or own == "weight":
-            continue
-        num_experts, *matrix = shapes[name]
-        counts = torch.bincount(index // math.prod(matrix), minlength=num_experts).tolist()
-        before = found.get(owner, [0] * num_experts)
-        found[owner] = [a + b for a, b in zip(before, counts, strict=True)]
-    return found
+        if one := re.fullmatch(r"(.+\.experts)\.(\d+)\..+", name):
+            found[one[1]][int(one[2])] += index.numel()
+        elif len(shape) == 3 and own != "weight":
+            counts = torch.bincount(index // math.prod(shape[1:]), minlength=shape[0]).tolist()
+            for expert, count in enumerate(counts):
+                found[owner][expert] += count
+    every = {owner: [n for _, n in sorted(counts.items())] for owner, counts in found.items()}
+    return every if any(map(any, every.values())) else {}

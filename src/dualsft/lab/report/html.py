@@ -49,7 +49,7 @@ from dualsft.model.safety import check_folder
 from dualsft.runs.context import model_in
 from dualsft.runs.preflight import FOLDERS, shown_files
 from dualsft.storage.manifest import atomic_write_text, damage
-from dualsft.system.paths import RunPath, files_read, num_reads
+from dualsft.system.paths import RunPath, files_read, num_reads, without_home
 
 EXAMPLE_FILES = {"split": ("split.parquet", "tokens.parquet"), "scores": ("examples.parquet",)}
 SELECTION_FILES = ("rescored.parquet", "baseline_scores.parquet")
@@ -66,7 +66,7 @@ FUNCTIONS = (
     *(rows.loss_rows, rows.benchmark_rows, rows.prompt_rows, rows.score_rows),
     *(rows.mask_rows, rows.source_rows, rows.cost_rows, rows.competitors, served_text),
 )
-FILTERS = (number, percent, duration, peak_gib, rows.texts)
+FILTERS = (number, percent, duration, peak_gib, rows.texts, without_home)
 """What the templates can call."""
 
 

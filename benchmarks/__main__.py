@@ -32,6 +32,7 @@ from dualsft.model.load import choose_device  # noqa: E402
 SECTIONS = (
     "scoring",
     "finetuning",
+    "saving",
     "topk",
     "solving",
     "peers",

@@ -18,6 +18,7 @@ import nbformat
 import pytest
 from conftest import Runner, corpus_rows, write_jsonl
 from nbclient import NotebookClient
+from nightly import GOALS
 
 import dualsft
 from dualsft.config.methods import registry
@@ -333,6 +334,57 @@ def test_result_tables_are_generated_from_the_raw_files(generate: Any) -> None:
     assert len(names) == 26
     for name in names:
         assert len(re.findall(rf"\| \*?\*?{re.escape(name)}\*?\*? \|", page)) >= 3, name
+
+
+def fault_rows() -> dict[int, list[str]]:
+    """Cells of the table in docs/reliability.md, by number: class, goal, fast, slow, nightly, …"""
+    page = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    rows = [
+        line.strip("| ").split("|") for line in page.splitlines() if re.match(r"\| \d+ \|", line)
+    ]
+    return {int(cells[0]): [cell.strip() for cell in cells[1:]] for cells in rows}
+
+
+def test_every_class_of_faults_has_a_row_and_a_command() -> None:
+    rows = fault_rows()
+    assert list(rows) == list(range(1, 26))
+    for number, cells in rows.items():
+        assert len(cells) == 7 and cells[5].startswith("`"), number
+        for name in re.findall(r"tests/[\w/]+(?:\.py)?", cells[5]):
+            assert (ROOT / name).exists(), name
+
+
+def test_nightly_goals_are_those_of_the_page() -> None:
+    rows, fuzz = fault_rows(), {n: goal for n, goal in GOALS.items() if n.startswith("fuzz ")}
+    assert rows[2][4] == f"{GOALS['kills']:,}"
+    assert rows[7][4] == f"{GOALS['flips']:,} / {GOALS['cuts']:,}"
+    assert rows[22][4] == f"{GOALS['cycles']:,}"
+    assert set(fuzz.values()) == {6_000_000} and rows[16][4] == f"{len(fuzz)} × 6 million"
+
+
+COUNTED = {
+    4: ("distributed/test_failures.py", "distributed/test_kills_world.py"),
+    5: ("distributed/test_same_answer.py",),
+    9: ("test_disk.py",),
+    10: ("test_nonfinite.py",),
+    13: ("test_malformed.py",),
+    14: ("test_hostile_sizes.py",),
+    18: ("test_malicious.py", "test_hostile_runs.py"),
+    20: ("test_code_sandbox.py",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cell", "tier"), [(2, "not slow and not gpu"), (3, "slow and not gpu")])
+def test_counts_of_the_page_are_those_of_pytest(cell: int, tier: str) -> None:
+    files = sorted({f"tests/{name}" for names in COUNTED.values() for name in names})
+    said = run([sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", tier, *files], ROOT)
+    counts = {name: int(count) for name, count in re.findall(r"^tests/(\S+): (\d+)$", said, re.M)}
+    for number, names in COUNTED.items():
+        stated = [int(n) for n in re.findall(r"\d+", fault_rows()[number][cell])]
+        here = [counts[name] for name in names if name in counts]
+        if number != 9 or cell == 2:  # the slow test of row 9 has 50 points in it
+            assert sum(stated) == sum(here), (number, stated, here)
 
 
 def test_algorithm_page_names_functions_that_exist() -> None:

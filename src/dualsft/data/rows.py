@@ -35,6 +35,7 @@ from dualsft.data.tables import to_json
 from dualsft.data.tokens import TokenRow
 from dualsft.errors import DataError
 from dualsft.system.bounds import RAISE
+from dualsft.system.paths import without_home
 
 if TYPE_CHECKING:
     from dualsft.config.settings import DataConfig
@@ -137,7 +138,9 @@ class DataReport:
 
     def numbers(self) -> dict[str, Any]:
         """All fields except the messages, for a summary file."""
-        return {name: value for name, value in asdict(self).items() if name != "problems"}
+        numbers = {name: value for name, value in asdict(self).items() if name != "problems"}
+        files = [without_home(file) for file in self.files]
+        return numbers | {"path": without_home(self.path), "files": files}
 
 
 # --- records -----------------------------------------------------------------------------------

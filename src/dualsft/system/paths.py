@@ -19,6 +19,7 @@ import errno
 import fnmatch
 import json
 import os
+import re
 import shutil
 import stat
 import uuid
@@ -48,6 +49,13 @@ MAX_DEPTH = 32
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW  # O_NONBLOCK: a pipe must not block
+
+
+def without_home(text: str) -> str:
+    """The text with `~` for the user's home folder: what a run writes may be handed on."""
+    home = os.path.expanduser("~").rstrip("/")
+    return re.sub(rf"(?<![\w./-]){re.escape(home)}(?![\w-])", "~", text) if len(home) > 1 else text
+
 
 _KINDS = {
     stat.S_IFLNK: "a symlink",

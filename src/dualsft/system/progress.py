@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dualsft.system.paths import without_home
 from dualsft.system.usage import peak_memory_gib
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class Reporter:
 
     def warn(self, message: str, code: str = NOTE) -> None:
         """Log a warning and keep it, with its code, for the stage's manifest and the report."""
+        message = without_home(message)
         self.warnings.append(message)
         self.codes[message] = code
         self._warn(f"warning: {message}")

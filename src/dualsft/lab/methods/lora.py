@@ -7,6 +7,7 @@ the base model) and merges them, so that the result is a plain model. DoRA is an
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from dualsft.config.methods import Entry
 from dualsft.errors import ConfigError
 from dualsft.lab.methods.table import LoraOptions
 from dualsft.model.load import empty_model, text_decoder
+from dualsft.model.resolve import is_hub_id
 from dualsft.runs.method import Job, ParamChoice, ParamMethod
 from dualsft.runs.stages.selection import param_budget
 
@@ -71,7 +73,8 @@ class Lora(ParamMethod):
                     f"method.params: 'lora' cannot be added to {type(model).__name__}; PEFT "
                     f"reports: {problem} (change method.lora.*, or use another method.params)"
                 ) from problem
-        settings.base_model_name_or_path = job.ctx.config.model.path
+        base = job.ctx.config.model.path
+        settings.base_model_name_or_path = base if is_hub_id(base) else Path(base).name
         found = {name: p for name, p in model.named_parameters() if p.requires_grad}
         count = sum(p.numel() for p in found.values())
         job.ctx.reporter.say(

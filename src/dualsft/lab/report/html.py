@@ -51,7 +51,7 @@ from dualsft.model.safety import check_folder
 from dualsft.runs.context import model_in
 from dualsft.runs.preflight import FOLDERS, shown_files
 from dualsft.storage.manifest import atomic_write_text, damage
-from dualsft.system.paths import RunPath, files_read, num_reads
+from dualsft.system.paths import RunPath, files_read, num_reads, without_home
 
 EXAMPLE_FILES = {"split": ("split.parquet", "tokens.parquet"), "scores": ("examples.parquet",)}
 SELECTION_FILES = ("rescored.parquet", "baseline_scores.parquet")
@@ -69,7 +69,7 @@ FUNCTIONS = (
     *(rows.mask_rows, rows.source_rows, rows.cost_rows, rows.competitors, served_text),
     *(has_adapter, rows.training_values),
 )
-FILTERS = (number, percent, duration, peak_gib, rows.texts)
+FILTERS = (number, percent, duration, peak_gib, rows.texts, without_home)
 """What the templates can call."""
 
 

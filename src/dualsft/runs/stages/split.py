@@ -21,7 +21,7 @@ from dualsft.data.sources import source_hash
 from dualsft.errors import ConfigError
 from dualsft.model.resolve import code_hash, tokenizer_hash
 from dualsft.runs.preflight import reading
-from dualsft.system.paths import RunPath
+from dualsft.system.paths import RunPath, without_home
 
 if TYPE_CHECKING:  # `context.py` imports `read_split`
     from dualsft.runs.context import RunContext, Settings
@@ -151,7 +151,7 @@ def write_split(
         "fractions": {role: count / num_full for role, count in split.counts.items()},
         "notes": split.notes,
         "data": report.numbers() if report else None,
-        "bad": report.bad if report else [],
+        "bad": [without_home(text) for text in report.bad] if report else [],
     }
     (folder / "summary.json").write_json(summary, ensure_ascii=False)
 

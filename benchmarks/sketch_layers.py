@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -345,7 +346,7 @@ def main() -> None:
             record["cost"] = costs(model, rows["pool"][: args.cost], args.batch_tokens)
             args.out.write_text(json.dumps(record, indent=1) + "\n")
             return
-        kept = args.work / name / "sketches.pt"
+        kept = args.work / name / "sketches.safetensors"
         first = forms(num_blocks(folder))
         if not kept.is_file():
             model = load_model(folder, torch.float32, CPU)
@@ -358,8 +359,8 @@ def main() -> None:
                 role: sketched(model, rows[role], sketch, args.batch_tokens)
                 for role in ("val", "pool")
             }
-            torch.save(parts, kept)
-        parts = torch.load(kept)
+            save_file(parts, kept)
+        parts = load_file(kept)
         record["pools"][name] = judged(name, kinds["pool"], parts, first)
         tokens = sum(e.num_tokens for e in rows["pool"])
         record["pools"][name] |= {"tokens": tokens, "rows_by_kind": POOLS[name][1]}

@@ -73,8 +73,7 @@ class Lora(ParamMethod):
                     f"method.params: 'lora' cannot be added to {type(model).__name__}; PEFT "
                     f"reports: {problem} (change method.lora.*, or use another method.params)"
                 ) from problem
-        base = job.ctx.config.model.path
-        settings.base_model_name_or_path = base if is_hub_id(base) else Path(base).name
+        settings.base_model_name_or_path = job.ctx.config.model.path
         found = {name: p for name, p in model.named_parameters() if p.requires_grad}
         count = sum(p.numel() for p in found.values())
         job.ctx.reporter.say(
@@ -109,6 +108,8 @@ class Lora(ParamMethod):
             self._peft.save_pretrained(str(path), save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
         stored = (folder / "adapter_config.json").read_json()
+        base = job.ctx.config.model.path  # PEFT looks for it; others get its name, not our folders
+        stored["base_model_name_or_path"] = base if is_hub_id(base) else Path(base).name
         stored["target_modules"].sort()  # PEFT writes a set, whose order differs between processes
         (folder / "adapter_config.json").write_json(stored)
         merged = self._peft.merge_and_unload()

@@ -225,7 +225,59 @@ def test_llamafactory_reads_its_folder(
     assert (training["dataset"], training["dataset_dir"], training["stage"]) == (NAME, ".", "sft")
     assert training["model_name_or_path"] == str(model_folder("llama").resolve())
     assert (training["learning_rate"], training["num_train_epochs"]) == (1e-3, 2)
+    assert (training["warmup_steps"], training["gradient_accumulation_steps"]) == (1, 4)
     assert "mask_history" not in training and "llamafactory-cli train" in lines[1]
+
+
+def test_numbers_of_auto_are_those_of_the_run(
+    shared_run: Runner, mixed: str, tmp_path: Path
+) -> None:
+    auto = [f"finetune.{name}=auto" for name in ("lr", "epochs", "batch_size")]
+    words = [f"data.path={mixed}", "data.template=chat", "select.data_budget=30", *auto]
+    run = shared_run(*words, until="finetune")
+    export_data(run, tmp_path / "lf", "llamafactory")
+    training = yaml.safe_load((tmp_path / "lf/train.yaml").read_text())
+    summary = json.loads((run / "6_finetune/summary.json").read_text())
+    assert training["learning_rate"] == summary["auto"]["finetune.lr"]
+    assert training["num_train_epochs"] == summary["auto"]["finetune.epochs"] != 3
+    assert training["gradient_accumulation_steps"] == summary["auto"]["finetune.batch_size"]
+
+
+FACTORY = """
+import json, sys, types
+from importlib.machinery import ModuleSpec
+
+for name in ("torchaudio",):  # imported for audio, which these rows have not
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__spec__ = ModuleSpec(name, None)
+
+import yaml
+from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
+from llamafactory.hparams import get_train_args
+from transformers import AutoTokenizer
+
+own = {"output_dir": "out", "use_cpu": True, "bf16": False, "report_to": "none"}
+model, data, training, *_ = get_train_args(yaml.safe_load(open("train.yaml")) | own)
+tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path)
+template = get_template_and_fix_tokenizer(tokenizer, data)
+rows = get_dataset(template, model, data, training, "sft", tokenizer)["train_dataset"]
+json.dump([[row["input_ids"], row["labels"]] for row in rows], open("tokens.json", "w"))
+"""
+
+
+@pytest.mark.slow
+def test_llamafactory_itself_reads_the_folder(run: Path, tmp_path: Path) -> None:
+    """Its own loader on the folder and its train.yaml; the package is fetched, without the rest."""
+    export_data(run, out := tmp_path / "factory", "llamafactory")
+    wanted = ["llamafactory==0.9.5", "omegaconf==2.4.0", "antlr4-python3-runtime==4.9.3"]
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", "site"]
+    subprocess.run([*install, *wanted], cwd=tmp_path, check=True)
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "DISABLE_VERSION_CHECK": "1"}
+    command = [sys.executable, "-c", FACTORY]
+    done = subprocess.run(command, cwd=out, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [(ids, labels) for ids, labels in json.loads((out / "tokens.json").read_text())]
+    same(found, chosen_tokens(run))
 
 
 # --- rows of every kind ---------------------------------------------------------------------------

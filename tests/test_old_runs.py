@@ -49,7 +49,10 @@ def test_every_stage_of_an_earlier_run_is_reused(folder: Path) -> None:
     assert [line for line in said if "] reused:" in line] == [
         f"[{stage}] reused: nothing it depends on has changed" for stage in STAGES
     ]
-    assert stage_files(folder) == before
+    after = stage_files(folder)
+    assert after.pop("6_finetune/model/README.md", None), "the card, which no manifest lists"
+    before.pop("6_finetune/model/README.md", None)
+    assert after == before
 
 
 def test_another_budget_computes_from_the_selection_on(folder: Path) -> None:

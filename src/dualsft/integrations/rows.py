@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -174,7 +175,7 @@ def _trl(decided: Decided, out: Path, config: Config, _: Any) -> list[str]:
 
 def _llamafactory(decided: Decided, out: Path, config: Config, facts: Any) -> list[str]:
     rows, entry, training = llamafactory_rows(decided.selected)
-    training = _training(config, facts) | training
+    training = _training(config, facts, len(rows)) | training
     out.mkdir()
     (out / "selected.jsonl").write_text(_json_lines(rows), encoding="utf-8")
     (out / "dataset_info.json").write_text(json.dumps({NAME: entry}, indent=2) + "\n")
@@ -327,16 +328,18 @@ def _spoken(row: Row) -> dict[str, Any]:
     return {"messages": said, "system": system, "tools": tools}
 
 
-def _training(config: Config, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _training(config: Config, facts: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
     """LLaMA-Factory's settings of full fine-tuning, with the numbers of the run."""
     tune = config.finetune
     resolved: Any = facts.get("finetune", {}).get("auto") or {}
 
     def number(name: str, default: float) -> float:
         value = getattr(tune, name)
-        value = resolved.get(name, default) if value == "auto" else value
+        value = resolved.get(f"finetune.{name}", default) if value == "auto" else value
         return value if isinstance(value, int | float) else default
 
+    batch_size, epochs = number("batch_size", 16), number("epochs", 3)
+    num_steps = math.ceil(num_rows / batch_size) * epochs
     model = Path(config.model.path).expanduser()  # the training starts in another folder
     return {
         "model_name_or_path": str(model.resolve()) if model.exists() else config.model.path,
@@ -348,11 +351,11 @@ def _training(config: Config, facts: Mapping[str, Any]) -> dict[str, Any]:
         "cutoff_len": config.data.max_length,
         "output_dir": "saves",
         "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": number("batch_size", 16),
+        "gradient_accumulation_steps": batch_size,
         "learning_rate": number("lr", 2e-5),
-        "num_train_epochs": number("epochs", 3),
+        "num_train_epochs": epochs,
         "lr_scheduler_type": "cosine",
-        "warmup_ratio": tune.warmup_ratio,
+        "warmup_steps": math.ceil(tune.warmup_ratio * num_steps),  # newer ones have no warmup_ratio
         "max_grad_norm": tune.max_grad_norm,
         "weight_decay": tune.weight_decay,
     }

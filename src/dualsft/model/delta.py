@@ -220,7 +220,10 @@ def apply_delta(model: nn.Module, delta: Delta | str | Path) -> nn.Module:
 
 @torch.no_grad()
 def extract_delta(base: nn.Module, tuned: nn.Module, **origin: Any) -> Delta:
-    """The entries whose bits differ between two models of the same shape."""
+    """The entries whose bits differ between two models of the same shape, `base` and `tuned`.
+
+    `origin` is stored with a delta: text by name, such as base_model.
+    """
     before, after = dict(base.named_parameters()), dict(tuned.named_parameters())
     if {n: p.shape for n, p in before.items()} != {n: p.shape for n, p in after.items()}:
         odd = sorted(before.keys() ^ after.keys())[:3]

@@ -48,8 +48,7 @@ class Progress:
     record: Callable[..., None] | None = None
     interval: float = 5.0
     started: float = field(default_factory=time.monotonic)
-    shown: float = field(default_factory=time.monotonic)
-    """A task that takes less than the interval has one line, at its end."""
+    shown: float = 0.0
     recorded: float = 0.0
     done: int = 0
     begun: int = 0
@@ -157,7 +156,7 @@ class Reporter:
             task = Progress(label, total, unit, show, self.metrics, interval)
             task.done = task.begun = done
             if self._bars is not None:
-                task.width, task.shown = self._bars.console.width - BAR - 2, 0.0
+                task.width = self._bars.console.width - BAR - 2
             yield task
 
     @contextmanager

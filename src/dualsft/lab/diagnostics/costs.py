@@ -24,7 +24,7 @@ HESSIAN_SLICES = 16
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Work:
     """Examples of each role, and steps of the fine-tuning."""
 
     val: int
@@ -41,14 +41,14 @@ class Sizes:
         return min(self.val, wanted or self.val) + min(self.anchor, wanted or self.anchor)
 
 
-Count = Callable[[Any, Sizes], float]
+Count = Callable[[Any, Work], float]
 
 
 def _listed(numbers: str | None, otherwise: str = "") -> list[float]:
     return [float(number) for number in (numbers or otherwise).split(",")]
 
 
-def _trials(options: Any, sizes: Sizes) -> float:
+def _trials(options: Any, sizes: Work) -> float:
     """Steps of all trainings of `fidelity`."""
     paper = options.protocol == "paper"
     each = 64 if paper else 24
@@ -86,7 +86,7 @@ def seconds(one: Diagnostic, options: Any, manifests: Mapping[str, Any]) -> floa
     counts = manifests["split"]["facts"]["counts"]
     tuned = manifests.get("finetune", {})
     steps = int(tuned.get("facts", {}).get("steps", 0))
-    sizes = Sizes(counts["val"], counts["anchor"], counts["pool"], steps)
+    sizes = Work(counts["val"], counts["anchor"], counts["pool"], steps)
     examples, training = EXAMPLES.get(one.name), STEPS.get(one.name)
     total = 0.0
     if examples is not None:

@@ -113,7 +113,10 @@ def estimate(
     until: str | None = None,
     reporter: Reporter | None = None,
 ) -> Estimate:
-    """Estimate what `dualsft run` would need with these settings. Measures for some seconds."""
+    """Estimate what `dualsft run` would need with these settings. Measures for some seconds.
+
+    `out` is where the run folder would be written, and `until` the last stage.
+    """
     settings.validate(config)
     check_paths(config)
     last = check_stage(until)

@@ -831,9 +831,9 @@ def main() -> None:
     """Entry point of `dualsft` and `python -m dualsft`."""
     given = set(launch.ANYWHERE) & set(sys.argv[1:])  # accepted at any position
     sys.argv[1:] = [word for word in sys.argv[1:] if word not in given]
+    sys.stdout, sys.stderr = _unbroken(sys.stdout), _unbroken(sys.stderr)
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries in a log
-    sys.stdout, sys.stderr = _unbroken(sys.stdout), _unbroken(sys.stderr)
     handler = logging.StreamHandler(sys.stderr)
     verbose = "%(asctime)s %(name)s: " if "--verbose" in given else ""
     handler.setFormatter(_Escaped(f"{verbose}%(message)s"))

@@ -832,7 +832,7 @@ def main() -> None:
     given = set(launch.ANYWHERE) & set(sys.argv[1:])  # accepted at any position
     sys.argv[1:] = [word for word in sys.argv[1:] if word not in given]
     sys.stdout, sys.stderr = _unbroken(sys.stdout), _unbroken(sys.stderr)
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():  # None: closed
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries in a log
     handler = logging.StreamHandler(sys.stderr)
     verbose = "%(asctime)s %(name)s: " if "--verbose" in given else ""

@@ -66,7 +66,8 @@ def revealing(folder: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("method", [None, pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [None, "lora"])
 def test_no_output_reveals_who_made_it(tmp_path: Path, method: str | None) -> None:
     home = tmp_path / f"home/{USER}"
     home.mkdir(parents=True)

@@ -299,6 +299,45 @@ def test_merging_several_deltas_reports_what_they_share(base: Path, tmp_path: Pa
         merge(str(base), paths, tmp_path / "x", weights=[1.0])
 
 
+def test_values_that_overflow_are_refused(base: Path, tmp_path: Path) -> None:
+    """By a weight, a sum, a cast, or `added_in`; nothing is written, and no model is changed."""
+
+    def made(name: str, value: float, dtype: torch.dtype = torch.float32) -> Path:
+        Delta({UP: torch.arange(2)}, {UP: torch.tensor([value, 0.5], dtype=dtype)}).save(
+            tmp_path / name
+        )
+        return tmp_path / name
+
+    half, high, wide = (
+        made("half", 6e4, torch.float16),
+        made("high", 3.4e38),
+        made("wide", 1e300, torch.float64),
+    )
+    tensors = {f"{UP}.gap": to_gaps(torch.arange(2)), f"{UP}.val": torch.tensor([1e5, 0.5])}
+    added = resaved(tmp_path / "added", tensors, added_in="float16")
+    out, model = tmp_path / "out", loaded(base)
+    before = model.get_parameter(UP).detach().clone()
+    attempts: list[Callable[[], object]] = [
+        lambda: merge(str(base), [half], out, weights=[2.0]),
+        lambda: merge(str(base), [half, half], out),
+        lambda: merge(str(base), [high], out, dtype="float16"),
+        lambda: merge(str(base), [high], out, dtype="bfloat16", stochastic=True),
+        lambda: merge(str(base), [added], out),
+        lambda: compact(str(base), added, out),
+        lambda: compact(str(base), wide, out, lossy=True),
+        lambda: write_adapter(str(base), wide, out, "sparse"),
+        lambda: dualsft.combine_deltas(model, [Delta.load(high)], [1e4]),
+        lambda: dualsft.apply_delta(model, wide),
+        lambda: dualsft.apply_delta(model, added),
+    ]
+    for attempt in attempts:
+        with pytest.raises(
+            ConfigError, match=rf"{UP}: 1 of its 2 .* overflow in .*\ngive a smaller"
+        ):
+            attempt()
+    assert not out.exists() and torch.equal(model.get_parameter(UP), before)
+
+
 def test_survival_counts_what_a_cast_leaves(base: Path, tmp_path: Path) -> None:
     """1 + 1e-4 is 1 in both serving dtypes, 1 + 1e-3 only in bfloat16, 1.5 in none."""
     model = loaded(base)

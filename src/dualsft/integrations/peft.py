@@ -27,7 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from dualsft.errors import ConfigError
-from dualsft.model.delta import Delta, check_target, load_for, moved_entries, written_whole
+from dualsft.model.delta import (
+    Delta,
+    check_target,
+    finite,
+    load_for,
+    moved_entries,
+    written_whole,
+)
 from dualsft.model.resolve import is_hub_id
 from dualsft.storage.gaps import from_gaps, to_gaps
 from dualsft.storage.manifest import atomic_write_text
@@ -134,6 +141,7 @@ def write_adapter(base: str, path: Path, out: Path, kind: Kind = "shira") -> Ada
     check_target(out)
     _, model, (delta,) = load_for(base, [path])
     moved, changes = moved_entries(model, delta)
+    changes = finite({name: change.float() for name, change in changes.items()})
     layers = _linear_layers(model, moved, path)
     ranks = _ranks(moved, layers, kind)
     tensors: dict[str, Tensor] = {}
@@ -217,7 +225,7 @@ def _filled(index: Tensor, change: Tensor, count: int, numel: int) -> tuple[Tens
     free[index] = False
     others = free.nonzero().squeeze(-1)[: count - len(index)]
     together, order = torch.cat([index, others]).sort()
-    return together, torch.cat([change.float(), torch.zeros(len(others))])[order]
+    return together, torch.cat([change, torch.zeros(len(others))])[order]
 
 
 def _readme(config: ShiraConfig, kind: Kind, base_hash: str) -> str:

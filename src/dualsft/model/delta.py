@@ -165,7 +165,7 @@ class Delta:
             name: (old[name].double() + change.double()).to(self.dtype)
             for name, change in self.values.items()
         }
-        return replace(self, values=values, added_in="")
+        return replace(self, values=finite(values), added_in="")
 
 
 def _place(path: Place) -> RunPath:
@@ -197,6 +197,19 @@ def _lacks(tensors: Mapping[str, Tensor], name: str) -> bool:
     return not rising or value.dtype not in DTYPES.values() or not bool(value.isfinite().all())
 
 
+def finite(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The values themselves; refuses values that a cast, a sum or a weight made infinite."""
+    problems = [
+        f"{name}: {count:,} of its {len(value):,} new values overflow in {_word(value.dtype)}"
+        for name, value in values.items()
+        if (count := len(value) - int(value.isfinite().sum()))
+    ]
+    if problems:
+        cure = "give a smaller --weight or another --dtype (in Python, a model of another dtype)"
+        raise ConfigError([*problems, f"{cure}; without these, the delta does not fit this base"])
+    return values
+
+
 @torch.no_grad()
 def take_delta(
     model: nn.Module, indices: Mapping[str, Tensor], base_model: str = "", base_hash: str = ""
@@ -212,9 +225,12 @@ def apply_delta(model: nn.Module, delta: Delta | str | Path) -> nn.Module:
     """Write a delta's values into the model in place, and return the model."""
     delta = (delta if isinstance(delta, Delta) else Delta.load(Path(delta))).on(model)
     parameters = dict(model.named_parameters())
-    for name, index in delta.indices.items():
+    cast = {
+        n: value.to(parameters[n].device, parameters[n].dtype) for n, value in delta.values.items()
+    }
+    for name, value in finite(cast).items():
         p = parameters[name]
-        p.view(-1)[index.to(p.device)] = delta.values[name].to(p.device, p.dtype)
+        p.view(-1)[delta.indices[name].to(p.device)] = value
     return model
 
 
@@ -274,7 +290,7 @@ def combine_deltas(
             new[here[alone]] = value[alone].to(dtype)
         indices[name], values[name] = index, new
         num_shared += int((times > 1).sum())
-    return replace(whole[0], indices=indices, values=values), num_shared
+    return replace(whole[0], indices=indices, values=finite(values)), num_shared
 
 
 @torch.no_grad()
@@ -294,13 +310,17 @@ def survival(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, 
     """How many entries differ from the base, in their own dtype and after a cast to `SERVED`."""
     own = next((value.dtype for value in new.values()), torch.float32)
     served = SERVED if own.itemsize > 2 else {}
-    dtypes = {str(own).removeprefix("torch."): own, **served}
+    dtypes = {_word(own): own, **served}
     return {
         label: world().across(
             sum(int((old[n].to(dtype) != value.to(dtype)).sum()) for n, value in new.items())
         )
         for label, dtype in dtypes.items()
     }
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _bits(p: Tensor) -> Tensor:
@@ -407,7 +427,7 @@ def merge(
     old = take_delta(model, delta.indices).values
     left = survival(old, delta.values)
     if stochastic and chosen.itemsize >= model.dtype.itemsize:
-        narrower = f"a dtype narrower than {model.dtype}".replace("torch.", "")
+        narrower = f"a dtype narrower than {_word(model.dtype)}"
         raise ConfigError(f"--stochastic: has no effect without --dtype; give {narrower}")
     if chosen != model.dtype:
         model = load_model(folder, chosen, _CPU)
@@ -437,11 +457,11 @@ def compact(base: str, path: Path, out: Path, lossy: bool = False) -> tuple[int,
         raise ConfigError(f"--lossy: the values of {path} have 16 bits already; leave it out")
     error = 0.0
     if lossy:
-        rounded = {name: change.to(torch.bfloat16) for name, change in changes.items()}
+        rounded = finite({name: change.to(torch.bfloat16) for name, change in changes.items()})
         squares = sum(float(change.square().sum()) for change in changes.values())
         wrong = sum(float((rounded[n].double() - c).square().sum()) for n, c in changes.items())
         error = math.sqrt(wrong / squares) if squares else 0.0
-        whole = replace(whole, values=rounded, added_in=str(dtype).removeprefix("torch."))
+        whole = replace(whole, values=rounded, added_in=_word(dtype))
     with written_whole(out) as part:
         whole.save(part, compact=True)
     return whole.num_entries, error

@@ -278,6 +278,44 @@ def test_a_compact_delta_outside_the_model_is_refused(base: Path, tmp_path: Path
         Delta.load(resaved(tmp_path / "typed", tensors, added_in="int8"))
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"base_hash": 5}, "'base_hash' in its header is 5, not text"),
+        ({"base_hash": True}, "'base_hash' in its header is true, not text"),
+        ({"base_hash": 1e308}, r"'base_hash' in its header is 1e\+308, not text"),
+        ({"added_in": ["float32"]}, r"'added_in' in its header is \['float32'\], not text"),
+        ({"added_in": "x" * 100_000}, "added_in 'x{56}..., which is not one of .*; copy the delta"),
+        ({"format": "x" * 100_000}, "format 'x{56}..., not .*; give the delta.safetensors"),
+        ({"base_model": "x" * 100_000}, "made from 'x{56}... with weights .*; give that base"),
+        ({"data_offsets": [0.0, 1.0]}, "data_offsets of 'model.* are no whole numbers; copy it"),
+        ({"data_offsets": ["0", "1"]}, "data_offsets of 'model.* are no whole numbers; copy it"),
+        ({"shape": [1 << 80]}, "cannot be read"),
+    ],
+)
+def test_a_header_of_other_values_is_refused(
+    change: dict[str, Any],
+    said: str,
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A short message that names the file and the field, whatever the hash of the content."""
+    monkeypatch.setattr("dualsft.model.delta._content_hash", lambda *_: "0")
+    tensors = {f"{UP}.gap": torch.tensor([3], dtype=torch.uint8), f"{UP}.val": torch.ones(1)}
+    content = resaved(tmp_path / "bad", tensors, base_hash="h").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    inner = header[f"{UP}.gap" if change.keys() & {"data_offsets", "shape"} else "__metadata__"]
+    inner.update(change)
+    text = json.dumps(header).encode()
+    whole = len(text).to_bytes(8, "little") + text + content[8 + size :]
+    (tmp_path / "bad").write_bytes(whole)
+    with pytest.raises(ConfigError, match=said) as caught:
+        merge(str(base), [tmp_path / "bad"], tmp_path / "out")
+    assert str(caught.value).startswith(f"{tmp_path / 'bad'}: ") and len(str(caught.value)) < 1000
+
+
 # --- several deltas, and what a cast leaves -------------------------------------------------------
 
 

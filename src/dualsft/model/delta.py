@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from dualsft.config.parse import show
 from dualsft.distributed.world import world
 from dualsft.errors import ConfigError, RunError
 from dualsft.model.load import DTYPES, choose_dtype, load_model, load_tokenizer
@@ -113,7 +114,9 @@ class Delta:
             cure = "give the delta.safetensors of a run folder"
             if re.fullmatch(r"dualsft-delta-\d+", str(stated)):
                 cure = f"newer than {COMPACT!r}, the last that this dualsft reads: upgrade dualsft"
-            raise ConfigError(f"{path}: its header has format {stated!r}, not {FORMAT!r}; {cure}")
+            raise ConfigError(
+                f"{path}: its header has format {show(stated)}, not {FORMAT!r}; {cure}"
+            )
         stated = header.pop("sha256", None)
         if header["format"] != UNHASHED and stated != _content_hash(ParamVector(tensors), header):
             raise ConfigError(
@@ -123,7 +126,7 @@ class Delta:
         added_in = header.get("added_in", "")
         if added_in and (header["format"] != COMPACT or added_in not in DTYPES):
             raise ConfigError(
-                f"{path}: its header has added_in {added_in!r}, which is not one of "
+                f"{path}: its header has added_in {show(added_in)}, which is not one of "
                 f"{', '.join(DTYPES)} in a file of format {COMPACT}; copy the delta again"
             )
         names = sorted({key.rpartition(".")[0] for key in tensors})
@@ -397,7 +400,7 @@ def load_for(
     for path, delta in zip(paths, deltas, strict=True):
         if delta.base_hash and delta.base_hash != found and not force:
             raise ConfigError(
-                f"{path}: made from {delta.base_model!r} with weights {delta.base_hash[:12]}…, "
+                f"{path}: made from {show(delta.base_model)} with weights {delta.base_hash[:12]}…, "
                 f"but {base!r} has {found[:12]}…; give that base, or `export merge` with --force"
             )
     dtypes = [delta.dtype for delta in deltas if delta.dtype is not None]

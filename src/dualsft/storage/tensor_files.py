@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualsft.config.parse import show
 from dualsft.distributed.world import CHUNK
 from dualsft.errors import RunError
 from dualsft.system.bounds import check_json
@@ -133,13 +134,18 @@ class TensorFile:
                 stored = json.loads(check_json(file.read(size)))
                 room = file.seek(0, os.SEEK_END) - 8 - size
             self.metadata = dict(stored.pop("__metadata__", {}))
+            for name, value in self.metadata.items():
+                if not isinstance(value, str):
+                    raise ValueError(f"{show(name)} in its header is {show(value)}, not text")
             for name, entry in stored.items():
                 form = Form(_DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
                 begin, end = entry["data_offsets"]
+                if not isinstance(begin, int) or not isinstance(end, int):
+                    raise ValueError(f"data_offsets of {show(name)} are no whole numbers")
                 if end - begin != form.num_bytes:
-                    raise ValueError(f"{name} has {end - begin} bytes, not {form.num_bytes}")
+                    raise ValueError(f"{show(name)} has {end - begin} bytes, not {form.num_bytes}")
                 if not 0 <= begin <= end <= room:
-                    raise ValueError(f"{name} lies outside the file")
+                    raise ValueError(f"{show(name)} lies outside the file")
                 spans.append((begin, end))
                 self.forms[name], self._offsets[name] = form, 8 + size + begin
             spans.sort()  # the format requires tensors to cover the data without gaps or overlaps

@@ -46,6 +46,21 @@ def in_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[
     return act
 
 
+def offsets(start: Any, end: Any) -> Callable[[Path], None]:
+    """Other bounds of the first tensor in the header of the weights."""
+
+    def act(model: Path) -> None:
+        data = (model / "model.safetensors").read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        next(v for v in header.values() if "dtype" in v)["data_offsets"] = [start, end]
+        text = json.dumps(header).encode()
+        whole = len(text).to_bytes(8, "little") + text + data[8 + size :]
+        (model / "model.safetensors").write_bytes(whole)
+
+    return act
+
+
 def in_config(**values: Any) -> Callable[[Path], None]:
     def act(model: Path) -> None:
         stored = json.loads((model / "config.json").read_text())
@@ -66,6 +81,8 @@ NO_MODEL = "no model can be built from the config.json of"
     ("damage", "message"),
     [
         (cut_short, "model.safetensors: .*truncated; download"),
+        (offsets("a", "b"), "model.safetensors: .*truncated; download"),
+        (offsets(0, "9"), "model.safetensors: .*truncated; download"),
         (in_weights(lambda w: w.pop("model.layers.0.mlp.up_proj.weight")), "lacks weights.*up_p"),
         (in_weights(lambda w: w.update({"model.norm.weight": torch.ones(7)})), r"model\.path"),
         (in_config(hidden_size="wide"), r"model\.path"),

@@ -490,9 +490,10 @@ def _bad_header(path: Path) -> str | None:
         try:
             header = json.loads(check_json(file.read(length)))
             ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+            whole = 8 + length + max(ends, default=0) == size
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return broken
-    return None if 8 + length + max(ends, default=0) == size else broken
+    return None if whole else broken
 
 
 def _leads_out(name: str) -> bool:

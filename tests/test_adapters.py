@@ -337,6 +337,16 @@ def test_merging_several_deltas_reports_what_they_share(base: Path, tmp_path: Pa
         merge(str(base), paths, tmp_path / "x", weights=[1.0])
 
 
+def test_values_of_several_dtypes_stay_exact(base: Path, tmp_path: Path) -> None:
+    """The model of a mixed delta has a dtype that holds them all, not that of the first."""
+    values = {DOWN: torch.ones(1, dtype=torch.float16), UP: torch.tensor([1.0001])}
+    Delta(dict.fromkeys(values, torch.arange(1)), values).save(tmp_path / "d")
+    merged = merge(str(base), [tmp_path / "d"], tmp_path / "out")
+    assert merged.survival["float32"] == 2
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(found[name].view(-1)[:1], v.float()) for name, v in values.items())
+
+
 def test_values_that_overflow_are_refused(base: Path, tmp_path: Path) -> None:
     """By a weight, a sum, a cast, or `added_in`; nothing is written, and no model is changed."""
 

@@ -80,10 +80,11 @@ class Delta:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """dtype of the fine-tuned weights; None for a delta without entries."""
+        """dtype that holds all fine-tuned weights; None for a delta without entries."""
         if self.added_in:
             return DTYPES[self.added_in]
-        return next((value.dtype for value in self.values.values()), None)
+        dtypes = [value.dtype for value in self.values.values()]
+        return reduce(torch.promote_types, dtypes) if dtypes else None
 
     def save(self, path: Place, compact: bool = False) -> None:
         """Write the delta file. Rank 0 writes; the other processes send it their entries."""
@@ -311,7 +312,7 @@ def moved_entries(model: nn.Module, delta: Delta) -> tuple[Delta, dict[str, Tens
 
 def survival(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, int]:
     """How many entries differ from the base, in their own dtype and after a cast to `SERVED`."""
-    own = next((value.dtype for value in new.values()), torch.float32)
+    own = Delta({}, dict(new)).dtype or torch.float32
     served = SERVED if own.itemsize > 2 else {}
     dtypes = {_word(own): own, **served}
     return {

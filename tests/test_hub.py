@@ -235,6 +235,28 @@ def test_a_trap_is_refused_and_nothing_is_left(
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
+@pytest.mark.parametrize("file", ["generation_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_token_is_not_published(
+    shared_run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, stored: bool
+) -> None:
+    """Neither that of the environment nor, beside another one there, that of the token file."""
+    run = copy(shared_run(), tmp_path)
+    content = json.loads((run / "6_finetune/model" / file).read_text())
+    listed(run, f"model/{file}", json.dumps(content | {"note": f"by {TOKEN}"}))
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    if not stored:
+        (tmp_path / "token").unlink()
+    monkeypatch.setenv("HF_TOKEN", "hf_anotherOne" if stored else TOKEN)
+    with pytest.raises(RunError, match=f"^{file}: would publish your token") as caught:
+        export_hub(run, tmp_path / "out")
+    assert TOKEN not in str(caught.value) and not (tmp_path / "out").exists()
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setenv("HF_TOKEN", "by")  # no token, but a word
+    export_hub(run, tmp_path / "out")
+
+
 def test_code_is_exported_with_consent(shared_run: Runner, tmp_path: Path) -> None:
     run = copy(shared_run(), tmp_path)
     code(run)

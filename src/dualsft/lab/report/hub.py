@@ -4,7 +4,8 @@ A published folder tells strangers nothing about this machine, and holds nothing
 into a run folder. Only files that the manifest of the fine-tuning lists are copied, if their kind
 belongs to a model and their copy has the hash of the manifest; the card is made anew. Paths and
 leftovers of loading are removed from configurations, and the export is refused if a text still
-names a folder of this user. The training rows are left out unless they are asked for.
+names a folder of this user, or a file holds their token. The training rows are left out unless they
+are asked for.
 
 `push` is the only part that uses the network. The token is found and sent by huggingface_hub; it is
 neither stored nor shown. Reads 5_selection and 6_finetune. Not part of Algorithm 1.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import getpass
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ WORDS = ("tokenizer.json", "vocab.json", "added_tokens.json", "merges.txt", "voc
 """Files of words, which may look like paths."""
 LEFTOVERS = {"_name_or_path", "name_or_path", "is_local", "local_files_only"}
 """Keys that loading writes into configurations."""
+MIN_TOKEN = 8
+"""Length from which on a token is searched for; a shorter one is none of the hub, and a word."""
 
 
 def export_hub(
@@ -165,11 +169,18 @@ def _cleaned(value: Any) -> Any:
 
 
 def _check_private(run: RunPath, folder: Path) -> None:
-    """Refuse a text that still names a folder of this user."""
+    """Refuse a file that holds this user's token, and a text that names one of their folders."""
+    tokens = _tokens()
     user = _user()
     private = {str(Path.home()), str(run.location.resolve().parent), os.getcwd()} - {os.sep, ""}
     private |= {f"/{user}/", f"\\{user}\\"} if user else set[str]()
-    for file in sorted(folder.rglob("*")):
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if _holds(file, tokens):
+            raise RunError(
+                f"{file.relative_to(folder)}: would publish your token for the Hugging Face Hub; "
+                "remove it from the model or the data that the file comes from, revoke it, and run "
+                "the stage again"
+            )
         if file.suffix not in (".md", ".json", ".jinja", ".safetensors") or file.name in WORDS:
             continue
         if file.name == "selected.jsonl":
@@ -181,6 +192,21 @@ def _check_private(run: RunPath, folder: Path) -> None:
                 f"{file.name}: would publish {found[0]!r}, a folder of this machine; rename what "
                 "it comes from (a file, a name in evaluation.files, a key of the configuration)"
             )
+
+
+def _tokens() -> set[bytes]:
+    """This user's tokens for the hub: in the environment, and in the file of `hf auth login`."""
+    file = ""
+    with suppress(OSError):
+        file = Path(constants.HF_TOKEN_PATH).read_text("utf-8", "replace").strip()
+    return {token.encode() for token in (get_token(), file) if token and len(token) >= MIN_TOKEN}
+
+
+def _holds(file: Path, words: set[bytes]) -> bool:
+    if file.suffix == ".safetensors":
+        return any(word in _header(file).encode() for word in words)
+    with file.open("rb") as lines:
+        return any(word in line for line in lines for word in words)
 
 
 def _header(file: Path) -> str:

@@ -125,6 +125,31 @@ def test_metadata_of_a_gguf_file_is_held_against_its_tensors(
         pretrained.resolve_model(str(tmp_path / "m.gguf"))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vocab_size", 1),
+        ("attention.head_count", 1),
+        ("feed_forward_length", 0),
+        ("feed_forward_length", 1),
+    ],
+)
+def test_metadata_of_a_gguf_file_that_its_tensors_do_not_fit(
+    key: str, value: int, model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DUALSFT_CACHE", str(tmp_path / "cache"))
+    write_gguf(model_folder("llama"), tmp_path / "m.gguf")
+    reader = GGUFReader(tmp_path / "m.gguf", "r+")
+    field = reader.fields[f"llama.{key}"]
+    field.parts[field.data[0]][0] = value
+    reader.data.flush()
+    with pytest.raises(
+        ConfigError, match=r"m\.gguf cannot be converted .*; download it again"
+    ) as e:
+        pretrained.resolve_model(str(tmp_path / "m.gguf"))
+    assert len(str(e.value)) < 1000 and not list(tmp_path.glob("cache/models/*"))
+
+
 def test_a_sparse_file_is_not_hashed(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF")

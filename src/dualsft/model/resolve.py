@@ -33,7 +33,7 @@ from dualsft.model.safety import (
 )
 from dualsft.storage.manifest import damage, read_stage_manifest
 from dualsft.system.bounds import blocks_of, data_bytes, hollow
-from dualsft.system.usage import cache_root
+from dualsft.system.usage import cache_root, is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -295,9 +295,18 @@ def _convert(gguf: Path, target: Path) -> Path:
             (Path(folder) / gguf.name).symlink_to(gguf.resolve())
             quantised = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **safe)
             tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
+        # rebuild the model without the quantization_config that transformers sets for a GGUF file
+        config = type(quantised.config)(
+            **{k: v for k, v in quantised.config.to_dict().items() if k != "quantization_config"}
+        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.load_state_dict(quantised.state_dict())
     except Exception as problem:  # the parsers raise different errors on a damaged file
+        if is_out_of_memory(problem):
+            raise
+        reason = " ".join(str(problem).split())[:300]  # one line for each tensor that does not fit
         raise ConfigError(
-            f"model.path: {gguf} cannot be converted ({problem}); download it again, or give a "
+            f"model.path: {gguf} cannot be converted ({reason}); download it again, or give a "
             "Hugging Face folder"
         ) from problem
     if (share := share_of_whole_words(tokenizer)) < LEAST_WHOLE_WORDS:
@@ -306,12 +315,6 @@ def _convert(gguf: Path, target: Path) -> Path:
             f"{gguf.name} wrongly: of the words in its vocabulary, {share:.0%} become one token; "
             "use another version (5.22 converts Gemma's), or give a Hugging Face folder"
         )
-    # rebuild the model without the quantization_config that transformers sets for a GGUF file
-    config = type(quantised.config)(
-        **{k: v for k, v in quantised.config.to_dict().items() if k != "quantization_config"}
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(quantised.state_dict())
     target.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f"{target.name}.part-", dir=target.parent))
     try:

@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 from conftest import Runner, small_run
 from matrices import matrix_of
+from places import place
 
 import dualsft
 from dualsft.config import settings
 from dualsft.config.fields import TRACKERS
-from dualsft.errors import ConfigError
-from dualsft.integrations.trackers import tracker_problems
+from dualsft.errors import ConfigError, RunError
+from dualsft.integrations.trackers import CLASSES, DEFAULTS, Sent, TrackerRun, tracker_problems
 from dualsft.runs import pipeline
 from dualsft.system.progress import Reporter
 
@@ -233,6 +234,42 @@ def test_nothing_is_written_through_a_link_in_the_run_folder(
     make_run("log.report_to=tensorboard", until="warmup", said=said)
     assert not any(outside.iterdir())
     assert sum("tensorboard failed" in line and "link" in line for line in said) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tensorboard/run-01234567/old",
+        "mlflow/0/1/metrics/summary/split/seconds",
+        "wandb/offline-run-20260101_000000-01234567/run-01234567.wandb",
+    ],
+)
+@pytest.mark.parametrize("kind", ["a hard link", "a pipe"])
+def test_a_tracker_gets_no_folder_with_what_it_could_write_through(
+    own_storage: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, kind: str
+) -> None:
+    for key, value in DEFAULTS.items():
+        monkeypatch.setenv(key, value)
+    outside, folder = tmp_path / "outside", tmp_path / "run/trackers"
+    outside.write_text("mine\n")
+    planted = folder / name
+    planted.parent.mkdir(parents=True)
+    os.link(outside, planted) if kind == "a hard link" else os.mkfifo(planted)
+    run = TrackerRun("01234567", "run", None, {}, place(tmp_path / "run") / "trackers")
+    with pytest.raises(RunError, match=kind):
+        CLASSES[name.split("/")[0]](run)
+    assert outside.read_text() == "mine\n"
+
+
+@pytest.mark.parametrize(
+    "facts", ["1e400", "2.5", "true", "-1", f"1{'0' * 400}", "null", "[1]", '"x"', "NaN"]
+)
+def test_a_line_of_sent_that_is_not_ours_is_skipped(tmp_path: Path, facts: str) -> None:
+    """A line of any other value, too, and one that is no object."""
+    lines = ('{"run":"01234567"}', f'{{"stage":"finetune","step":{facts}}}', facts, "{}", "[]")
+    (tmp_path / "sent.jsonl").write_text("\n".join([*lines, '{"stage":"warmup","step":3}', ""]))
+    sent = Sent.read(place(tmp_path / "sent.jsonl"))
+    assert (sent.id, sent.steps, sent.count) == ("01234567", {"warmup": 3}, 1)
 
 
 def test_a_missing_package_is_reported_before_anything_runs(

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from io import StringIO
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Protocol
@@ -48,6 +49,7 @@ PATIENCE = 120.0
 """Seconds that a tracker may take to start, and to take the last records."""
 MOST_ITEMS = 40
 """Longest table of a summary that is sent, such as the numbers of each source."""
+MOST_STEPS = 1 << 53
 DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ALLOW_FILE_STORE": "true",
@@ -103,10 +105,10 @@ class TrackerRun:
     """RUN/trackers."""
 
     def own(self, name: str) -> str:
-        """A folder below RUN/trackers, which may hold no links that a tracker would follow."""
+        """A folder below RUN/trackers, which may hold no links, soft or hard."""
         place = self.folder / name
         place.mkdir(parents=True, exist_ok=True)
-        return str(place.checked().absolute())
+        return str(place.checked(for_writing=True).absolute())
 
     def project_in(self, variable: str) -> str:
         return self.project or os.environ.get(variable) or "dualsft"
@@ -199,8 +201,11 @@ class WandB:
         folder = os.environ.get("WANDB_DIR")
         self.where = f"W&B, {os.environ['WANDB_MODE']}"
         if folder is None:
-            folder = str(run.folder.location.absolute())
-            (run.folder / "wandb").mkdir(parents=True, exist_ok=True)
+            mine = run.folder / "wandb"
+            logs = [one / "logs" / "debug-core.log" for one in mine.glob("offline-run-*")]
+            for link in [mine / "latest-run", *mine.glob("debug*.log"), *logs]:
+                link.unlink(missing_ok=True)  # W&B's own, of earlier processes; it makes new ones
+            folder = str(Path(run.own("wandb")).parent)
         if os.environ["WANDB_MODE"] == "offline":
             self.where = f"wandb sync {folder}/wandb/offline-run-*-{run.id}"
         self._run = wandb.init(
@@ -283,7 +288,8 @@ class Sent:
     def read(cls, path: RunPath) -> Sent:
         sent = cls(path)
         for line in path.read_bytes().splitlines() if path.is_file() else ():
-            with suppress(ValueError, TypeError, KeyError, RecursionError):  # cut off by a crash
+            # cut off by a crash, or not ours
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
                 sent._take(json.loads(line))
         return sent
 
@@ -305,7 +311,9 @@ class Sent:
             for table in (self.made_from, self.steps, self.summaries):
                 table.clear()
         elif "step" in facts:
-            self.steps[str(facts["stage"])] = int(facts["step"])
+            if type(facts["step"]) is not int or not 0 <= facts["step"] <= MOST_STEPS:
+                raise ValueError("not a step")
+            self.steps[str(facts["stage"])] = facts["step"]
             self.count += 1
         elif "summary" in facts:
             self.summaries[str(facts["stage"])] = str(facts["summary"])

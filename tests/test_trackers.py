@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Runner, small_run
@@ -259,6 +261,36 @@ def test_a_tracker_gets_no_folder_with_what_it_could_write_through(
     with pytest.raises(RunError, match=kind):
         CLASSES[name.split("/")[0]](run)
     assert outside.read_text() == "mine\n"
+
+
+def test_a_tracker_logs_nothing_past_our_handler(
+    own_storage: None,
+    make_run: Runner,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """MLflow warns of an empty folder, with a traceback, on the root logger; and on its own."""
+    import mlflow
+
+    own, root = logging.getLogger("mlflow"), logging.getLogger()
+    kept = list(own.handlers)
+    monkeypatch.setattr(root, "handlers", [])
+    warn = mlflow.MlflowClient.log_batch
+
+    def log_batch(*given: Any, **named: Any) -> Any:
+        own.warning("its own logger")
+        return warn(*given, **named)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", log_batch)
+    (tmp_path / "run/trackers/mlflow/0").mkdir(parents=True)
+    (tmp_path / "run/config.yaml").write_text("")
+    run = make_run("log.report_to=mlflow", until="split")
+    printed = capfd.readouterr().err
+    assert "Malformed" not in printed and "its own logger" not in printed
+    assert root.handlers == [] and own.handlers == kept and len(kept) > 0
+    assert '"summary"' in (run / "trackers/sent.jsonl").read_text()
+    assert any((run / "trackers/mlflow").rglob("meta.yaml"))
 
 
 @pytest.mark.parametrize(

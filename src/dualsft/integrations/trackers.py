@@ -17,6 +17,7 @@ local database, unless MLFLOW_TRACKING_URI, WANDB_MODE or WANDB_DIR say otherwis
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -26,11 +27,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event, Thread, get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dualsft.config.fields import TRACKERS
@@ -42,6 +44,8 @@ from dualsft.system.signals import Interrupted
 
 if TYPE_CHECKING:
     from dualsft.runs.context import RunContext
+
+logger = logging.getLogger(__name__)
 
 PACKAGES = {"mlflow": "mlflow-skinny"}
 """Package to install, where it is not named like the tracker."""
@@ -466,7 +470,8 @@ class Forwarder:
         )
         for name in list(self._names):
             try:
-                self._trackers[name] = CLASSES[name](run)
+                with _captured(name):
+                    self._trackers[name] = CLASSES[name](run)
             except Exception as problem:
                 self._give_up(name, problem)
 
@@ -508,7 +513,8 @@ class Forwarder:
     def _each(self, act: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
-                act(tracker)
+                with _captured(name):
+                    act(tracker)
             except Exception as problem:
                 self._give_up(name, problem)
 
@@ -524,6 +530,41 @@ class Forwarder:
             "metrics.jsonl has every record",
             code="tracker_failed",
         )
+
+
+class _Capture(logging.Handler):
+    """Passes what this thread logs to ours, and records of other threads to their handlers."""
+
+    def __init__(self, name: str, others: list[logging.Handler]) -> None:
+        super().__init__()
+        self._name, self._others, self._mine = name, others, get_ident()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.thread == self._mine:
+            logger.debug("%s: %s", self._name, record.getMessage())
+            return
+        for handler in self._others:
+            if record.levelno >= handler.level:
+                handler.handle(record)
+
+
+@contextmanager
+def _captured(name: str) -> Iterator[None]:
+    """What a tracker logs while it works is shown with --verbose only, by our handler.
+
+    `logging.warning` would add a handler to a root logger that has none.
+    """
+    import_module(name)  # it may add a handler to its logger
+    own, root, last = logging.getLogger(name), logging.getLogger(), logging.lastResort
+    kept, above = own.handlers, _Capture(name, [last] if last else [])
+    own.handlers = [_Capture(name, kept)] if kept else []
+    if not root.handlers:
+        root.addHandler(above)
+    try:
+        yield
+    finally:
+        own.handlers = kept
+        root.removeHandler(above)
 
 
 _OWN = ("time", "stage", "step")

@@ -494,12 +494,12 @@ def test_a_checkpoint_with_other_state_than_ours_is_refused(tmp_path: Path, wher
         with pytest.raises(ConfigError, match="the checkpoint's trainer_state.json"):
             callback.on_train_begin(trainer.args, state, None)
     kept = {"every": 3, "num_rows": 20}
-    state.stateful_callbacks = {"DualSFTCallback": {"attributes": kept}}
+    held = {"DualSFTCallback": {"attributes": kept}}
+    state = TrainerState(global_step=4, stateful_callbacks=held)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="the checkpoint's trainer_state.json"):
         callback.on_train_begin(trainer.args, state, None)
     assert callback.rows == []
     kept["rows"] = [3, 0, 19]
-    state.stateful_callbacks = {"DualSFTCallback": {"attributes": kept}}
     callback.on_train_begin(trainer.args, state, None)
     assert callback.rows == [3, 0, 19]
 

@@ -293,6 +293,23 @@ def test_a_tracker_logs_nothing_past_our_handler(
     assert any((run / "trackers/mlflow").rglob("meta.yaml"))
 
 
+def test_the_links_that_wandb_makes_are_no_obstacle(
+    own_storage: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for key, value in DEFAULTS.items():
+        monkeypatch.setenv(key, value)
+    folder, target = tmp_path / "run/trackers/wandb", tmp_path / "core.log"
+    logs = folder / "run-20260101_000000-01234567/logs"
+    logs.mkdir(parents=True)
+    target.write_text("mine")
+    for link in (folder / "latest-run", folder / "debug.log", logs / "debug-core.log"):
+        link.symlink_to(target)
+    run = TrackerRun("01234567", "run", None, {}, place(tmp_path / "run") / "trackers")
+    CLASSES["wandb"](run).close("FINISHED")
+    assert len(list(folder.glob("offline-run-*/run-01234567.wandb"))) == 1
+    assert target.read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     "facts", ["1e400", "2.5", "true", "-1", f"1{'0' * 400}", "null", "[1]", '"x"', "NaN"]
 )

@@ -206,7 +206,7 @@ class WandB:
         self.where = f"W&B, {os.environ['WANDB_MODE']}"
         if folder is None:
             mine = run.folder / "wandb"
-            logs = [one / "logs" / "debug-core.log" for one in mine.glob("offline-run-*")]
+            logs = [one / "logs" / "debug-core.log" for one in mine.glob("*run-*")]
             for link in [mine / "latest-run", *mine.glob("debug*.log"), *logs]:
                 link.unlink(missing_ok=True)  # W&B's own, of earlier processes; it makes new ones
             folder = str(Path(run.own("wandb")).parent)

@@ -11,11 +11,14 @@ from typing import Any
 import datasets
 import numpy as np
 import oracle
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import Runner
 from models import tiny_model, tiny_rows, tiny_tokenizer
 from places import place
+from safetensors.torch import load_file, save_file
 
 import dualsft
 from dualsft.data.examples import Example
@@ -23,8 +26,9 @@ from dualsft.errors import CheckError, ConfigError
 from dualsft.model.load import find_candidates, load_model
 from dualsft.runs.stages.selection import read_mask
 from dualsft.runs.stages.split import read_split
-from dualsft.storage.manifest import render_manifest
+from dualsft.storage.manifest import render_manifest, seal
 from dualsft.storage.vectors import ParamVector
+from dualsft.system.paths import RunPath
 from dualsft.system.progress import Reporter
 
 QUIET = Reporter(lambda _: None)
@@ -389,5 +393,141 @@ def test_damaged_scores_are_refused(tmp_path: Path, name: str) -> None:
     stated = json.loads((tmp_path / "scores/manifest.json").read_text())
     stated = {k: v for k, v in stated.items() if k not in ("seal", "terms")}
     (tmp_path / "scores/manifest.json").write_text(render_manifest(stated))
-    with pytest.raises(dualsft.ConfigError, match="is not what save wrote: KeyError.'terms'"):
+    with pytest.raises(dualsft.ConfigError, match="terms must be an object; save the scores again"):
         dualsft.Scores.load(tmp_path / "scores")
+
+
+def column(name: str, value: Any, at: int | None = None) -> Callable[..., None]:
+    """A change of a column: each value, or the one at a place."""
+
+    def change(columns: dict[str, Any], tensors: Any, stated: Any) -> None:
+        columns[name] = (
+            [value] * 8
+            if at is None
+            else [value if i == at else v for i, v in enumerate(columns[name])]
+        )
+
+    return change
+
+
+def vector(kind: str, new: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
+    def change(columns: Any, tensors: dict[str, torch.Tensor], stated: Any) -> None:
+        tensors[f"{kind}/{ATTN}"] = new(tensors[f"{kind}/{ATTN}"])
+
+    return change
+
+
+def stated(part: str, name: str, value: Any) -> Callable[..., None]:
+    return lambda columns, tensors, manifest: manifest[part].update({name: value})
+
+
+def without(place: str, name: str) -> Callable[..., None]:
+    def change(columns: Any, tensors: Any, manifest: Any) -> None:
+        parts = {"columns": columns, "tensors": tensors, "manifest": manifest}
+        if place == "names":
+            del manifest["theta_bar"]["names"][-1]
+        else:
+            del parts[place][name]
+
+    return change
+
+
+def nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+NAN, LABELS = float("nan"), "scores.parquet: column labels"
+RESEALED: dict[str, tuple[Callable[..., None], str]] = {
+    "text": (column("score", "x"), "scores.parquet: column score"),
+    "null": (column("score", None), "column score"),
+    "one null": (column("score", None, 2), "column score .* nulls"),
+    "lists": (column("score", [1.0]), "column score"),
+    "infinite": (column("score", float("inf"), 3), "column score"),
+    "negative bound": (column("bound", -1.0, 0), "column bound must be from 0"),
+    "nan bound": (column("bound", NAN, 0), "column bound"),
+    "nan loss": (column("loss", NAN, 0), "column loss"),
+    "quantile": (column("val_quantile", 1.5), "column val_quantile must be from 0 to 1"),
+    "index -5": (column("index", -5, 0), "column index"),
+    "index 0.5": (column("index", 0.5), "column index"),
+    "index x": (column("index", "x"), "column index"),
+    "id": (column("id", 7), "column id"),
+    "token": (column("input_ids", [-1, 3], 0), "column input_ids"),
+    "label": (column("labels", [-7], 0), LABELS),
+    "short labels": (column("labels", [3], 0), f"{LABELS} must be as long"),
+    "null labels": (column("labels", [None, 3], 0), f"{LABELS} .* nulls"),
+    "no column": (without("columns", "bound"), "column bound must be there once"),
+    "integers": (vector("grad_sum", lambda t: t.long()), "grad_sum/"),
+    "half": (vector("grad_sum", lambda t: t.half()), "grad_sum/"),
+    "bools": (vector("projection", lambda t: t > 0), f"projection/{ATTN} must be of one float"),
+    "mixed": (vector("val_grad", lambda t: t.double()), f"val_grad/{ATTN} must be of one float"),
+    "length": (vector("val_grad", lambda t: t.view(-1)[1:].clone()), f"val_grad/{ATTN}"),
+    "nan": (vector("grad_sum", lambda t: t * NAN), f"grad_sum/{ATTN} must be finite"),
+    "no tensor": (without("tensors", f"projection/{ATTN}"), "projection must be over"),
+    "names": (without("names", ""), "grad_sum must be over the .* theta_bar.names"),
+    "eta": (stated("terms", "eta_ft", 10**400), "manifest.json: terms.eta_ft"),
+    "true eta": (stated("terms", "eta_ft", True), "terms.eta_ft"),
+    "n_sc": (stated("terms", "n_sc", 9), "terms.n_sc must be the 8 rows"),
+    "lam": (stated("terms", "lam_effective", "nan"), "terms.lam_effective"),
+    "precision": (stated("theta_bar", "precision", nested(900)), "theta_bar.precision"),
+    "norm": (stated("theta_bar", "norm", 0), "theta_bar.norm"),
+    "batches": (stated("theta_bar", "batch_tokens", -1), "theta_bar.batch_tokens"),
+    "names twice": (stated("theta_bar", "names", ["a", "a"]), "theta_bar.names"),
+    "form": (stated("summary", "form", 3), "summary.form"),
+    "no summary": (without("manifest", "summary"), "summary must be an object"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scores") / "saved"
+    model = tiny_model("llama", torch.float32)
+    scores = dualsft.score(model, tiny_rows(8, 1), tiny_rows(4, 2), eta_ft=1e-3, reporter=QUIET)
+    scores.save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", ["nothing", *RESEALED])
+def test_resealed_scores_are_validated(tmp_path: Path, saved: Path, case: str) -> None:
+    """Wrong content with right hashes; what is written back unchanged is loaded."""
+    folder = RunPath(tmp_path)
+    columns = pq.read_table(saved / "scores.parquet").to_pydict()
+    tensors = load_file(saved / "vectors.safetensors")
+    manifest = json.loads((saved / "manifest.json").read_text())
+    change, field = RESEALED.get(case, (None, ""))
+    if change is not None:
+        change(columns, tensors, manifest)
+    for name in {"input_ids", "labels"} & columns.keys():
+        columns[name] = pa.array(columns[name], pa.list_(pa.int32()))
+    pq.write_table(pa.table(columns), tmp_path / "scores.parquet")
+    save_file(tensors, tmp_path / "vectors.safetensors")
+    seal(folder, {key: v for key, v in manifest.items() if key not in ("seal", "files")})
+    if change is None:
+        assert not differ(dualsft.Scores.load(tmp_path), dualsft.Scores.load(saved))
+        return
+    with pytest.raises(ConfigError, match=rf"{field}.*; save the scores again"):
+        dualsft.Scores.load(tmp_path)
+
+
+@pytest.mark.parametrize("files", [None, [], {}, {"scores.parquet": 5}, {"scores.parquet": {}}])
+def test_a_manifest_of_scores_without_files_is_refused(
+    tmp_path: Path, saved: Path, files: Any
+) -> None:
+    stated = json.loads((saved / "manifest.json").read_text()) | {"files": files}
+    del stated["seal"]
+    (tmp_path / "manifest.json").write_text(render_manifest(stated))
+    with pytest.raises(ConfigError, match="again"):
+        dualsft.Scores.load(tmp_path)
+
+
+def test_tokens_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
+    model, small = (tiny_model("llama", torch.float32, vocab_size=v) for v in (320, 64))
+    rows = [Example(f"{i}", i, [5, 100 + i], [-100, 6]) for i in range(4)]
+    dualsft.score(model, rows, rows[:2], eta_ft=1e-3, reporter=QUIET).save(tmp_path / "scores")
+    for (_, p), (_, q) in zip(small.named_parameters(), model.named_parameters(), strict=True):
+        if p.shape == q.shape:
+            p.data.copy_(q.data)
+    with pytest.raises(ConfigError, match="outside the model's vocabulary of 64"):
+        dualsft.Scores.load(tmp_path / "scores", small)

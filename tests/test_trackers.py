@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -12,16 +13,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Runner, small_run
 from matrices import matrix_of
+from places import place
 
 import dualsft
 from dualsft.config import settings
 from dualsft.config.fields import TRACKERS
-from dualsft.errors import ConfigError
-from dualsft.integrations.trackers import tracker_problems
+from dualsft.errors import ConfigError, RunError
+from dualsft.integrations.trackers import CLASSES, DEFAULTS, Sent, TrackerRun, tracker_problems
 from dualsft.runs import pipeline
 from dualsft.system.progress import Reporter
 
@@ -233,6 +236,89 @@ def test_nothing_is_written_through_a_link_in_the_run_folder(
     make_run("log.report_to=tensorboard", until="warmup", said=said)
     assert not any(outside.iterdir())
     assert sum("tensorboard failed" in line and "link" in line for line in said) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tensorboard/run-01234567/old",
+        "mlflow/0/1/metrics/summary/split/seconds",
+        "wandb/offline-run-20260101_000000-01234567/run-01234567.wandb",
+    ],
+)
+@pytest.mark.parametrize("kind", ["a hard link", "a pipe"])
+def test_a_tracker_gets_no_folder_with_what_it_could_write_through(
+    own_storage: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, kind: str
+) -> None:
+    for key, value in DEFAULTS.items():
+        monkeypatch.setenv(key, value)
+    outside, folder = tmp_path / "outside", tmp_path / "run/trackers"
+    outside.write_text("mine\n")
+    planted = folder / name
+    planted.parent.mkdir(parents=True)
+    os.link(outside, planted) if kind == "a hard link" else os.mkfifo(planted)
+    run = TrackerRun("01234567", "run", None, {}, place(tmp_path / "run") / "trackers")
+    with pytest.raises(RunError, match=kind):
+        CLASSES[name.split("/")[0]](run)
+    assert outside.read_text() == "mine\n"
+
+
+def test_a_tracker_logs_nothing_past_our_handler(
+    own_storage: None,
+    make_run: Runner,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """MLflow warns of an empty folder, with a traceback, on the root logger; and on its own."""
+    import mlflow
+
+    own, root = logging.getLogger("mlflow"), logging.getLogger()
+    kept = list(own.handlers)
+    monkeypatch.setattr(root, "handlers", [])
+    warn = mlflow.MlflowClient.log_batch
+
+    def log_batch(*given: Any, **named: Any) -> Any:
+        own.warning("its own logger")
+        return warn(*given, **named)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", log_batch)
+    (tmp_path / "run/trackers/mlflow/0").mkdir(parents=True)
+    (tmp_path / "run/config.yaml").write_text("")
+    run = make_run("log.report_to=mlflow", until="split")
+    printed = capfd.readouterr().err
+    assert "Malformed" not in printed and "its own logger" not in printed
+    assert root.handlers == [] and own.handlers == kept and len(kept) > 0
+    assert '"summary"' in (run / "trackers/sent.jsonl").read_text()
+    assert any((run / "trackers/mlflow").rglob("meta.yaml"))
+
+
+def test_the_links_that_wandb_makes_are_no_obstacle(
+    own_storage: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for key, value in DEFAULTS.items():
+        monkeypatch.setenv(key, value)
+    folder, target = tmp_path / "run/trackers/wandb", tmp_path / "core.log"
+    logs = folder / "run-20260101_000000-01234567/logs"
+    logs.mkdir(parents=True)
+    target.write_text("mine")
+    for link in (folder / "latest-run", folder / "debug.log", logs / "debug-core.log"):
+        link.symlink_to(target)
+    run = TrackerRun("01234567", "run", None, {}, place(tmp_path / "run") / "trackers")
+    CLASSES["wandb"](run).close("FINISHED")
+    assert len(list(folder.glob("offline-run-*/run-01234567.wandb"))) == 1
+    assert target.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "facts", ["1e400", "2.5", "true", "-1", f"1{'0' * 400}", "null", "[1]", '"x"', "NaN"]
+)
+def test_a_line_of_sent_that_is_not_ours_is_skipped(tmp_path: Path, facts: str) -> None:
+    """A line of any other value, too, and one that is no object."""
+    lines = ('{"run":"01234567"}', f'{{"stage":"finetune","step":{facts}}}', facts, "{}", "[]")
+    (tmp_path / "sent.jsonl").write_text("\n".join([*lines, '{"stage":"warmup","step":3}', ""]))
+    sent = Sent.read(place(tmp_path / "sent.jsonl"))
+    assert (sent.id, sent.steps, sent.count) == ("01234567", {"warmup": 3}, 1)
 
 
 def test_a_missing_package_is_reported_before_anything_runs(

@@ -21,7 +21,14 @@ from models import assert_equal, snapshot, tiny_model, tiny_rows, tiny_tokenizer
 from peft import LoraConfig, get_peft_model
 from places import place
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoTokenizer,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -466,6 +473,35 @@ def test_a_choice_that_cannot_be_trained(tmp_path: Path) -> None:
         trainer.add_callback(dualsft.DualSFTCallback(trainer, Chooser(), every=every))
         with pytest.raises(ConfigError, match="give what it was started with"):
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+ROWS = [None, [], "abc", 5, {}, ["x"], [[1]], [float("nan")], [10**9], [-1, -1], [0.5], [True]]
+NO_ATTRIBUTES = [None, [], 5, "abc", {}]
+
+
+@pytest.mark.parametrize("where", ["rows", "attributes", "callback"])
+def test_a_checkpoint_with_other_state_than_ours_is_refused(tmp_path: Path, where: str) -> None:
+    trainer = plain(tmp_path)
+    callback = dualsft.DualSFTCallback(trainer, Chooser(), every=3)
+    for value in ROWS if where == "rows" else NO_ATTRIBUTES:
+        kept: Any = {"every": 3, "num_rows": 20, "rows": value}
+        whole = {"args": {}, "attributes": kept if where == "rows" else value}
+        held: Any = {"DualSFTCallback": value if where == "callback" else whole}
+        (tmp_path / "trainer_state.json").write_text(
+            json.dumps({"global_step": 4, "stateful_callbacks": held})
+        )
+        state = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
+        with pytest.raises(ConfigError, match="the checkpoint's trainer_state.json"):
+            callback.on_train_begin(trainer.args, state, None)
+    kept = {"every": 3, "num_rows": 20}
+    held = {"DualSFTCallback": {"attributes": kept}}
+    state = TrainerState(global_step=4, stateful_callbacks=held)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="the checkpoint's trainer_state.json"):
+        callback.on_train_begin(trainer.args, state, None)
+    assert callback.rows == []
+    kept["rows"] = [3, 0, 19]
+    callback.on_train_begin(trainer.args, state, None)
+    assert callback.rows == [3, 0, 19]
 
 
 # --- refusals ----------------------------------------------------------------------------------

@@ -10,15 +10,18 @@ scores gives what selecting before saving gave. Where a selection has to score e
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -26,6 +29,7 @@ from dualsft.algorithm.projection import ProjectionTerms, Scored
 from dualsft.algorithm.selection import rescore
 from dualsft.data.examples import IGNORE, Example
 from dualsft.engine.ghost import GhostEngine
+from dualsft.engine.passes import Precision
 from dualsft.engine.walk import PassSettings
 from dualsft.errors import ConfigError, RunError
 from dualsft.model.delta import written_whole
@@ -147,29 +151,31 @@ class Scores:
         problems = [wrong] if wrong else []
         if manifest and manifest.get("kind") != "scores":
             problems = [f"{MANIFEST} is not that of saved scores"]
-        if problems := problems or damage(path, manifest)[0]:
-            raise ConfigError(
-                [f"{folder}: {p}" for p in problems] + ["score again, or copy the folder again"]
-            )
         try:
+            if problems := problems or damage(path, manifest)[0]:
+                cure = "score again, or copy the folder again"
+                raise ConfigError([*(f"{folder}: {p}" for p in problems), cure])
             return cls._read(path, manifest, model)
         except ConfigError:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError, RunError) as problem:
-            raise ConfigError(f"{folder}: is not what save wrote: {problem!r}") from problem
+        except _UNREADABLE as problem:
+            raise ConfigError(
+                f"{folder}: is not what save wrote: {problem!r:.300}; save the scores again"
+            ) from problem
 
     @classmethod
     def _read(
         cls, path: RunPath, manifest: Mapping[str, Any], model: PreTrainedModel | None
     ) -> Scores:
         rows = (path / ROWS).read_table()
+        _check_rows(path / ROWS, rows)
+        _check_numbers(path / MANIFEST, manifest, len(rows))
         device = "cpu" if model is None else device_of(model)
-        held: dict[str, dict[str, Tensor]] = {}
-        for key, t in TensorFile(path / VECTORS).tensors().items():
-            kind, _, name = key.partition("/")
-            held.setdefault(kind, {})[name] = t.to(device)
         order = manifest["theta_bar"]["names"]  # files are not in the order of the parameters
-        vectors = {k: ParamVector({name: v[name] for name in order}) for k, v in held.items()}
+        vectors = {
+            kind: ParamVector({name: held[name].to(device) for name in order})
+            for kind, held in _read_vectors(path / VECTORS, order).items()
+        }
         prior_grad = vectors.get("prior_grad") or ParamVector.zeros(vectors["grad_sum"])
         val_grad, numbers = vectors["val_grad"], manifest["terms"]
         lam = numbers["lam_effective"]
@@ -178,7 +184,7 @@ class Scores:
             v_val=val_grad.plus(prior_grad, lam) if lam else val_grad,
             curvature=vectors.get("curvature"),
             preconditioner=None,
-            **numbers,
+            **{name: numbers[name] for name in _NUMBERS},
         )
         scored = Scored(terms, vectors["grad_sum"], prior_grad, vectors["projection"])
         columns = {name: rows[name].to_pylist() for name in _EXAMPLE}
@@ -206,9 +212,123 @@ class Scores:
         )
 
 
+_UNREADABLE = (
+    *(KeyError, TypeError, ValueError, AttributeError, ArithmeticError, OSError),
+    *(RecursionError, RunError, pa.ArrowException),
+)
 _NUMBERS = ("curvature_scale", "eta_ft", "n_sc", "lam_effective")
 _EXAMPLE = ("id", "index", "input_ids", "labels", "source")
 _VALUES = ("score", "bound", "loss", "val_quantile")
+
+
+_VECTORS = ("grad_sum", "val_grad", "projection", "prior_grad", "curvature")
+"""Vectors of a file; the last two may be missing."""
+
+
+# --- what a file may hold ------------------------------------------------------------------------
+
+
+def _require(right: bool, file: RunPath, name: str, allowed: str) -> None:
+    if not right:
+        raise ConfigError(f"{file}: {name} must be {allowed}; save the scores again")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a finite number that is a float, too; a bool is none."""
+    most = sys.float_info.max
+    return type(value) in (int, float) and -most <= value <= most
+
+
+def _check_numbers(file: RunPath, manifest: Mapping[str, Any], num_rows: int) -> None:
+    parts: dict[str, dict[str, Any]] = {}
+    for part in ("terms", "theta_bar", "summary"):
+        _require(isinstance(manifest.get(part), dict), file, part, "an object")
+        parts[part] = manifest[part]
+    terms, how = parts["terms"], parts["theta_bar"]
+    for name in _NUMBERS:
+        _require(_is_number(terms.get(name)), file, f"terms.{name}", "a finite number")
+    _require(terms["eta_ft"] > 0, file, "terms.eta_ft", "above 0")
+    _require(terms["n_sc"] == num_rows, file, "terms.n_sc", f"the {num_rows:,} rows of {ROWS}")
+    names, size = how.get("names"), how.get("batch_tokens")
+    texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    _require(
+        texts and 0 < len(names) == len(set(names)), file, "theta_bar.names", "a list of names"
+    )
+    _require(isinstance(how.get("candidates"), str), file, "theta_bar.candidates", "text")
+    norm = how.get("norm")
+    _require(_is_number(norm) and norm > 0, file, "theta_bar.norm", "a number above 0")
+    _require(type(size) is int and 0 < size < 1 << 31, file, "theta_bar.batch_tokens", "a count")
+    levels = get_args(Precision)
+    _require(how.get("precision") in levels, file, "theta_bar.precision", " or ".join(levels))
+    form, forms = parts["summary"].get("form", "literal"), ("literal", "calibrated")
+    _require(form in forms, file, "summary.form", " or ".join(forms))
+
+
+def _check_rows(file: RunPath, rows: pa.Table) -> None:
+    _require(len(rows) > 0, file, "the table", "one with rows")
+    for name in (*_EXAMPLE, *_VALUES):
+        count = rows.column_names.count(name)
+        if name == "val_quantile" and not count:
+            continue
+        _require(count == 1, file, f"column {name}", "there once")
+        column, shown, entries = rows[name], f"column {name}", rows[name]
+        if name in ("input_ids", "labels"):
+            is_list = pa.types.is_list(column.type) and column.type.value_type == pa.int32()
+            _require(is_list, file, shown, "lists of 32-bit integers")
+            entries = _arrow.list_flatten(column)
+        else:
+            allowed = _TYPES.get(name, (pa.float64(), pa.float32()))
+            _require(column.type in allowed, file, shown, f"of type {allowed[0]}")
+        _require(not column.null_count + entries.null_count, file, shown, "without nulls")
+        if name in ("id", "source"):
+            continue
+        values = entries.to_numpy()
+        low, high = _LIMITS.get(name, (-sys.float_info.max, sys.float_info.max))
+        inside = (values >= low) & (values <= high)
+        if name == "labels":
+            inside |= values == IGNORE
+        _require(bool(inside.all()), file, shown, f"from {low:.4g} to {high:.4g}")
+    lengths, others = (_arrow.list_value_length(rows[name]) for name in ("input_ids", "labels"))
+    _require(lengths.equals(others), file, "column labels", "as long as input_ids")
+    _require(bool((lengths.to_numpy() > 0).all()), file, "column input_ids", "without empty lists")
+
+
+_arrow: Any = pc  # its functions are made at run time
+_TYPES = {"id": (pa.string(),), "source": (pa.string(),), "index": (pa.int64(),)}
+"""Allowed types of a column; of all others, a float."""
+_LIMITS: dict[str, tuple[float, float]] = {
+    "index": (0, 2**63 - 1),
+    "input_ids": (0, 2**31 - 1),
+    "labels": (0, 2**31 - 1),
+    "bound": (0, sys.float_info.max),
+    "val_quantile": (0, 1),
+}
+"""Least and largest value of a column; of all others, any finite number."""
+
+
+def _read_vectors(path: RunPath, names: list[str]) -> dict[str, dict[str, Tensor]]:
+    """The vectors of a file, which agree with each other in names, shapes and dtype."""
+    held: dict[str, dict[str, Tensor]] = {}
+    for key, t in TensorFile(path).tensors().items():
+        kind, _, name = key.partition("/")
+        held.setdefault(kind, {})[name] = t
+    for kind in (*_VECTORS[:3], *held):
+        _require(kind in held and kind in _VECTORS, path, kind, f"one of {', '.join(_VECTORS)}")
+        own, users = held[kind], kind == "curvature"
+        # ĉ is the user's: it may be over more parameters, and of another float dtype
+        agrees = own.keys() >= set(names) if users else own.keys() == set(names)
+        _require(agrees, path, kind, f"over the {len(names):,} theta_bar.names of {MANIFEST}")
+        dtype = (own if users else held["grad_sum"])[names[0]].dtype
+        right = dtype.is_floating_point if users else dtype in (torch.float32, torch.float64)
+        for name in names:
+            t, shape = own[name], held["grad_sum"][name].shape
+            same = right and t.dtype == dtype and t.shape == shape
+            _require(same, path, f"{kind}/{name}", f"of one float dtype and the shape {[*shape]}")
+            _require(bool(torch.isfinite(t).all()), path, f"{kind}/{name}", "finite")
+    return held
+
+
+# --- exact scores at θ̄ ---------------------------------------------------------------------------
 
 
 def described(engine: GhostEngine, passes: PassSettings) -> dict[str, Any]:
@@ -246,6 +366,12 @@ def _rescoring(
         raise ConfigError(
             f"model: its candidates have the norm {now['norm']:.9g}, and those of θ̄ had "
             f"{how['norm']:.9g}; give the model that was scored, with its weights of that time"
+        )
+    vocabulary = len(model.get_input_embeddings().get_parameter("weight"))
+    if any(max(*example.input_ids, *example.labels) >= vocabulary for example in pool):
+        raise ConfigError(
+            f"{ROWS}: has tokens outside the model's vocabulary of {vocabulary:,}; save the scores "
+            "again"
         )
     return lambda rows: rescore(engine, [pool[i] for i in rows], scored, passes, say)
 

@@ -17,6 +17,7 @@ local database, unless MLFLOW_TRACKING_URI, WANDB_MODE or WANDB_DIR say otherwis
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -26,10 +27,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
+from pathlib import Path
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event, Thread, get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dualsft.config.fields import TRACKERS
@@ -42,12 +45,15 @@ from dualsft.system.signals import Interrupted
 if TYPE_CHECKING:
     from dualsft.runs.context import RunContext
 
+logger = logging.getLogger(__name__)
+
 PACKAGES = {"mlflow": "mlflow-skinny"}
 """Package to install, where it is not named like the tracker."""
 PATIENCE = 120.0
 """Seconds that a tracker may take to start, and to take the last records."""
 MOST_ITEMS = 40
 """Longest table of a summary that is sent, such as the numbers of each source."""
+MOST_STEPS = 1 << 53
 DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ALLOW_FILE_STORE": "true",
@@ -103,10 +109,10 @@ class TrackerRun:
     """RUN/trackers."""
 
     def own(self, name: str) -> str:
-        """A folder below RUN/trackers, which may hold no links that a tracker would follow."""
+        """A folder below RUN/trackers, which may hold no links, soft or hard."""
         place = self.folder / name
         place.mkdir(parents=True, exist_ok=True)
-        return str(place.checked().absolute())
+        return str(place.checked(for_writing=True).absolute())
 
     def project_in(self, variable: str) -> str:
         return self.project or os.environ.get(variable) or "dualsft"
@@ -199,8 +205,11 @@ class WandB:
         folder = os.environ.get("WANDB_DIR")
         self.where = f"W&B, {os.environ['WANDB_MODE']}"
         if folder is None:
-            folder = str(run.folder.location.absolute())
-            (run.folder / "wandb").mkdir(parents=True, exist_ok=True)
+            mine = run.folder / "wandb"
+            logs = [one / "logs" / "debug-core.log" for one in mine.glob("*run-*")]
+            for link in [mine / "latest-run", *mine.glob("debug*.log"), *logs]:
+                link.unlink(missing_ok=True)  # W&B's own, of earlier processes; it makes new ones
+            folder = str(Path(run.own("wandb")).parent)
         if os.environ["WANDB_MODE"] == "offline":
             self.where = f"wandb sync {folder}/wandb/offline-run-*-{run.id}"
         self._run = wandb.init(
@@ -283,7 +292,8 @@ class Sent:
     def read(cls, path: RunPath) -> Sent:
         sent = cls(path)
         for line in path.read_bytes().splitlines() if path.is_file() else ():
-            with suppress(ValueError, TypeError, KeyError, RecursionError):  # cut off by a crash
+            # cut off by a crash, or not ours
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
                 sent._take(json.loads(line))
         return sent
 
@@ -305,7 +315,9 @@ class Sent:
             for table in (self.made_from, self.steps, self.summaries):
                 table.clear()
         elif "step" in facts:
-            self.steps[str(facts["stage"])] = int(facts["step"])
+            if type(facts["step"]) is not int or not 0 <= facts["step"] <= MOST_STEPS:
+                raise ValueError("not a step")
+            self.steps[str(facts["stage"])] = facts["step"]
             self.count += 1
         elif "summary" in facts:
             self.summaries[str(facts["stage"])] = str(facts["summary"])
@@ -458,7 +470,8 @@ class Forwarder:
         )
         for name in list(self._names):
             try:
-                self._trackers[name] = CLASSES[name](run)
+                with _captured(name):
+                    self._trackers[name] = CLASSES[name](run)
             except Exception as problem:
                 self._give_up(name, problem)
 
@@ -500,7 +513,8 @@ class Forwarder:
     def _each(self, act: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
-                act(tracker)
+                with _captured(name):
+                    act(tracker)
             except Exception as problem:
                 self._give_up(name, problem)
 
@@ -516,6 +530,41 @@ class Forwarder:
             "metrics.jsonl has every record",
             code="tracker_failed",
         )
+
+
+class _Capture(logging.Handler):
+    """Passes what this thread logs to ours, and records of other threads to their handlers."""
+
+    def __init__(self, name: str, others: list[logging.Handler]) -> None:
+        super().__init__()
+        self._name, self._others, self._mine = name, others, get_ident()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.thread == self._mine:
+            logger.debug("%s: %s", self._name, record.getMessage())
+            return
+        for handler in self._others:
+            if record.levelno >= handler.level:
+                handler.handle(record)
+
+
+@contextmanager
+def _captured(name: str) -> Iterator[None]:
+    """What a tracker logs while it works is shown with --verbose only, by our handler.
+
+    `logging.warning` would add a handler to a root logger that has none.
+    """
+    import_module(name)  # it may add a handler to its logger
+    own, root, last = logging.getLogger(name), logging.getLogger(), logging.lastResort
+    kept, above = own.handlers, _Capture(name, [last] if last else [])
+    own.handlers = [_Capture(name, kept)] if kept else []
+    if not root.handlers:
+        root.addHandler(above)
+    try:
+        yield
+    finally:
+        own.handlers = kept
+        root.removeHandler(above)
 
 
 _OWN = ("time", "stage", "step")

@@ -388,15 +388,27 @@ class DualSFTCallback(TrainerCallback, ExportableState):
         self._kept = state.global_step % self.every != 0
         if not state.global_step:
             return
-        held: Any = state.stateful_callbacks or {}
-        kept = held.get(type(self).__name__, {}).get("attributes", {})
+        held: Any = state.stateful_callbacks
+        for name in (type(self).__name__, "attributes"):
+            held = held.get(name) if isinstance(held, dict) else None
+        kept: dict[str, Any] = held if isinstance(held, dict) else {}
         now = self.state()["attributes"]
         if any(kept.get(name) != now[name] for name in ("every", "num_rows")):
+            shown = ", ".join(f"{name}={kept.get(name)!r:.40}" for name in ("every", "num_rows"))
             raise ConfigError(
-                f"DualSFTCallback: the checkpoint has {kept or 'no rows'}, and this training "
-                f"every={self.every} and {now['num_rows']:,} rows; give what it was started with"
+                f"DualSFTCallback: the checkpoint's trainer_state.json has {shown}, and this "
+                f"training every={self.every} and {now['num_rows']:,} rows; give what it was "
+                "started with"
             )
-        self.rows = kept["rows"]
+        rows, most = kept.get("rows"), now["num_rows"] - 1
+        ours = isinstance(rows, list) and all(type(i) is int and 0 <= i <= most for i in rows)
+        if not rows or not ours:
+            raise ConfigError(
+                f"DualSFTCallback: rows={rows!r:.60} in the checkpoint's trainer_state.json is not "
+                f"allowed: it must be a list of numbers from 0 to {most:,}; copy the checkpoint "
+                "again, or resume from another one"
+            )
+        self.rows = rows
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Exchange rows and mask before the trainer makes an iterator over its rows."""

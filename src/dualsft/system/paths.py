@@ -6,8 +6,9 @@ accepts only regular files and folders, and never blocks on a pipe. A write crea
 instead of opening an existing one, so a hard link to a file elsewhere is replaced, not written
 through. `RunPath` is deliberately not an `os.PathLike`, so it cannot be passed to `open`, pyarrow
 or safetensors by mistake. For libraries that require a path, `checked` validates everything below
-it and returns one to read from, and `made` creates a folder and gives one to write to. The root
-folder is named by the user and may itself be a link.
+it and returns one to read from, `checked(for_writing=True)` also refuses hard links, and `made`
+creates a folder and gives one to write to. The root folder is named by the user and may itself be a
+link.
 
 Not part of Algorithm 1.
 """
@@ -225,8 +226,11 @@ class RunPath:
             refused = _hollow_files(files, states)
         return dict(sorted(files.items())), sorted(refused)
 
-    def checked(self) -> Path:
-        """Validate everything below and return a plain path, for libraries that open files."""
+    def checked(self, for_writing: bool = False) -> Path:
+        """Validate everything below and return a plain path, for libraries that open files.
+
+        `for_writing` also refuses hard links, which a library may write through.
+        """
         if not self.exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
         files = {"": self}
@@ -235,6 +239,9 @@ class RunPath:
             if refused:
                 raise RunError("\n".join(f"{self}: {problem}; {_CURE}" for problem in refused))
         for path in files.values():
+            state = path._state() if for_writing else None
+            if state and stat.S_ISREG(state.st_mode) and state.st_nlink > 1:
+                raise RunError(f"{path}: is a hard link; {_CURE}")
             note_read(path)
         return self.location
 

@@ -48,7 +48,7 @@ from dualsft.runs.preflight import (
     shown_files,
 )
 from dualsft.system import signals as interrupt
-from dualsft.system.paths import RunPath, files_read, folder_in_place
+from dualsft.system.paths import RunPath, files_read, wrong_kind
 from dualsft.system.progress import Reporter, silent
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -783,7 +783,7 @@ def _explained(problem: Exception) -> tuple[list[str], int]:
         shown = [line if len(line) <= 2000 else f"{line[:2000]}…" for line in lines]
         return shown + _suspects(problem), problem.exit_code
     if isinstance(problem, IsADirectoryError):
-        return [folder_in_place(problem)], 1
+        return [wrong_kind(problem)], 1
     if isinstance(problem, FileNotFoundError) and str(problem.filename) in map(str, files_read()):
         return [
             f"{problem.filename}: is missing; remove the stage folder that it belongs to and run "

@@ -181,13 +181,13 @@ class Reporter:
             yield lambda line, done: self._write(line), self.interval
             return
         bars.start()
-        task = bars.add_task(label, total=total)
+        task = bars.add_task(escaped(label), total=total)
 
         def show(line: str, done: int) -> None:
             if done >= total:
                 self._write(line)  # stays above the bars
             else:
-                bars.update(task, completed=done, description=line, refresh=True)
+                bars.update(task, completed=done, description=escaped(line), refresh=True)
 
         try:
             yield show, 0.2

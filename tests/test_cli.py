@@ -9,6 +9,7 @@ import resource
 import shlex
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +19,10 @@ import pytest
 import torch
 from conftest import Runner, corpus_rows, small_run, write_jsonl
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import dualsft
-from dualsft.cli import _explained, _guarded, app, folder_config
+from dualsft.cli import _explained, _guarded, app, escaped, folder_config
 from dualsft.config.completion import complete_setting
 from dualsft.config.methods import registry
 from dualsft.model.delta import merge
@@ -49,6 +51,26 @@ def test_a_terminal_obeys_nothing_that_a_row_or_a_setting_contains(tmp_path: Pat
     said = done.stdout + done.stderr
     assert "\\u001b" in said
     assert not set(said) & {"\x1b", "\x07", "\x9b", "\u202e"}
+
+
+def test_every_control_and_direction_character_is_written_out() -> None:
+    kinds = ("Cc", "Zl", "Zp")
+    wanted = {chr(c) for c in range(0x110000) if unicodedata.category(chr(c)) in kinds}
+    wanted |= set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+    shown = {c for c in map(chr, range(0x110000)) if escaped(c) == c}
+    assert wanted & shown == {"\n", "\t"} and shown | wanted == set(map(chr, range(0x110000)))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--{}"], ["{}"], ["report", "--{}"], ["export", "{}"], ["export", "--{}", "x"]],
+    ids=" ".join,
+)
+def test_a_usage_error_quotes_safely(words: list[str]) -> None:
+    odd = "a\u202eb\x1b[31m\u200fc"
+    done = CliRunner().invoke(app, [word.format(odd) for word in words])
+    assert done.exit_code == 2 and not set(done.output) & {"\x1b", "\u202e", "\u200f"}
+    assert "\\u202eb" in done.output
 
 
 def cli(*words: str, code: int = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

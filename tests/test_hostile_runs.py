@@ -129,6 +129,13 @@ def words_for(command: str, run: Path) -> list[str]:
     return [name, str(run), *change, *(["resume.every=0"] if how == "saving" else [])]
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_manifest_without_facts(stage: str, scene: Scene) -> None:
+    in_manifest(lambda body: body.update(facts={}))(scene.run / stage)
+    said = scene.attempt("report", str(scene.run))
+    assert said.code == 0, said.text
+
+
 @pytest.mark.parametrize("command", ["report", *CHANGES])
 def test_an_honest_folder_is_served(command: str, scene: Scene) -> None:
     """Through a link to the run folder too: that is the user's own word, not the stranger's."""
@@ -1023,6 +1030,13 @@ def test_folders_and_cells_of_a_comparison(
     comparing.plant(kind, comparing.out / place)
     named = place if place in ("cells", "cells/default", CELL) else place.removeprefix(f"{CELL}/")
     comparing.attempt(*compare(comparing, more), names=[named])
+
+
+@pytest.mark.parametrize("place", ["cells", "cells/default", CELL, f"{CELL}/1_split"])
+def test_a_file_where_a_folder_of_a_comparison_belongs(place: str, comparing: Scene) -> None:
+    clear(comparing.out / place)
+    (comparing.out / place).write_text("a file\n")
+    comparing.attempt(*compare(comparing, "finetune.epochs=3"), names=[place.split("/")[-1]])
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "hard link"])

@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Runner
+from conftest import Runner, small_run
 from models import tiny_model, tiny_rows
 from safetensors.torch import load_file, save_file
 
+from dualsft.config import settings
 from dualsft.data.examples import Batch
 from dualsft.engine import losses
 from dualsft.engine import walk as passes
 from dualsft.engine.ghost import GhostEngine
 from dualsft.engine.walk import PassSettings, loss_objective, walk
 from dualsft.errors import ConfigError, RunError
+from dualsft.lab.check import check
 from dualsft.lab.evaluation import stage as evaluation
 from dualsft.model.load import find_candidates
 from dualsft.runs.preflight import FOLDERS
@@ -82,6 +84,29 @@ def test_weights_are_refused_at_load(
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=f"not finite in {name}"):
         make_run(f"model.path={folder}")
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("factor", [0.0, 1e-40])
+def test_weights_of_zero_are_named(
+    make_run: Runner,
+    model_folder: Callable[[str], Path],
+    corpus: Path,
+    factor: float,
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder("llama"), folder)
+    weights = load_file(folder / "model.safetensors")
+    vanished = {name: weight * factor for name, weight in weights.items()}
+    save_file(vanished, folder / "model.safetensors", metadata={"format": "pt"})
+    [problem] = check(settings.load(None, small_run(folder, corpus)), QUIET)
+    assert "is 0 in all candidates" in problem and f"weights of {folder} zero?" in problem
+    make_run(f"model.path={folder}", until="scores")
+    with pytest.raises(
+        RunError, match=r"fishersft: the features .* are all 0.*another model\.path"
+    ):
+        make_run(f"model.path={folder}", "method.data=fishersft")
 
 
 def poison_objective(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Runner
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from places import place
 from report_pages import copy, read_page
@@ -111,11 +111,18 @@ def test_thinning_keeps_means_and_extremes() -> None:
     assert few.loss.tolist() == few.trend.tolist() == few.low.tolist() == [3.0, 1.0, 2.0]
 
 
-@settings(max_examples=25, deadline=None)
+FINITE = {"allow_nan": False, "allow_infinity": False}
+FLOATS = st.floats(**FINITE) | st.sampled_from([0.0, 5e-324, 3e-323, 1e-322, 1e-300, 1e308])
+
+
+@settings(max_examples=50, deadline=None)
 @given(
-    st.lists(st.floats(-1e29, 1e29), min_size=2, max_size=30),
-    st.lists(st.floats(0, 1e29), min_size=2, max_size=3),
+    st.lists(FLOATS, min_size=2, max_size=30),
+    st.lists(FLOATS.map(abs), min_size=1, max_size=3),
 )
+@example([1.0, 2.0], [3e-323])
+@example([1e-322, 5e-324], [0.1])
+@example([5e-324, 5e-324], [5e-324, 1e300])
 def test_any_numbers_have_a_chart_of_bounded_size(losses: list[float], rates: list[float]) -> None:
     runs = {f"run {at}": {"finetune": curve_of(losses, lr)} for at, lr in enumerate(rates)}
     [training] = charts(runs)

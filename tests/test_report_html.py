@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 from places import place
 from report_pages import ARABIC, EMOJI, HOSTILE, copy, hostile_run, read_page, replaced, seal
@@ -31,6 +32,7 @@ from dualsft.lab.report.examples import (
 )
 from dualsft.lab.report.facts import COUNTED, LOSS_NOTE, concerns, flat, known_warnings, leaf
 from dualsft.lab.report.html import histogram
+from dualsft.lab.report.hub import export_hub
 from dualsft.lab.report.markdown import write_report, write_reports
 from dualsft.model.load import load_tokenizer
 from dualsft.runs.preflight import load_summaries
@@ -432,6 +434,29 @@ def test_no_text_of_a_run_is_markup_in_markdown(finished: Path, tmp_path: Path) 
         text = page.read_text()
         assert "&lt;img src=x" in text, page
         assert "<img" not in text and "](javascript" not in text, page
+
+
+def test_no_text_of_a_run_controls_a_terminal_that_shows_its_cards(
+    finished: Path, tmp_path: Path
+) -> None:
+    run, odd = copy(finished, tmp_path), "a\u202eb\x1b[31m\u200fc"
+    config = run / "config.yaml"
+    settings = yaml.safe_load(config.read_text())
+    settings["model"]["path"] = settings["data"]["path"] = odd
+    config.write_text(yaml.safe_dump(settings, allow_unicode=True))
+    methods = json.loads((run / "5_selection/summary.json").read_text())["methods"]
+    replaced(run, "selection", "summary.json", {"methods": methods | {"data": odd}})
+    results = json.loads((run / "7_evaluation/results.json").read_text())
+    files = {odd: results["files"]["validation"]}
+    replaced(run, "evaluation", "results.json", {"files": files | results["files"]})
+    write_reports([run, finished], tmp_path / "both")
+    export_hub(run, tmp_path / "hub", "model")
+    cards = [run / "report.md", run / "model_card.md", run / "6_finetune/model/README.md"]
+    for page in (*cards, tmp_path / "both/report.md", tmp_path / "hub/README.md"):
+        text = page.read_text()
+        assert "a\\u202eb" in text, page
+        assert not set(text) & {"\u202e", "\x1b", "\u200f"}, page
+    assert ModelCard((tmp_path / "hub/README.md").read_text()).data.to_dict()["tags"]
 
 
 def test_the_model_card_is_read_by_a_stranger(finished: Path) -> None:

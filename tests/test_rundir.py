@@ -31,7 +31,7 @@ from dualsft.storage.manifest import (
 )
 from dualsft.system import paths as run_paths
 from dualsft.system import usage
-from dualsft.system.paths import RunPath, folder_in_place
+from dualsft.system.paths import RunPath, wrong_kind
 from dualsft.system.usage import PeakMemory
 
 OLD = Fingerprint({"score.lam": 0.8, "score.step": "sgd"}, {"warmup": "aaa"})
@@ -626,4 +626,4 @@ def test_a_refusal_names_the_files_that_were_read(tmp_path: Path) -> None:
         (run / "1_split/summary.json").read_json()["counts"]
     with pytest.raises(IsADirectoryError) as found:
         (run / "1_split").read_bytes()
-    assert folder_in_place(found.value).startswith(f"{run / '1_split'}: is a folder")
+    assert wrong_kind(found.value).startswith(f"{run / '1_split'}: is a folder")

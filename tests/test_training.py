@@ -232,10 +232,13 @@ def test_progress_on_a_terminal_is_a_bar_each() -> None:
     reporter = Reporter(lines.append, terminal)
     with reporter.track("outer", 2, "parts") as outer, reporter.track("inner", 3, "steps") as inner:
         inner.advance(1)
+        with reporter.track("a\u202eb\x9bc", 2, "steps") as odd:
+            odd.advance(1)
         outer.advance(1)
         inner.advance(2)
     shown = terminal.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert "inner: 1/3 steps (33 %)" in shown and "outer: 1/2 parts (50 %)" in shown
+    assert "a\\u202eb\\u009bc: 1/2 steps" in shown and not set(shown) & {"\u202e", "\x9b"}
     assert [line.partition(" (")[0] for line in lines] == ["inner: 3/3 steps"]
 
 

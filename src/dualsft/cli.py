@@ -22,7 +22,8 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -31,6 +32,7 @@ import typer
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
+from typer.core import TyperGroup
 
 from dualsft import __version__
 from dualsft.config import settings
@@ -48,10 +50,33 @@ from dualsft.runs.preflight import (
     shown_files,
 )
 from dualsft.system import signals as interrupt
-from dualsft.system.paths import RunPath, files_read, folder_in_place
-from dualsft.system.progress import Reporter, silent
+from dualsft.system.paths import RunPath, files_read, wrong_kind
+from dualsft.system.progress import Reporter, escaped, silent
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+class _Commands(TyperGroup):
+    """The commands; what their usage errors quote is written out like all other messages."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _quoted():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _quoted():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _quoted() -> Iterator[None]:
+    try:
+        yield
+    except Exception as problem:
+        if hasattr(problem, "format_message"):  # click's own, which newer Typers contain
+            problem.message = escaped(str(problem.message))  # pyright: ignore
+        raise
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 export_app = typer.Typer(
     no_args_is_help=True,
     help="Deltas: merge, compact, as an adapter, extract. Rows as data. A model for the hub.",
@@ -60,18 +85,6 @@ app.add_typer(export_app, name="export")
 
 console = Console(highlight=False, soft_wrap=True)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
-
-
-_CONTROLS = {*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)}
-_ESCAPES = {code: f"\\u{code:04x}" for code in _CONTROLS - {ord("\n"), ord("\t")}}
-
-
-def escaped(text: str) -> str:
-    """Text with control and direction characters written out.
-
-    Rows, names and settings are quoted in messages, and a terminal must not obey them.
-    """
-    return text.translate(_ESCAPES)
 
 
 def show(*lines: object, to: Console = console) -> None:
@@ -783,7 +796,7 @@ def _explained(problem: Exception) -> tuple[list[str], int]:
         shown = [line if len(line) <= 2000 else f"{line[:2000]}…" for line in lines]
         return shown + _suspects(problem), problem.exit_code
     if isinstance(problem, IsADirectoryError):
-        return [folder_in_place(problem)], 1
+        return [wrong_kind(problem)], 1
     if isinstance(problem, FileNotFoundError) and str(problem.filename) in map(str, files_read()):
         return [
             f"{problem.filename}: is missing; remove the stage folder that it belongs to and run "

@@ -276,7 +276,8 @@ def dot_alone(
 def rounding_ratio(errors: np.ndarray, scales: np.ndarray) -> float:
     """Assumed rounding error of a score in units of its scale: four times the RMS over the
     probes."""
-    return SLACK_FACTOR * float(np.sqrt(((errors / scales) ** 2).mean()))
+    ratios = np.divide(errors, scales, out=np.zeros_like(errors), where=errors != 0)
+    return SLACK_FACTOR * float(np.sqrt((ratios**2).mean()))
 
 
 def rounding_scales(inner_sums: np.ndarray | None, count: int) -> np.ndarray:

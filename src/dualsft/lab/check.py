@@ -155,6 +155,11 @@ def _alone_against_batch(
     result = walk(engine, batch, objective, together, silent(), "check", direction=direction)
     shortest = batch[0]
     exact, norm = dot_alone(engine, shortest, direction, settings)
+    if norm == 0.0:
+        return [
+            f"the gradient of row {shortest.index + 1} is 0 in all candidates, so its score says "
+            f"nothing: are the weights of {ctx.config.model.path} zero? Give another model.path"
+        ]
     error, tolerance = abs(exact - result.dots[0]) / (direction.norm() * norm), TOLERANCE[ctx.dtype]
     ctx.reporter.say(
         f"gradient of one example (autograd) vs in a padded batch (ghost): error {error:.1e} "

@@ -251,7 +251,7 @@ def load_summaries(run: RunPath) -> dict[str, Any]:
         "config_text": text,
         "config": config,
         "manifests": current,
-        "warnings": {stage: m["facts"]["warnings"] for stage, m in current.items()},
+        "warnings": {s: m["facts"].get("warnings", []) for s, m in current.items()},
         "warning_codes": {s: m["facts"].get("warning_codes", []) for s, m in current.items()},
         "outdated": old,
     }

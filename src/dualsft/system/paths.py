@@ -90,9 +90,11 @@ def files_read(since: int = 0) -> list[RunPath]:
     return [path for path, number in _noted.items() if number > since]
 
 
-def folder_in_place(problem: IsADirectoryError) -> str:
-    """The message for a folder in the place of a file that is read or written."""
+def wrong_kind(problem: IsADirectoryError | NotADirectoryError) -> str:
+    """The message for a folder in the place of a file, or for a file in the place of a folder."""
     name = problem.filename2 or problem.filename
+    if isinstance(problem, NotADirectoryError):
+        return f"{name}: is, or lies in, a file where a folder belongs; move it away, and run again"
     return f"{name}: is a folder where a file belongs; remove it and run the same command again"
 
 

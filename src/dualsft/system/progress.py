@@ -29,6 +29,20 @@ Show = Callable[[str, int], None]
 """Shows a line about a task, of which so many units are done."""
 
 
+_BIDI = {0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+_CONTROLS = {*range(32), *range(127, 160), 0x2028, 0x2029, *_BIDI} - {ord("\n"), ord("\t")}
+_ESCAPES = {code: f"\\u{code:04x}" for code in _CONTROLS}
+
+
+def escaped(text: str) -> str:
+    """Text with control and direction characters written out, but for newlines and tabs.
+
+    Messages and cards quote rows, names and settings, which neither a terminal nor a page must
+    obey.
+    """
+    return text.translate(_ESCAPES)
+
+
 def clock(seconds: float) -> str:
     """Format a duration as 1:05 or 2:03:40."""
     whole = int(seconds + 0.5)
@@ -167,13 +181,13 @@ class Reporter:
             yield lambda line, done: self._write(line), self.interval
             return
         bars.start()
-        task = bars.add_task(label, total=total)
+        task = bars.add_task(escaped(label), total=total)
 
         def show(line: str, done: int) -> None:
             if done >= total:
                 self._write(line)  # stays above the bars
             else:
-                bars.update(task, completed=done, description=line, refresh=True)
+                bars.update(task, completed=done, description=escaped(line), refresh=True)
 
         try:
             yield show, 0.2

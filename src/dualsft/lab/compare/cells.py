@@ -47,7 +47,7 @@ from dualsft.runs import pipeline
 from dualsft.runs.folder import RunDir, atomic_write_text
 from dualsft.runs.preflight import check_consent, check_paths, shown_files
 from dualsft.system import signals as interrupt
-from dualsft.system.paths import Place, RunPath, files_read, folder_in_place, run_path
+from dualsft.system.paths import Place, RunPath, files_read, run_path, wrong_kind
 from dualsft.system.progress import Reporter, clock
 
 ANSWERS = "base_answers"
@@ -208,8 +208,8 @@ def _run_cell(
             pipeline.run(config, folder, until, reporter, cached, answers)
     except DualsftError as problem:
         return str(problem)
-    except IsADirectoryError as problem:
-        return folder_in_place(problem)
+    except (IsADirectoryError, NotADirectoryError) as problem:
+        return wrong_kind(problem)
     except Exception as problem:
         where = traceback.extract_tb(problem.__traceback__)[-1]
         read = [path for path in files_read() if path.parts[: len(folder.parts)] == folder.parts]

@@ -45,7 +45,7 @@ from transformers import PreTrainedModel
 from dualsft.data.examples import Batch, Example
 from dualsft.engine.losses import Positions, last_hidden
 from dualsft.engine.sketch import Sketch
-from dualsft.errors import ConfigError
+from dualsft.errors import ConfigError, RunError
 from dualsft.lab.methods.less import Sketcher
 from dualsft.lab.methods.per_example import per_example
 from dualsft.model.load import is_linear, output_head
@@ -261,6 +261,12 @@ class FisherSFT(DataMethod):
 
     def choose(self, job: Job, pool: list[Example], b: int) -> DataChoice | None:
         factors, energy = self._factors(job, pool)
+        if not float(energy.max()) >= torch.finfo(torch.float32).tiny:
+            raise RunError(
+                "method.data=fishersft: the features of the pool (the inputs of the output head) "
+                f"are all 0: are the weights of {job.ctx.config.model.path} zero? Give another "
+                "model.path or method.data, and run again"
+            )
         rows = on_gpu_if_it_fits(factors, job.ctx.device)
         kept = float(torch.linalg.vector_norm(rows, dtype=reduction_dtype(rows.device)) ** 2)
         level = self.options.prior * float(energy.mean()) / rows.shape[-1]

@@ -31,6 +31,8 @@ MAX_LINES = TIMES * 1_000_000
 MAX_LINE = 4096
 """Limits of metrics.jsonl; what is beyond them is not drawn."""
 MAX_VALUE, MAX_STEP = 1e30, 10**9
+TINY = 1e-250
+"""Values nearer to 0 are drawn as 0: the steps between their ticks would not be floats."""
 POINTS, STRIPS, TABLE_ROWS = 200, 80, 12
 COLOURS = 7
 """Series that differ in colour; the next ones are dashed."""
@@ -131,7 +133,9 @@ class Thinned:
 
 
 def thinned(curve: Curve) -> Thinned:
-    steps, loss, lr = (np.array(v) for v in (curve.steps, curve.loss, curve.lr))
+    steps = np.array(curve.steps)
+    values = np.clip([curve.loss, curve.lr], -MAX_VALUE, MAX_VALUE)
+    loss, lr = np.where(np.abs(values) < TINY, 0.0, values)
     count = len(steps)
     edges = np.linspace(0, count, min(count, POINTS) + 1).astype(int)
     first, last = edges[:-1], edges[1:] - 1
@@ -268,7 +272,7 @@ def ticks_of(low: float, high: float, count: int = 5) -> list[float]:
     """About `count` round numbers between two numbers."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
+    step = next((m * power for m in (1, 2, 5) if m * power >= rough), 10 * power)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [round(k * step, 12 - math.floor(math.log10(step))) for k in range(first, last + 1)]
 

@@ -52,6 +52,7 @@ from dualsft.runs.context import model_in
 from dualsft.runs.preflight import FOLDERS, shown_files
 from dualsft.storage.manifest import atomic_write_text, damage
 from dualsft.system.paths import RunPath, files_read, num_reads, without_home
+from dualsft.system.progress import escaped
 
 EXAMPLE_FILES = {"split": ("split.parquet", "tokens.parquet"), "scores": ("examples.parquet",)}
 SELECTION_FILES = ("rescored.parquet", "baseline_scores.parquet")
@@ -97,18 +98,19 @@ def _environment() -> Environment:
 
 
 def _no_markup(value: Any) -> Any:
-    """A value in a Markdown page, where tags and links of a run's texts must not work.
+    """A value in a Markdown page, where tags, links and control characters of a run's texts must
+    not work.
 
     Underlining does no harm, and marks the second best of a comparison.
     """
     if not isinstance(value, str):
         return value
-    return re.sub("<(?!/?u>)", "&lt;", value).replace("](", "]\\(")
+    return escaped(re.sub("<(?!/?u>)", "&lt;", value).replace("](", "]\\("))
 
 
 def render(template: str, **values: Any) -> str:
     """Fill a template of `pages/`. HTML templates escape all values that are not `Markup`, and
-    Markdown templates all tags and links."""
+    Markdown templates all tags, links and control characters."""
     env = _environment()
     env = env.overlay(finalize=_no_markup) if template.endswith(".md") else env
     try:

@@ -28,6 +28,7 @@ import dualsft
 from dualsft.config import settings
 from dualsft.config.settings import DataConfig
 from dualsft.data import examples, sources, templates
+from dualsft.data.chat import ChatTemplate
 from dualsft.data.examples import tokenize
 from dualsft.data.readers import Limits
 from dualsft.data.rows import read_rows
@@ -173,6 +174,31 @@ def test_a_tokenizer_that_takes_long_to_load(
     monkeypatch.setattr(model_load, "MAX_LOAD_SECONDS", 1)
     with pytest.raises(ConfigError, match=r"loading it takes more than 1 seconds.*DUALSFT_LIMITS"):
         load_tokenizer(lab.model)
+
+
+def grown(action: Callable[[], object]) -> int:
+    """Bytes by which the peak of resident memory rises (Linux)."""
+
+    def memory(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5")
+    base = memory("VmRSS")
+    action()
+    return memory("VmHWM") - base
+
+
+@pytest.mark.parametrize("text", ["strftime_now('%Y' * 10**8)", "'{:1000000000d}'.format(1)"])
+def test_a_template_that_needs_much_memory(text: str, lab: Lab) -> None:  # noqa: F811
+    tokenizer = load_tokenizer(lab.model)
+    template = ChatTemplate(tokenizer, "{{ " + text + " }}{{ messages[-1].content }}")
+
+    def render() -> None:
+        with pytest.raises(ValueError, match="the chat template fails on this row"):
+            template.prompt([{"role": "user", "content": "ask"}])
+
+    assert grown(render) <= 512 << 20
 
 
 # --- configurations ------------------------------------------------------------------------------

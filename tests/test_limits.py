@@ -35,7 +35,7 @@ from dualsft.data.rows import read_rows
 from dualsft.errors import ConfigError, DataError
 from dualsft.model import load as model_load
 from dualsft.model.load import load_model, load_tokenizer
-from dualsft.runs.preflight import check_paths
+from dualsft.runs.preflight import check_paths, path_problems
 
 GOOD = '{"prompt": "ask", "response": "tell"}\n'
 
@@ -276,6 +276,24 @@ def test_a_search_over_the_whole_disk(
     monkeypatch.setattr(sources, "MAX_FOLDERS", 5)
     with pytest.raises(ConfigError, match=r"searches more than 5 folders \(MAX_FOLDERS\)"):
         find(path)
+
+
+def test_a_list_of_many_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ",".join(f"{tmp_path}/c{i}.jsonl" for i in range(20_000))
+    values = {"data.path": names, "data.val_path": "none.jsonl"}
+    long, missing = path_problems(values)
+    assert long.startswith("data.path: a list of 20,000 names, over 1,000 (MAX_NAMES)")
+    assert "DUALSFT_LIMITS" in long and "none.jsonl" in missing
+    asked: list[str] = []
+    monkeypatch.setattr(sources, "_exists", lambda path: asked.append(path))
+    assert len(sources.split_paths(",".join(names.split(",")[:1000]))) == 1000
+    assert len(asked) < 3000
+
+
+def test_many_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    files = [sources.SourceFile(Path(f"/d{i}/e{i % 2}/c.jsonl")) for i in range(20_000)]
+    named = sources._named(files)
+    assert named[1].source == "d1/e1/c" and len({file.source for file in named}) == 20_000
 
 
 def find(path: str, **words: Any) -> list[Path]:

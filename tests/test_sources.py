@@ -81,6 +81,9 @@ def test_a_path_with_a_comma_is_itself(tmp_path: Path) -> None:
     odd.write_bytes(JSONL)
     assert split_paths(f"{odd},x.jsonl") == [str(odd), "x.jsonl"]
     assert split_paths("a.jsonl, b.jsonl,") == ["a.jsonl", "b.jsonl"]
+    deep = tmp_path / "x,y/z,w"
+    deep.mkdir(parents=True)
+    assert split_paths(f"{odd},{deep},{tmp_path}/x,y") == [str(odd), str(deep), f"{tmp_path}/x,y"]
     assert len(read_rows(odd, DataConfig(path=str(odd)))[0]) == 5
 
 

@@ -243,6 +243,36 @@ def test_a_text_that_would_take_minutes_to_tokenize(
     assert "over 5,000 (MAX_TEXT)" in report.bad[0]
 
 
+def test_a_template_that_writes_much_for_each_row(lab: Lab) -> None:  # noqa: F811
+    template = lab.root / "c.jinja"
+    template.write_text("{{ 'ab ' * 300000 }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    rows = [{"prompt": "ask", "response": "tell"}] * 20
+    words: dict[str, Any] = {"template": "chat", "template_file": str(template)}
+    with pytest.raises(ConfigError, match=r"it writes 2,7[\d,]+ characters.*\(MAX_WRITTEN\)"):
+        examples.encode(rows, load_tokenizer(lab.model), **words)
+
+
+def test_long_texts_are_tokenized_a_few_at_a_time(
+    lab: Lab,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same examples and reports; no call is given all the texts."""
+    rows = [{"prompt": f"ask {i} " * 30, "response": "tell"} for i in range(40)]
+    tokenizer = load_tokenizer(lab.model)
+    given: list[int] = []
+    inner = templates.Template.encode
+
+    def encode(self: Any, rows: Any) -> Any:
+        given.append(sum(len(text) for pieces in rows for text, _ in pieces))
+        return inner(self, rows)
+
+    monkeypatch.setattr(templates.Template, "encode", encode)
+    whole = examples.encode(rows, tokenizer, template="plain", add_bos="never")
+    monkeypatch.setattr(examples, "_CHUNK_TEXT", 1000)
+    assert examples.encode(rows, tokenizer, template="plain", add_bos="never") == whole
+    assert len(whole) == 40 and max(given[1:]) < 1400 < given[0] == sum(given[1:])
+
+
 def test_a_file_of_bad_rows_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text(GOOD + "{\n" * 500)

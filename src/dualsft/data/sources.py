@@ -424,21 +424,26 @@ class _Finder:
 def _download(hub: HubDataset, target: Path, key: str) -> None:
     """Load a hub dataset and write it atomically as JSON Lines."""
     import datasets  # pyright: ignore[reportMissingImports]
+    from huggingface_hub import constants
 
     from dualsft.data.tables import to_json
 
     logger.info("loading %s (%s) from the Hugging Face hub, once", hub.name, hub.split)
+    offline, unreached = constants.HF_HUB_OFFLINE, _unreached(hub)
+    constants.HF_HUB_OFFLINE = offline or bool(unreached)  # else it is tried again for long
     try:
         rows = datasets.load_dataset(
             hub.name, name=hub.subset, data_dir=hub.data_dir, split=hub.split, revision=hub.revision
         )
     except Exception as problem:  # network, hub or parser errors of any type
-        reason = " ".join(str(problem).split())[:300]
+        reason = " ".join(f"{problem}{unreached}".split())[:500]
         raise ConfigError(
             f"{key}: {hub.name!r} (subset {hub.subset}, split {hub.split}) is not a local file or "
             f"folder and cannot be loaded from the Hugging Face hub ({type(problem).__name__}: "
             f"{reason}); check the name, data.subset and data.split, or give a path"
         ) from problem
+    finally:
+        constants.HF_HUB_OFFLINE = offline
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
@@ -452,6 +457,21 @@ def _download(hub: HubDataset, target: Path, key: str) -> None:
         raise DataError(f"{hub.name}: {problem}; give a text dataset") from problem
     finally:
         part.unlink(missing_ok=True)
+
+
+def _unreached(hub: HubDataset) -> str:
+    """What to add to an error where the hub cannot be reached; empty if it can."""
+    from huggingface_hub import HfApi, constants, errors
+
+    try:
+        HfApi().dataset_info(hub.name, revision=hub.revision, timeout=10)
+    except errors.HfHubHTTPError:
+        return ""  # loading it says what is wrong
+    except Exception as problem:  # of the HTTP library, which depends on the hub's version
+        if not constants.HF_HUB_OFFLINE:
+            return f"; the hub at {constants.ENDPOINT} cannot be reached: {problem}"
+        return "; HF_HUB_OFFLINE is set"
+    return ""
 
 
 # --- entries of LLaMA-Factory's dataset_info.json ------------------------------------------------

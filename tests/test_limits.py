@@ -90,6 +90,9 @@ TOKENIZERS: dict[str, tuple[str, Any, str]] = {
     "long token": ("added token", [special("x" * 17_000)], "MAX_STRING"),
     "long pattern": ("pre_tokenizer", split("a|" * 9_000), "MAX_STRING"),
     "decoder that matches": ("decoder", replaced({"Regex": "(a|aa)+$"}, ""), "its decoder has a"),
+    "empty expression": ("normalizer", replaced({"Regex": ""}, ""), "has an empty pattern"),
+    "empty text": ("normalizer", replaced({"String": ""}, "x"), "has an empty pattern"),
+    "empty split": ("pre_tokenizer", split(""), "has an empty pattern"),
     "long template": ("post_processor", TEMPLATE, "values, over 4,000 (MAX_PARTS)"),
 }
 
@@ -199,6 +202,25 @@ def test_a_template_that_needs_much_memory(text: str, lab: Lab) -> None:  # noqa
             template.prompt([{"role": "user", "content": "ask"}])
 
     assert grown(render) <= 512 << 20
+
+
+def test_a_panic_while_it_is_loaded_is_not_on_the_terminal(lab: Lab) -> None:  # noqa: F811
+    content = json.loads((lab.model / "tokenizer.json").read_text())
+    content["normalizer"] = replaced({"Regex": "(a*)*b|(.*)*!c$"}, "")
+    content["added_tokens"] += [
+        special("a" * 50 + "!", len(content["model"]["vocab"]), normalized=True)
+    ]
+    (lab.model / "tokenizer.json").write_text(json.dumps(content))
+    terminal = os.dup(2)
+    with (lab.root / "stderr").open("wb") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            with pytest.raises(ConfigError, match=r"loading it takes .* or crashes"):
+                load_tokenizer(lab.model)
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
+    assert b"panicked" not in (lab.root / "stderr").read_bytes()
 
 
 # --- configurations ------------------------------------------------------------------------------

@@ -200,6 +200,12 @@ def write_hostile(name: str, path: Path) -> None:
         case "objects.jsonl" | "objects.json":
             row = GOOD[:-1] + b', "x": [' + b"{}," * 10_000_000 + b"{}]}"
             path.write_bytes(b"[" + GOOD + b"," + row + b"]" if path.suffix == ".json" else row)
+        case "texts.jsonl.gz":  # 20 kilobytes
+            row = json.dumps({"prompt": "ab " * 330_000, "response": "tell"}).encode()
+            path.write_bytes(gzip.compress(row + b"\n") * 20)
+        case "texts.parquet":
+            many = ["ab " * 330_000] * 20
+            path.write_bytes(m.parquet(columns(prompt=many, response=["tell"] * 20)))
         case "rows.jsonl.gz":  # 30 kilobytes, ten million rows
             path.write_bytes(gzip.compress((GOOD + b"\n") * 100_000) * 100)
         case "rows.arrow":
@@ -252,6 +258,8 @@ REFUSED_SIZES = {
     "objects.json": "(MAX_PARSED_BYTES)",
     "rows.parquet": "max_ratio is 100",
     "padded.jsonl.gz": "a sparse file",
+    "texts.jsonl.gz": "free_text",
+    "texts.parquet": "free_text",
 }
 """Each is refused, or the one row that is too large is named."""
 SLOW_SIZES = {

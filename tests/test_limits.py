@@ -28,13 +28,14 @@ import dualsft
 from dualsft.config import settings
 from dualsft.config.settings import DataConfig
 from dualsft.data import examples, sources, templates
+from dualsft.data.chat import ChatTemplate
 from dualsft.data.examples import tokenize
 from dualsft.data.readers import Limits
 from dualsft.data.rows import read_rows
 from dualsft.errors import ConfigError, DataError
 from dualsft.model import load as model_load
 from dualsft.model.load import load_model, load_tokenizer
-from dualsft.runs.preflight import check_paths
+from dualsft.runs.preflight import check_paths, path_problems
 
 GOOD = '{"prompt": "ask", "response": "tell"}\n'
 
@@ -89,6 +90,9 @@ TOKENIZERS: dict[str, tuple[str, Any, str]] = {
     "long token": ("added token", [special("x" * 17_000)], "MAX_STRING"),
     "long pattern": ("pre_tokenizer", split("a|" * 9_000), "MAX_STRING"),
     "decoder that matches": ("decoder", replaced({"Regex": "(a|aa)+$"}, ""), "its decoder has a"),
+    "empty expression": ("normalizer", replaced({"Regex": ""}, ""), "has an empty pattern"),
+    "empty text": ("normalizer", replaced({"String": ""}, "x"), "has an empty pattern"),
+    "empty split": ("pre_tokenizer", split(""), "has an empty pattern"),
     "long template": ("post_processor", TEMPLATE, "values, over 4,000 (MAX_PARTS)"),
 }
 
@@ -175,6 +179,50 @@ def test_a_tokenizer_that_takes_long_to_load(
         load_tokenizer(lab.model)
 
 
+def grown(action: Callable[[], object]) -> int:
+    """Bytes by which the peak of resident memory rises (Linux)."""
+
+    def memory(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5")
+    base = memory("VmRSS")
+    action()
+    return memory("VmHWM") - base
+
+
+@pytest.mark.parametrize("text", ["strftime_now('%Y' * 10**8)", "'{:1000000000d}'.format(1)"])
+def test_a_template_that_needs_much_memory(text: str, lab: Lab) -> None:  # noqa: F811
+    tokenizer = load_tokenizer(lab.model)
+    template = ChatTemplate(tokenizer, "{{ " + text + " }}{{ messages[-1].content }}")
+
+    def render() -> None:
+        with pytest.raises(ValueError, match="the chat template fails on this row"):
+            template.prompt([{"role": "user", "content": "ask"}])
+
+    assert grown(render) <= 512 << 20
+
+
+def test_a_panic_while_it_is_loaded_is_not_on_the_terminal(lab: Lab) -> None:  # noqa: F811
+    content = json.loads((lab.model / "tokenizer.json").read_text())
+    content["normalizer"] = replaced({"Regex": "(a*)*b|(.*)*!c$"}, "")
+    content["added_tokens"] += [
+        special("a" * 50 + "!", len(content["model"]["vocab"]), normalized=True)
+    ]
+    (lab.model / "tokenizer.json").write_text(json.dumps(content))
+    terminal = os.dup(2)
+    with (lab.root / "stderr").open("wb") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            with pytest.raises(ConfigError, match=r"loading it takes .* or crashes"):
+                load_tokenizer(lab.model)
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
+    assert b"panicked" not in (lab.root / "stderr").read_bytes()
+
+
 # --- configurations ------------------------------------------------------------------------------
 
 
@@ -217,6 +265,36 @@ def test_a_text_that_would_take_minutes_to_tokenize(
     assert "over 5,000 (MAX_TEXT)" in report.bad[0]
 
 
+def test_a_template_that_writes_much_for_each_row(lab: Lab) -> None:  # noqa: F811
+    template = lab.root / "c.jinja"
+    template.write_text("{{ 'ab ' * 300000 }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    rows = [{"prompt": "ask", "response": "tell"}] * 20
+    words: dict[str, Any] = {"template": "chat", "template_file": str(template)}
+    with pytest.raises(ConfigError, match=r"it writes 2,7[\d,]+ characters.*\(MAX_WRITTEN\)"):
+        examples.encode(rows, load_tokenizer(lab.model), **words)
+
+
+def test_long_texts_are_tokenized_a_few_at_a_time(
+    lab: Lab,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same examples and reports; no call is given all the texts."""
+    rows = [{"prompt": f"ask {i} " * 30, "response": "tell"} for i in range(40)]
+    tokenizer = load_tokenizer(lab.model)
+    given: list[int] = []
+    inner = templates.Template.encode
+
+    def encode(self: Any, rows: Any) -> Any:
+        given.append(sum(len(text) for pieces in rows for text, _ in pieces))
+        return inner(self, rows)
+
+    monkeypatch.setattr(templates.Template, "encode", encode)
+    whole = examples.encode(rows, tokenizer, template="plain", add_bos="never")
+    monkeypatch.setattr(examples, "_CHUNK_TEXT", 1000)
+    assert examples.encode(rows, tokenizer, template="plain", add_bos="never") == whole
+    assert len(whole) == 40 and max(given[1:]) < 1400 < given[0] == sum(given[1:])
+
+
 def test_a_file_of_bad_rows_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text(GOOD + "{\n" * 500)
@@ -250,6 +328,24 @@ def test_a_search_over_the_whole_disk(
     monkeypatch.setattr(sources, "MAX_FOLDERS", 5)
     with pytest.raises(ConfigError, match=r"searches more than 5 folders \(MAX_FOLDERS\)"):
         find(path)
+
+
+def test_a_list_of_many_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ",".join(f"{tmp_path}/c{i}.jsonl" for i in range(20_000))
+    values = {"data.path": names, "data.val_path": "none.jsonl"}
+    long, missing = path_problems(values)
+    assert long.startswith("data.path: a list of 20,000 names, over 1,000 (MAX_NAMES)")
+    assert "DUALSFT_LIMITS" in long and "none.jsonl" in missing
+    asked: list[str] = []
+    monkeypatch.setattr(sources, "_exists", lambda path: asked.append(path))
+    assert len(sources.split_paths(",".join(names.split(",")[:1000]))) == 1000
+    assert len(asked) < 3000
+
+
+def test_many_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    files = [sources.SourceFile(Path(f"/d{i}/e{i % 2}/c.jsonl")) for i in range(20_000)]
+    named = sources._named(files)
+    assert named[1].source == "d1/e1/c" and len({file.source for file in named}) == 20_000
 
 
 def find(path: str, **words: Any) -> list[Path]:

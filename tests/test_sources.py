@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,9 @@ import malformed as m
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 
+import dualsft
 from dualsft.config import settings
 from dualsft.config.settings import DataConfig
 from dualsft.data.readers import Limits
@@ -81,6 +85,9 @@ def test_a_path_with_a_comma_is_itself(tmp_path: Path) -> None:
     odd.write_bytes(JSONL)
     assert split_paths(f"{odd},x.jsonl") == [str(odd), "x.jsonl"]
     assert split_paths("a.jsonl, b.jsonl,") == ["a.jsonl", "b.jsonl"]
+    deep = tmp_path / "x,y/z,w"
+    deep.mkdir(parents=True)
+    assert split_paths(f"{odd},{deep},{tmp_path}/x,y") == [str(odd), str(deep), f"{tmp_path}/x,y"]
     assert len(read_rows(odd, DataConfig(path=str(odd)))[0]) == 5
 
 
@@ -229,6 +236,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[An
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.delitem(sys.modules, "datasets")
     monkeypatch.setenv("DUALSFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     return lambda: sys.modules["datasets"].calls
 
 
@@ -253,6 +261,22 @@ def test_a_hub_entry_of_dataset_info(tmp_path: Path, hub: Callable[[], list[Any]
     info(folder, mine={"hf_hub_url": "org/name", "subset": "s", "columns": columns})
     rows, _ = read_rows(folder, DataConfig(path=str(folder), dataset="mine", outside=True))
     assert len(rows) == 2 and hub()[0][1]["name"] == "s"
+
+
+@pytest.mark.parametrize("offline", ["", "1"])
+def test_a_hub_that_cannot_be_reached_is_asked_once(offline: str, tmp_path: Path) -> None:
+    """`datasets` itself asks six times, waits between, and says so on the terminal."""
+    code = "from dualsft.data.sources import find_files; find_files('org/name')"
+    here = {"PYTHONPATH": str(Path(dualsft.__file__).parents[1]), "HF_HOME": str(tmp_path)}
+    here |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": offline}
+    here["NO_PROXY"] = "127.0.0.1"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | here, capture_output=True, text=True
+    )
+    said = done.stderr.splitlines()[-1]
+    why = "HF_HUB_OFFLINE is set" if offline else "the hub at http://127.0.0.1:9 cannot be reached"
+    assert done.returncode == 1 and "data.path: 'org/name'" in said and why in said, done.stderr
+    assert "Retry" not in done.stderr
 
 
 def test_a_hub_dataset_that_is_not_there(hub: Callable[[], list[Any]]) -> None:

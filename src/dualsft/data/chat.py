@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_SECONDS = 10.0 * TIMES
 MAX_OUTPUT = 64 << 20
-MAX_MEMORY = TIMES * (2 << 30)
+MAX_MEMORY = TIMES * (512 << 20)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Span = tuple[int, int]

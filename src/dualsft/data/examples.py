@@ -44,7 +44,13 @@ MAX_TEXT = TIMES * (1 << 20)
 """Most characters of a row that are tokenized, which takes seconds per million; more only if
 `TEXT_PER_TOKEN` of them for each token of data.max_length are."""
 TEXT_PER_TOKEN = 64
+MAX_WRITTEN = TIMES * (2 << 20)
+WRITTEN_PER_ROW = TIMES * (16 << 10)
+WRITTEN_PER_BYTE = TIMES * 8
+"""Most characters that a template may write for a thousand rows: some anyway, and for each row and
+each of its bytes. Default system prompts of up to 10,000 characters exist."""
 _CHUNK_ROWS = 1_000
+_CHUNK_TEXT = 1 << 20  # characters that are tokenized together, which need some hundred bytes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +212,10 @@ def _encode(
 ) -> list[Example]:
     """Encode rows to examples of at most `limit` tokens; `cure` is for a longer response."""
     rendered: list[tuple[Row, list[Piece]]] = []
+    examples: list[Example] = []
     most = max(MAX_TEXT, TEXT_PER_TOKEN * limit)
+    waiting = written = own = 0
+    allowed = MAX_WRITTEN
     for row in rows:
         try:
             pieces = [] if _is_given(row) else template.render(row)
@@ -214,11 +223,33 @@ def _encode(
             what = f"{problem}; repair the row, or use another data.template"
             report.add(row.index, _place(row, report), what)
             continue
-        if (length := sum(len(text) for text, _ in pieces)) <= most:
-            rendered.append((row, pieces))
-        else:
+        length = sum(len(text) for text, _ in pieces)
+        written, own = written + length, own + len(row.raw)
+        allowed += WRITTEN_PER_ROW + WRITTEN_PER_BYTE * len(row.raw)
+        if written > allowed:
+            raise ConfigError(
+                f"data.template={template.name}: it writes {written:,} characters for rows of "
+                f"{own:,} bytes (MAX_WRITTEN); use another template, or {RAISE}"
+            )
+        if length > most:
             what = f"its text has {length:,} characters, over {most:,} (MAX_TEXT)"
             report.add(row.index, _place(row, report), f"{what}; shorten it, or {RAISE}")
+            continue
+        rendered.append((row, pieces))
+        waiting += length
+        if waiting > _CHUNK_TEXT:
+            examples += _encode_rendered(rendered, template, limit, cure, report)
+            rendered, waiting = [], 0
+    return examples + _encode_rendered(rendered, template, limit, cure, report)
+
+
+def _encode_rendered(
+    rendered: Sequence[tuple[Row, list[Piece]]],
+    template: Template,
+    limit: int,
+    cure: str,
+    report: DataReport,
+) -> list[Example]:
     examples: list[Example] = []
     usual = iter(template.encode([pieces for _, pieces in rendered if pieces]))
     for row, pieces in rendered:

@@ -45,6 +45,8 @@ class Limits:
     """Times by which the rows of a compressed file may exceed it, once over `free_bytes`. A row
     counts as its bytes and `ROW_BYTES`."""
     free_bytes: int = FREE_BYTES
+    free_text: int = TIMES * (4 << 20)
+    """The same without `ROW_BYTES`: it takes seconds to tokenize."""
     max_columns: int = TIMES * 10_000
     """Fields per row."""
     max_blank_lines: int = TIMES * 1_000_000
@@ -54,10 +56,13 @@ class Limits:
     max_groups: int = TIMES * 10_000
     """Row groups of a Parquet file."""
 
-    def most_bytes(self, packed: int) -> int:
-        """Bytes that a compressed file of this size may expand to."""
-        by_ratio = max(self.free_bytes, self.max_ratio * packed)
-        return min(self.max_expanded_bytes, by_ratio)
+    def most_bytes(self, packed: int) -> tuple[int, int]:
+        """Bytes that a compressed file of this size may expand to: with `ROW_BYTES`, without."""
+        with_rows, text = (
+            min(self.max_expanded_bytes, max(free, self.max_ratio * packed))
+            for free in (self.free_bytes, self.free_text)
+        )
+        return with_rows, text
 
 
 @dataclass(slots=True)
@@ -84,7 +89,7 @@ class Stream:
         self._bytes: Any = gzip.GzipFile(fileobj=self._file) if self._zipped else self._file
         self._limits = limits
         self._most = limits.most_bytes(0)
-        self._given = 0
+        self._given = self._text = 0
 
     def __enter__(self) -> Stream:
         return self
@@ -97,20 +102,22 @@ class Stream:
 
     def readline(self, size: int) -> bytes:
         piece = self._bytes.readline(size)
-        self.count(len(piece) + ROW_BYTES)
+        self.count(len(piece), rows=1)
         return piece
 
     def share(self) -> float:
         """Fraction of the file that has been read."""
         return self._file.tell() / max(1, self._size)
 
-    def count(self, num_bytes: int) -> None:
-        """Count bytes against the limit of a compressed file, which grows with what is read."""
-        self._given += num_bytes
-        if self._zipped and self._given > self._most:
+    def count(self, num_bytes: int, rows: int = 0) -> None:
+        """Count bytes against the limits of a compressed file, which grow with what is read."""
+        self._given += num_bytes + ROW_BYTES * rows
+        self._text += num_bytes
+        if self._zipped and (self._given > self._most[0] or self._text > self._most[1]):
             self._most = self._limits.most_bytes(self._file.tell())
-            if self._given > self._most:
-                raise _TooLarge(f"{self._most:,}")
+            for given, most in zip((self._given, self._text), self._most, strict=True):
+                if given > most:
+                    raise _TooLarge(f"{most:,}")
 
     def _counted(self, piece: bytes) -> bytes:
         self.count(len(piece))
@@ -159,7 +166,8 @@ class Reader(ABC):
         except _TooLarge as problem:
             raise self.damage(
                 f"the gzip file expands to more than {problem} bytes (max_ratio is "
-                f"{self.limits.max_ratio}; a row counts {ROW_BYTES} and its bytes), which looks "
+                f"{self.limits.max_ratio}; a row counts {ROW_BYTES} and its bytes, and its bytes "
+                f"alone once past {self.limits.free_text:,}, free_text), which looks "
                 f"like a decompression bomb; if it is not, give the unpacked file, or {RAISE}"
             ) from problem
         except OSError as problem:
@@ -325,7 +333,7 @@ class ArrayReader(Reader):
 
     def _element(self, raw: bytes) -> Record:
         assert self._stream is not None
-        self._stream.count(ROW_BYTES)
+        self._stream.count(0, rows=1)
         text = raw.strip(_SPACE)
         record = Record(self.count, self.at + (_blank_lines(raw) if text else 0), text)
         if not text:

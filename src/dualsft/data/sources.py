@@ -19,9 +19,10 @@ import json
 import logging
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -30,7 +31,7 @@ from dualsft.data.layouts import Layout, Tags
 from dualsft.data.readers import CsvReader, Limits, LinesReader, Reader, TsvReader, json_reader
 from dualsft.errors import ConfigError, DataError
 from dualsft.storage.manifest import sha256_file
-from dualsft.system.bounds import MAX_FOLDERS, RAISE, blocks_of, data_bytes, hollow
+from dualsft.system.bounds import MAX_FOLDERS, RAISE, TIMES, blocks_of, data_bytes, hollow
 from dualsft.system.usage import cache_root
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", 
 KINDS = ", ".join(f"*{suffix}" for suffix in SUFFIXES) + ", each also with .gz"
 MAX_INFO_BYTES = 16 << 20
 OUTSIDE = "if you want what is outside the folder to be read, set data.outside=true"
+MAX_NAMES = TIMES * 1000
+"""Most names in a comma-separated list of paths."""
 LONGEST_SOURCE = 200
 """Characters of the name of a source."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -106,7 +109,7 @@ def find_files(
     finder = _Finder(config or Settings(path=path), key, fetch)
     files: list[SourceFile] = []
     problems: list[str] = []
-    for item in split_paths(path):
+    for item in split_paths(path, key):
         try:
             files += finder.find(item)
         except ConfigError as problem:
@@ -132,11 +135,17 @@ def _named(files: list[SourceFile]) -> list[SourceFile]:
     told apart by their folders, as far as needed.
     """
     stems = {file.path: _PART.sub("", _stem(file.path)) for file in files if not file.source}
+    alike: dict[str, set[Path]] = defaultdict(set)
+    for path, stem in stems.items():
+        alike[stem].add(path.parent)
+
+    @cache
+    def tails(stem: str, depth: int) -> Counter[tuple[str, ...]]:
+        return Counter(_tail(folder, depth) for folder in alike[stem])
 
     def name(path: Path) -> str:
-        alike = {other.parent for other, stem in stems.items() if stem == stems[path]}
         depth = 0
-        while sum(_tail(folder, depth) == _tail(path.parent, depth) for folder in alike) > 1:
+        while tails(stems[path], depth)[_tail(path.parent, depth)] > 1:
             depth += 1
         return "/".join((*_tail(path.parent, depth), stems[path]))
 
@@ -155,12 +164,23 @@ def _stem(path: Path) -> str:
     return path.name[: path.name.lower().rindex(_suffix(path))]
 
 
-def split_paths(text: str) -> list[str]:
+def split_paths(text: str, key: str = "data.path") -> list[str]:
     """The items of a comma-separated list; an existing path that contains commas is one item."""
     pieces = text.split(",")
+    if len(pieces) > MAX_NAMES:
+        raise ConfigError(
+            f"{key}: a list of {len(pieces):,} names, over {MAX_NAMES:,} (MAX_NAMES); give a "
+            f"folder or a glob, or {RAISE}"
+        )
     items: list[str] = []
     while pieces:
-        longest = next((n for n in range(len(pieces), 1, -1) if _exists(",".join(pieces[:n]))), 1)
+        longest, whole = 1, pieces[0]
+        for n, piece in enumerate(pieces[1:], 2):
+            whole += f",{piece}"
+            folder, name = os.path.split(whole)
+            if len(name) > 255 or (folder and not _exists(folder)):
+                break  # nor does any longer name exist
+            longest = n if _exists(whole) else longest
         items.append(",".join(pieces[:longest]).strip())
         pieces = pieces[longest:]
     return [item for item in items if item] or [text]
@@ -404,21 +424,26 @@ class _Finder:
 def _download(hub: HubDataset, target: Path, key: str) -> None:
     """Load a hub dataset and write it atomically as JSON Lines."""
     import datasets  # pyright: ignore[reportMissingImports]
+    from huggingface_hub import constants
 
     from dualsft.data.tables import to_json
 
     logger.info("loading %s (%s) from the Hugging Face hub, once", hub.name, hub.split)
+    offline, unreached = constants.HF_HUB_OFFLINE, _unreached(hub)
+    constants.HF_HUB_OFFLINE = offline or bool(unreached)  # else it is tried again for long
     try:
         rows = datasets.load_dataset(
             hub.name, name=hub.subset, data_dir=hub.data_dir, split=hub.split, revision=hub.revision
         )
     except Exception as problem:  # network, hub or parser errors of any type
-        reason = " ".join(str(problem).split())[:300]
+        reason = " ".join(f"{problem}{unreached}".split())[:500]
         raise ConfigError(
             f"{key}: {hub.name!r} (subset {hub.subset}, split {hub.split}) is not a local file or "
             f"folder and cannot be loaded from the Hugging Face hub ({type(problem).__name__}: "
             f"{reason}); check the name, data.subset and data.split, or give a path"
         ) from problem
+    finally:
+        constants.HF_HUB_OFFLINE = offline
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
@@ -432,6 +457,21 @@ def _download(hub: HubDataset, target: Path, key: str) -> None:
         raise DataError(f"{hub.name}: {problem}; give a text dataset") from problem
     finally:
         part.unlink(missing_ok=True)
+
+
+def _unreached(hub: HubDataset) -> str:
+    """What to add to an error where the hub cannot be reached; empty if it can."""
+    from huggingface_hub import HfApi, constants, errors
+
+    try:
+        HfApi().dataset_info(hub.name, revision=hub.revision, timeout=10)
+    except errors.HfHubHTTPError:
+        return ""  # loading it says what is wrong
+    except Exception as problem:  # of the HTTP library, which depends on the hub's version
+        if not constants.HF_HUB_OFFLINE:
+            return f"; the hub at {constants.ENDPOINT} cannot be reached: {problem}"
+        return "; HF_HUB_OFFLINE is set"
+    return ""
 
 
 # --- entries of LLaMA-Factory's dataset_info.json ------------------------------------------------

@@ -42,6 +42,7 @@ class TableReader(Reader):
     magic: ClassVar[bytes]
     _total: int = 0
     _given: int = 0
+    _text: int = 0
 
     def _records(self) -> Iterator[Record]:
         self._size = self.path.stat().st_size
@@ -64,7 +65,7 @@ class TableReader(Reader):
 
     def _next(self, batches: Iterator[pa.RecordBatch]) -> pa.RecordBatch | None:
         """The next batch, in bounded memory: a page may claim gigabytes."""
-        most = self.limits.most_bytes(self._size)
+        most, _ = self.limits.most_bytes(self._size)
         with limited_memory(most + FREE_BYTES):
             return next(batches, None)
 
@@ -107,8 +108,9 @@ class TableReader(Reader):
         for column in batch.columns:
             _check_column(column)
         sizes = _row_bytes(batch)
+        self._text += int(sizes.sum())
         self._given += int(sizes.sum()) + ROW_BYTES * batch.num_rows
-        self._check_given(self._given)
+        self._check_given(self._given, self._text)
         for fields in self._values(batch, sizes > self.limits.max_line_bytes):
             record = Record(self.count, self.count + 1)
             if isinstance(fields, str):
@@ -119,11 +121,13 @@ class TableReader(Reader):
             self.at = self.count + 1
             yield record
 
-    def _check_given(self, num_bytes: int) -> None:
-        if num_bytes > self.limits.most_bytes(self._size):
+    def _check_given(self, num_bytes: int, text: int = 0) -> None:
+        most, most_text = self.limits.most_bytes(self._size)
+        if num_bytes > most or text > most_text:
             raise self.damage(
                 f"the rows hold more than {num_bytes:,} bytes in a file of {self._size:,} "
-                f"(max_ratio is {self.limits.max_ratio}; a row counts {ROW_BYTES} and its bytes), "
+                f"(max_ratio is {self.limits.max_ratio}; a row counts {ROW_BYTES} and its bytes, "
+                f"and its bytes alone once past {self.limits.free_text:,}, free_text), "
                 "which looks like a decompression bomb; if it is not, write it as JSON Lines, or "
                 + RAISE
             )
@@ -242,7 +246,7 @@ class ParquetReader(TableReader):
         for g in range(metadata.num_row_groups):
             group = metadata.row_group(g)
             a_row = group.total_byte_size // max(1, group.num_rows)
-            large = group.total_byte_size > self.limits.most_bytes(self._size)
+            large = group.total_byte_size > self.limits.most_bytes(self._size)[0]
             if large or a_row > self.limits.max_line_bytes:
                 raise self.damage(
                     f"the rows from here on declare {group.total_byte_size:,} bytes ({a_row:,} per "

@@ -169,6 +169,8 @@ def check_tokenizer(folder: Path) -> bool:
         elif growth > MAX_GROWTH[part == "decoder"]:
             most = MAX_GROWTH[part == "decoder"]
             why = f"its {part} repeats text up to {growth:.3g} times, over {most} (MAX_GROWTH)"
+        elif any(key in ("String", "Regex") and value == "" for _, key, value in parts):
+            why = f"its {part} has an empty pattern, which matches everywhere"
         elif part == "decoder" and own:
             why = f"its decoder has a {own.pop()}, which can take any time"
         risky |= part == "normalizer" and (count > RISKY_PARTS or bool(own))

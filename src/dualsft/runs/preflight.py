@@ -98,7 +98,12 @@ def path_problems(values: Mapping[str, Any]) -> list[str]:
     more: Mapping[str, str] = values.get("evaluation.files") or {}
     files |= {f"evaluation.files: {name}": path for name, path in more.items()}
     for key, path in files.items():
-        for item in [] if path is None else split_paths(path):
+        try:
+            items = [] if path is None else split_paths(path, key)
+        except ConfigError as problem:
+            problems += problem.problems
+            continue
+        for item in items:
             if item in builtin_names():
                 continue
             if item.startswith(BUILTIN):

@@ -226,20 +226,27 @@ def watched(what: str, action: Callable[[], T], seconds: float, memory: int) -> 
 def tried(what: str, action: Callable[[], object], seconds: int, memory: int) -> None:
     """Do something once in a forked child, to see whether it stays within these limits.
 
-    For a call that does not release the GIL. Over a limit, or when the call ends the child, it
-    raises an `OverLimit` that begins with `what`; an exception in the child is ignored.
+    For a call that does not release the GIL. Over a limit, or when the call ends the child or
+    panics in Rust, it raises an `OverLimit` that begins with `what`; any other exception in the
+    child is ignored, and so is what the call writes to the terminal.
     """
     child = os.fork()
     if child == 0:
+        code = 1
         try:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1)
+            os.dup2(null, 2)
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             with limited_memory(memory):
                 action()
+            code = 0
+        except Exception:
+            code = 0  # the caller meets it again
         finally:
-            os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    if os.WIFSIGNALED(status):
+            os._exit(code)
+    if os.waitpid(child, 0)[1]:
         limits = f"{seconds} seconds or {memory:,} bytes of memory"
         raise OverLimit(f"{what} takes more than {limits}, or crashes; {RAISE}")
 

@@ -295,6 +295,30 @@ def test_long_texts_are_tokenized_a_few_at_a_time(
     assert len(whole) == 40 and max(given[1:]) < 1400 < given[0] == sum(given[1:])
 
 
+def test_the_texts_of_one_row_are_tokenized_a_few_at_a_time(
+    lab: Lab,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those up to each boundary are many times as long as the row."""
+    template = templates.Template("plain", load_tokenizer(lab.model), "never")
+    pieces = [(f"ask {i} " * 3, i % 2 == 1) for i in range(40)]
+    whole = template.encode([pieces] * 3)
+    said: list[str] = []
+    inner = templates.watched
+
+    def watched(what: str, *limits: Any) -> Any:
+        said.append(what)
+        return inner(what, *limits)
+
+    monkeypatch.setattr(templates, "watched", watched)
+    monkeypatch.setattr(templates, "_CALL_CHARACTERS", 1000)
+    assert template.encode([pieces] * 3) == whole
+    assert len(said) > 3
+    assert all(
+        " 1 texts" in what or int(what.split()[-2].replace(",", "")) <= 1000 for what in said
+    )
+
+
 def test_a_file_of_bad_rows_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text(GOOD + "{\n" * 500)

@@ -70,6 +70,7 @@ SLOWER = 10
 """Times as much for a tokenizer written in Python."""
 ENCODE_MEMORY = TIMES * (1 << 30)
 ENCODE_MEMORY_PER_CHARACTER = TIMES * 2048
+_CALL_CHARACTERS = 2 << 20  # of several texts in one call, which needs some hundred bytes for each
 _MOST_CHARACTERS = 16 << 20  # of a row's texts up to each boundary, in total
 
 
@@ -288,6 +289,10 @@ class Template:
         if not texts:
             return []
         size = sum(map(len, texts))
+        if size > _CALL_CHARACTERS and len(texts) > 1:
+            half = len(texts) // 2
+            parts = (texts[:half], texts[half:])
+            return [ids for part in parts for ids in self._encode(part, add_special_tokens)]
         times = 1 if getattr(self.tokenizer, "is_fast", False) else SLOWER
         seconds = times * (ENCODE_SECONDS + ENCODE_SECONDS_PER_CHARACTER * size)
         try:

@@ -146,6 +146,7 @@ OPENS_ELSEWHERE = {
     "lab/evaluation/sandbox_child.py": "for Landlock and a user namespace, no files of a run",
     "data/sources.py": "the user's rows, and downloads into the cache",
     "data/tables.py": "the user's rows",
+    "lab/report/hub.py": "the new folder that the user names; the user's token, to keep it out",
     "integrations/scores.py": "the new folder that the user names",
     "integrations/rows.py": "the new file or folder that the user names",
 }

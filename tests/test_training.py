@@ -218,14 +218,6 @@ def test_progress_line_tells_rate_time_and_memory() -> None:
     assert short.endswith(" left")
 
 
-def test_a_short_task_has_one_line_in_a_log() -> None:
-    lines: list[str] = []
-    with Reporter(lines.append).track("short", 3, "steps") as progress:
-        for _ in range(3):
-            progress.advance(1)
-    assert [line.partition(" ·")[0] for line in lines] == ["short: 3/3 steps (100 %)"]
-
-
 def test_progress_on_a_terminal_is_a_bar_each() -> None:
     terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
     lines: list[str] = []

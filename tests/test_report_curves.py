@@ -111,8 +111,9 @@ def test_thinning_keeps_means_and_extremes() -> None:
     assert few.loss.tolist() == few.trend.tolist() == few.low.tolist() == [3.0, 1.0, 2.0]
 
 
-FINITE = {"allow_nan": False, "allow_infinity": False}
-FLOATS = st.floats(**FINITE) | st.sampled_from([0.0, 5e-324, 3e-323, 1e-322, 1e-300, 1e308])
+FLOATS = st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from(
+    [0.0, 5e-324, 3e-323, 1e-322, 1e-300, 1e308]
+)
 
 
 @settings(max_examples=50, deadline=None)

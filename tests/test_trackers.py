@@ -116,7 +116,7 @@ def from_trackio(run: Path) -> tuple[Curves, dict[str, object]]:
     for row in SQLiteStorage.get_logs("dualsft", name):
         for key in row.keys() - {"step", "timestamp"}:
             curves.setdefault(key, []).append((row["step"], row[key]))
-    return curves, SQLiteStorage.get_run_config("dualsft", name)
+    return curves, SQLiteStorage.get_run_config("dualsft", name) or {}
 
 
 def _number(text: str) -> object:

@@ -249,14 +249,13 @@ def _check_numbers(file: RunPath, manifest: Mapping[str, Any], num_rows: int) ->
         _require(_is_number(terms.get(name)), file, f"terms.{name}", "a finite number")
     _require(terms["eta_ft"] > 0, file, "terms.eta_ft", "above 0")
     _require(terms["n_sc"] == num_rows, file, "terms.n_sc", f"the {num_rows:,} rows of {ROWS}")
-    names, size = how.get("names"), how.get("batch_tokens")
+    names, size, norm = how.get("names"), how.get("batch_tokens"), how.get("norm")
     texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    _require(
-        texts and 0 < len(names) == len(set(names)), file, "theta_bar.names", "a list of names"
-    )
+    once = isinstance(names, list) and texts and 0 < len(names) == len(set(names))
+    _require(once, file, "theta_bar.names", "a list of names")
     _require(isinstance(how.get("candidates"), str), file, "theta_bar.candidates", "text")
-    norm = how.get("norm")
-    _require(_is_number(norm) and norm > 0, file, "theta_bar.norm", "a number above 0")
+    positive = norm is not None and _is_number(norm) and norm > 0
+    _require(positive, file, "theta_bar.norm", "a number above 0")
     _require(type(size) is int and 0 < size < 1 << 31, file, "theta_bar.batch_tokens", "a count")
     levels = get_args(Precision)
     _require(how.get("precision") in levels, file, "theta_bar.precision", " or ".join(levels))

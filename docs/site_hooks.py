@@ -1,8 +1,8 @@
 """Hooks of the docs site (mkdocs.yml): pages from the top of the repository, and an offline check.
 
-README.md is the site's first page; CONTRIBUTING.md, CHANGELOG.md, the licence and `examples/` are
-copied beside it, and links between them and docs/ are changed to match. A built page that would
-load anything over the network ends the build.
+README.md is the site's first page; CONTRIBUTING.md, CHANGELOG.md, SECURITY.md, the licence and
+`examples/` are copied beside it, and links between them and docs/ are changed to match. A built
+page that would load anything over the network ends the build.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ TOP = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "CHANGELOG.md": "CHANGELOG.md",
+    "SECURITY.md": "SECURITY.md",
 }
 BESIDE = ["LICENSE", "CITATION.cff", "Dockerfile", "examples/*"]
 LOADING = {"src", "srcset", "poster", "data", "action", "background"}

@@ -54,7 +54,9 @@ def test_need_is_foreseen(
     monkeypatch.setattr(disk, "SPARE_BYTES", free)
     loaded: list[object] = []
     monkeypatch.setattr(pipeline.warmup, "train", lambda *a, **k: loaded.append(a))
-    with pytest.raises(RunError, match=r"2_warmup needs about [\d,]+ bytes.* 40,000,000 bytes"):
+    with pytest.raises(
+        RunError, match=r"2_warmup needs about [\d,]+ bytes.* reserve.* 40,000,000 bytes"
+    ):
         make_run()
     assert not loaded and sorted(p.name for p in (tmp_path / "run").glob("[0-9]*")) == ["1_split"]
 

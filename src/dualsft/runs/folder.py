@@ -44,8 +44,8 @@ from dualsft.storage.manifest import (
     versions,
 )
 from dualsft.system import signals as interrupt
-from dualsft.system.paths import Place, RunPath, run_path
-from dualsft.system.usage import FULL, PeakMemory, check_room, folder_bytes, storage_failure
+from dualsft.system.paths import Place, RunPath, is_full, run_path
+from dualsft.system.usage import PeakMemory, check_room, folder_bytes, storage_failure
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class RunDir:
                     line = line if file.read(1) == b"\n" else "\n" + line
                 file.write(line.encode("ascii"))
         except OSError as problem:
-            if problem.errno not in FULL:
+            if not is_full(problem):
                 raise
             log.warning("%s: the disk is full; a line of metrics.jsonl was not written", self.path)
         for follow in self.followers:

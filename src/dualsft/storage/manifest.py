@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dualsft.errors import RunError
-from dualsft.system.paths import Place, RunPath, run_path
+from dualsft.system.paths import Place, RunPath, is_full, run_path
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -145,6 +145,8 @@ def read_manifest(path: RunPath) -> tuple[dict[str, Any], str]:
     except (FileNotFoundError, NotADirectoryError):
         return {}, f"{path.name} is missing"
     except (OSError, ValueError, RecursionError, RunError) as error:
+        if is_full(error):
+            raise
         return {}, f"{path.name} is damaged: {error}"
     body = dict(manifest) if isinstance(manifest, dict) else {}
     version = body.get("format_version")
@@ -237,6 +239,8 @@ def damage(
             elif sha256_file(present[name]) != entry["sha256"]:
                 reasons.append(f"{name} has a different SHA-256 than when it was written")
         except (OSError, RunError) as error:
+            if is_full(error):
+                raise
             reasons.append(f"{name} cannot be read: {error}")
     return first(reasons), [name for name in present if name not in manifest["files"]]
 

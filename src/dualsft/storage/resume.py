@@ -35,8 +35,8 @@ from dualsft.storage.manifest import FORMAT_VERSION, damage, read_manifest, seal
 from dualsft.storage.tensor_files import TensorFile
 from dualsft.storage.vectors import save_tensors
 from dualsft.system import signals as interrupt
-from dualsft.system.paths import Place, RunPath, run_path
-from dualsft.system.usage import FULL, free_bytes, human, storage_errno
+from dualsft.system.paths import FULL, Place, RunPath, run_path
+from dualsft.system.usage import free_bytes, human, storage_errno
 
 State = tuple[Mapping[str, Tensor], Mapping[str, Any]]
 """Tensors by name, and JSON-serializable facts (JSON keeps floats exactly)."""

@@ -511,6 +511,14 @@ class RunPath:
         return type(problem)(problem.errno, problem.strerror, str(self))
 
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+def is_full(problem: BaseException) -> bool:
+    """Whether the disk is full: nothing is wrong with a file that cannot be opened then."""
+    return isinstance(problem, OSError) and problem.errno in FULL
+
+
 _CURE = "a run folder holds plain files and folders only: remove it, or put a copy in its place"
 _REMAKE = "remove the entry of the run folder that it belongs to, and run the same command again"
 
@@ -531,6 +539,8 @@ def _hollow_files(files: dict[str, RunPath], states: dict[str, os.stat_result]) 
         try:
             file = path.descriptor(os.O_RDONLY)  # refuses one that is sparse itself
         except (OSError, RunError) as problem:
+            if is_full(problem):
+                raise
             refused.append(f"{name} cannot be read: {problem}")
             continue
         found.append((states[name], data_bytes(file)))

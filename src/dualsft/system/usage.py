@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dualsft.errors import RunError
-from dualsft.system.paths import RunPath
+from dualsft.system.paths import FULL, RunPath
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +40,6 @@ _PHRASES = (
     "cannot allocate memory",
 )
 
-
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 FAILING = FULL | {errno.EIO, errno.EROFS, errno.EFBIG}
 SPARE_BYTES = 16 << 20
 """Reserve for manifests, logs and summaries, whose sizes do not follow from shapes."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from dualsft.config.settings import DataConfig
+from dualsft.data.layouts import ASSISTANTS, USERS
 from dualsft.data.rows import DataReport, Row, read_rows
 
 USER = {"role": "user", "content": "q"}
@@ -72,6 +73,13 @@ CONVERSATIONS: dict[str, Case] = {
     ),
     "conversations_of_messages": Case({"conversations": PAIR}, PAIR),
     "messages_of_sharegpt": Case({"messages": SPOKEN}, PAIR, "sharegpt"),
+    **{
+        f"sharegpt_{user}_{assistant}": Case(
+            {"conversations": said((user, "q"), (assistant, "a"))}, PAIR, "sharegpt"
+        )
+        for user in USERS
+        for assistant in ASSISTANTS
+    },
     "alpaca_empty_history": Case(
         {"instruction": "q", "output": "a", "history": [], "system": ""}, [], "alpaca"
     ),

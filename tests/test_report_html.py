@@ -436,7 +436,7 @@ def test_no_text_of_a_run_is_markup_in_markdown(finished: Path, tmp_path: Path) 
         assert "<img" not in text and "](javascript" not in text, page
 
 
-def test_no_text_of_a_run_controls_a_terminal_that_shows_its_cards(
+def test_no_text_of_a_run_controls_a_terminal_or_a_page(
     finished: Path, tmp_path: Path
 ) -> None:
     run, odd = copy(finished, tmp_path), "a\u202eb\x1b[31m\u200fc"
@@ -452,7 +452,8 @@ def test_no_text_of_a_run_controls_a_terminal_that_shows_its_cards(
     write_reports([run, finished], tmp_path / "both")
     export_hub(run, tmp_path / "hub", "model")
     cards = [run / "report.md", run / "model_card.md", run / "6_finetune/model/README.md"]
-    for page in (*cards, tmp_path / "both/report.md", tmp_path / "hub/README.md"):
+    both = [tmp_path / "both" / name for name in ("report.md", "report.html")]
+    for page in (*cards, run / "report.html", *both, tmp_path / "hub/README.md"):
         text = page.read_text()
         assert "a\\u202eb" in text, page
         assert not set(text) & {"\u202e", "\x1b", "\u200f"}, page

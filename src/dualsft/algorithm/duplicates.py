@@ -25,9 +25,8 @@ of them the same exercise in other words.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from itertools import chain
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -75,25 +74,62 @@ def _first_texts(examples: Sequence[Example], order: np.ndarray) -> tuple[list[i
 def _dissimilar(examples: Sequence[Example], order: Sequence[int]) -> tuple[list[int], list[int]]:
     """(positions not similar to an earlier kept one, the others)."""
     rarity = _Rarity([examples[i] for i in order])
-    holders: defaultdict[int, list[int]] = defaultdict(list)  # token pair -> kept examples
-    sizes: dict[int, float] = {}
+    index = _Index((rarity.rarest(_pairs(examples[i])) for i in order), len(order))
+    sizes = np.zeros(len(order))
     kept: list[int] = []
     passed: list[int] = []
-    for i in order:
+    for rank, i in enumerate(order):
         pairs = _pairs(examples[i])
-        rarest = rarity.rarest(pairs)
-        shared = Counter(chain.from_iterable(holders.get(pair, ()) for pair in rarest))
+        shared = Counter(index.kept_with(rarity.rarest(pairs), rank))
         likely = [j for j, count in shared.most_common(CANDIDATES) if count >= SHARED]
-        size = rarity.weight(pairs)
-        if any(rarity.similar(pairs, size, _pairs(examples[j]), sizes[j]) for j in likely):
+        sizes[rank] = size = rarity.weight(pairs)
+        others = ((_pairs(examples[order[j]]), float(sizes[j])) for j in likely)
+        if any(rarity.similar(pairs, size, *other) for other in others):
             passed.append(i)
             continue
         kept.append(i)
-        sizes[i] = size
-        for pair in rarest:
-            if len(holders[pair]) < HOLDERS:
-                holders[pair].append(i)
+        index.is_kept[rank] = True
     return kept, passed
+
+
+class _Index:
+    """Texts by their rarest pairs: sorted numbers of 40 bits of a pair and 24 of a text's rank,
+    256 bytes a text. Two pairs with the same 40 bits only lead to one comparison more."""
+
+    def __init__(self, rarest: Iterable[np.ndarray], count: int) -> None:
+        assert count < 1 << 24, f"{count:,} texts: at most 2^24 can be compared"
+        self.is_kept = np.zeros(count, bool)
+        words, end = np.empty(count * RAREST, np.uint64), 0
+        for rank, pairs in enumerate(rarest):
+            words[end : end + len(pairs)] = _forty_bits(pairs) | np.uint64(rank)
+            end += len(pairs)
+        self._words = words[:end]
+        self._words.sort()
+
+    def kept_with(self, pairs: np.ndarray, rank: int) -> Iterator[int]:
+        """For each pair, the first `HOLDERS` kept texts before `rank` that have it."""
+        first = _forty_bits(pairs)
+        starts = np.searchsorted(self._words, first)
+        ends = np.searchsorted(self._words, first | np.uint64(rank))
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            found: list[int] = []
+            at, step = start, 2 * HOLDERS  # most texts are kept
+            while at < end and len(found) < HOLDERS:
+                ranks = (self._words[at : min(at + step, end)] & _RANK).astype(np.int64)
+                found += ranks[self.is_kept[ranks]].tolist()
+                at, step = at + step, 2 * step
+            yield from found[:HOLDERS]
+
+
+_RANK = np.uint64((1 << 24) - 1)
+
+
+def _mixed(pairs: np.ndarray) -> np.ndarray:
+    return pairs.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+
+def _forty_bits(pairs: np.ndarray) -> np.ndarray:
+    return _mixed(pairs) & ~_RANK
 
 
 def _pairs(example: Example) -> np.ndarray:
@@ -132,8 +168,8 @@ class _Rarity:
         both = self.weight(np.intersect1d(a, b, assume_unique=True))
         return both >= SIMILAR * (size_a + size_b - both)
 
-    def rarest(self, pairs: np.ndarray) -> list[int]:
+    def rarest(self, pairs: np.ndarray) -> np.ndarray:
         """The `RAREST` rarest pairs; of equally rare ones, the same choice for every text."""
-        mixed = pairs.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = _mixed(pairs)
         order = np.lexsort((mixed ^ (mixed >> np.uint64(29)), self._lookup(pairs, self.counts, 0)))
-        return pairs[order[:RAREST]].tolist()
+        return pairs[order[:RAREST]]

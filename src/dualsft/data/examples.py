@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from array import array
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,9 +26,9 @@ import torch
 
 from dualsft.config.settings import from_mapping
 from dualsft.data.layouts import BadRow
-from dualsft.data.rows import DataReport, Row, read_values, settle
+from dualsft.data.rows import KEPT_PROBLEMS, DataReport, Row, read_values, settle
 from dualsft.data.templates import Encoded, Template
-from dualsft.data.tokens import IGNORE, MASKS, TokenRow, token_row, whole_numbers
+from dualsft.data.tokens import IGNORE, MASKS, TokenFile, TokenRow, token_row, whole_numbers
 from dualsft.errors import ConfigError, DataError
 from dualsft.system.bounds import RAISE, TIMES
 
@@ -63,16 +63,17 @@ class Example:
 
     id: str
     index: int
-    input_ids: list[int]
-    labels: list[int]
+    input_ids: Sequence[int]
+    labels: Sequence[int]
     key: str = ""
     source: str = ""
     """Name of the source of the row (`data.source_field`); empty if the corpus has only one."""
 
     def __post_init__(self) -> None:
         if not self.key:
-            tokens = array("q", self.input_ids).tobytes() + array("q", self.labels).tobytes()
-            object.__setattr__(self, "key", hashlib.sha256(tokens).hexdigest())
+            ids, labels = (np.asarray(part, np.int64) for part in (self.input_ids, self.labels))
+            key = hashlib.sha256(ids.tobytes() + labels.tobytes()).hexdigest()
+            object.__setattr__(self, "key", key)
 
     @property
     def num_tokens(self) -> int:
@@ -80,7 +81,12 @@ class Example:
 
     @property
     def num_response_tokens(self) -> int:
-        return sum(label != IGNORE for label in self.labels)
+        return int(np.count_nonzero(np.asarray(self.labels) != IGNORE))
+
+    def stored(self, file: TokenFile) -> Example:
+        """The same example with its tokens in a file."""
+        input_ids, labels = file.add(self.input_ids, self.labels)
+        return replace(self, input_ids=input_ids, labels=labels)
 
 
 def named(examples: Sequence[Example]) -> str:
@@ -163,48 +169,63 @@ def _token_rows(row: Any) -> list[tuple[TokenRow, str]]:
 
 
 def tokenize(
-    rows: Sequence[Row],
+    rows: Iterable[Row],
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     report: DataReport | None = None,
     *,
     max_positions: int | None = None,
     model_type: str = "",
+    file: TokenFile | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Example], DataReport]:
     """Tokenize the rows in order; also returns the report of `read_rows`, updated.
 
-    `max_positions` is the model's limit; the smaller of it and data.max_length applies. `progress`
-    is called with the number of rows and tokens after each chunk.
+    The rows may still be being read (`stream_rows` with the same report). `max_positions` is the
+    model's limit; the smaller of it and data.max_length applies. With `file`, the tokens are kept
+    there. `progress` is called with the number of rows and tokens after each chunk.
     """
-    report = report or DataReport(path=str(config.path), num_rows=len(rows))
     limit, part = config.max_length, "prompt" if config.truncation == "right" else "response"
     cure = f"data.max_length is {limit}; raise data.max_length or shorten the {part}"
     if max_positions is not None and max_positions < limit:
         limit = max_positions
         cure = f"the model has {limit} positions; shorten the {part}"
-    report = replace(
-        report,
-        problems=list(report.problems),
-        template=config.template,
-        max_length=limit,
-        truncation=config.truncation,
-    )
+    found = DataReport(path=str(config.path), max_length=limit, truncation=config.truncation)
+    read = found if report is None else report
+    found.path = read.path
     template = Template(
         config.template, tokenizer, config.add_bos, model_type, config.template_file
     )
-    known, examples = report.num_bad, []
-    for start in range(0, len(rows), _CHUNK_ROWS):
-        chunk = rows[start : start + _CHUNK_ROWS]
-        made = _encode(chunk, template, limit, cure, report)
-        examples += made
+    examples: list[Example] = []
+    left = iter(rows)
+    while chunk := list(islice(left, _CHUNK_ROWS)):
+        if report is None:
+            found.num_rows += len(chunk)
+        elif report.num_bad and config.bad_rows != "skip":
+            continue  # the error is raised when all rows have been read
+        made = _encode(chunk, template, limit, cure, found)
+        examples += made if file is None else (example.stored(file) for example in made)
         if progress is not None:
             progress(len(chunk), sum(example.num_tokens for example in made))
-    report.num_good = len(examples)
-    settle(report, config.bad_rows, known)
+    known = 0 if report is None else report.num_bad
+    found = _joined(report, found) if report is not None else found
+    found.template, found.num_good = config.template, len(examples)
+    settle(found, config.bad_rows, known)
     if not examples:
-        raise DataError(f"{report.path}: has no row to tokenize; give a corpus with data.path")
-    return examples, report
+        raise DataError(f"{found.path}: has no row to tokenize; give a corpus with data.path")
+    return examples, found
+
+
+def _joined(report: DataReport, found: DataReport) -> DataReport:
+    """The report of reading the rows with what was found in tokenising them."""
+    counts = {
+        name: getattr(report, name) + getattr(found, name)
+        for name in asdict(found)
+        if name.startswith("num_")
+    }
+    problems = (report.problems + found.problems)[:KEPT_PROBLEMS]
+    limits = {"max_length": found.max_length, "truncation": found.truncation}
+    return replace(report, problems=problems, **counts, **limits)
 
 
 def _encode(
@@ -428,10 +449,10 @@ def collate(
     for i, example in enumerate(examples):
         start = shape[1] - example.num_tokens if padding_side == "left" else 0
         real = slice(start, start + example.num_tokens)
-        input_ids[i, real] = torch.tensor(example.input_ids)
+        input_ids[i, real] = torch.from_numpy(np.array(example.input_ids, np.int64))
         attention_mask[i, real] = 1
         position_ids[i, start:] = torch.arange(shape[1] - start)  # continues into the padding
-        labels[i, real] = torch.tensor(example.labels)
+        labels[i, real] = torch.from_numpy(np.array(example.labels, np.int64))
     tensors = (input_ids, attention_mask, position_ids, labels)
     return Batch(*(t.to(device) for t in tensors), padded_right=padding_side == "right")
 

@@ -263,8 +263,9 @@ def _tokens(values: Mapping[str, Any]) -> TokenRow:
         ) from None
     except (TypeError, ValueError) as problem:
         raise BadRow(f"{problem}; repair the row") from None
-    if ids and min(ids) < 0:
-        raise BadRow(f"field 'input_ids' has {min(ids)}, which is no token id; repair the row")
+    for one in (min(ids), max(ids)) if ids else ():
+        if not 0 <= one < 1 << 31:
+            raise BadRow(f"field 'input_ids' has {one}, which is no token id; repair the row")
     for at, (token, label) in enumerate(zip(ids, labels, strict=True), 1):
         if label not in (IGNORE, token):
             raise BadRow(

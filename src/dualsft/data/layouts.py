@@ -30,6 +30,8 @@ PROMPTS = ("prompt", "question", "instruction", "query", "problem")
 PROMPTS += ("input", "inputs", "user", "human")
 RESPONSES = ("response", "completion", "answer", "output", "solution")
 RESPONSES += ("target", "targets", "assistant")
+USERS = ("human", "user")
+ASSISTANTS = ("gpt", "assistant", "chatgpt", "bing", "bard")
 TURNS = ("conversation", "dialogue", "dialog", "chat")
 SYSTEMS = ("system", "system_prompt")
 CONTEXTS = ("context", "passage", "history")
@@ -275,7 +277,7 @@ def has_turns(value: object) -> bool:
 def _by_keys(layout: Layout, values: Mapping[str, Any]) -> Layout:
     """Detect the format of a list of turns by its keys: `role` is messages, `from` sharegpt.
 
-    The speakers of a sharegpt list are human and gpt, or user and assistant.
+    The speakers of a sharegpt list are human or user, and one of `ASSISTANTS`.
     """
     turns = values[layout.messages] if layout.messages else None
     first = turns[0] if isinstance(turns, list) and turns else None
@@ -285,9 +287,12 @@ def _by_keys(layout: Layout, values: Mapping[str, Any]) -> Layout:
         return replace(layout, format="messages")
     if layout.tags.role not in first:
         return layout
-    said = [turn.get(layout.tags.role) for turn in turns if isinstance(turn, dict)]
-    if "assistant" in said and "gpt" not in said and layout.tags == Tags():
-        tags = Tags(user="user", assistant="assistant", observation="tool")
+    said = {str(turn.get(layout.tags.role)) for turn in turns if isinstance(turn, dict)}
+    if layout.tags == Tags():
+        user, assistant = ([n for n in names if n in said] for names in (USERS, ASSISTANTS))
+        tags = Tags(user=[*user, USERS[0]][0], assistant=[*assistant, ASSISTANTS[0]][0])
+        if tags.assistant == "assistant":
+            tags = replace(tags, observation="tool")
         layout = replace(layout, tags=tags)
     return replace(layout, format="sharegpt")
 

@@ -280,6 +280,7 @@ class _Collector:
         self.config, self.report, self.limits = config, report, limits
         self.source_of = source_of
         self.rows: list[Row] = []
+        self.num_taken = 0
         self._recognisers: dict[Path, Recogniser] = {}
         self._ids: set[int] = set()
 
@@ -312,6 +313,17 @@ class _Collector:
         if recogniser.layout is not None:
             self._settle(recogniser)
 
+    def take(self, file: SourceFile) -> list[Row]:
+        """The rows since the last call, which are of this file: of an entry with num_samples in
+        dataset_info.json that many, by smallest hash."""
+        rows, self.rows = self.rows, []
+        if file.num_samples is not None and len(rows) > file.num_samples:
+            chosen = sorted(rows, key=lambda row: row.id)[: file.num_samples]
+            self.report.num_not_sampled += len(rows) - len(chosen)
+            rows = sorted(chosen, key=lambda row: row.index)
+        self.num_taken += len(rows)
+        return rows
+
     def finish(self) -> None:
         for recogniser in self._recognisers.values():
             self._settle(recogniser)
@@ -339,14 +351,26 @@ def read_rows(
     key: str = "data.path",
     progress: Callable[[float, int], None] | None = None,
 ) -> tuple[list[Row], DataReport]:
-    """Read the usable rows of a path, and report the others (data.bad_rows).
+    """Read the usable rows of a path, and report the others (`stream_rows`)."""
+    report = DataReport(path=str(path))
+    return list(stream_rows(report, config, limits, key, progress)), report
+
+
+def stream_rows(
+    report: DataReport,
+    config: DataConfig,
+    limits: Limits | None = None,
+    key: str = "data.path",
+    progress: Callable[[float, int], None] | None = None,
+) -> Iterator[Row]:
+    """The usable rows of `report.path` as they are read; the others are reported (data.bad_rows).
 
     `key` is the setting that names the path; only rows of data.path have a source. `progress` is
     called with the fraction of bytes read and the number of rows.
     """
     limits = limits or Limits()
-    files = find_files(str(path), config, key)
-    report = DataReport(path=str(path), files=[str(file.path) for file in files])
+    files = find_files(report.path, config, key)
+    report.files = [str(file.path) for file in files]
     field_name = config.source_field if key == "data.path" else None
     several = key == "data.path" and len({file.source for file in files}) > 1
 
@@ -358,21 +382,26 @@ def read_rows(
     collector = _Collector(config, report, limits, source_of)
     sizes = {file.path: file.path.stat().st_size for file in files}
     total, finished, current = max(1, sum(sizes.values())), 0, files[0].path
+    last = files[0]
     try:
         for file, reader, index, record in _records(files, limits):
             if file.path != current:
                 finished, current = finished + sizes[current], file.path
+            if file is not last:
+                yield from collector.take(last)
+                last = file
             collector.add(file, reader, index, record)
+            if file.num_samples is None:
+                yield from collector.take(file)
             if progress is not None and report.num_rows % _PROGRESS_ROWS == 0:
                 done = finished + reader.share() * sizes[current]
                 progress(min(1.0, done / total), report.num_rows)
+        yield from collector.take(last)
         collector.finish()
     except DataError as problem:
         raise DataError([*report.bad[:SHOWN_PROBLEMS], *problem.problems]) from problem
-    rows = _sample(collector.rows, files, report)
-    report.num_good = len(rows)
+    report.num_good = collector.num_taken
     settle(report, config.bad_rows, known=0)
-    return rows, report
 
 
 def read_values(
@@ -391,20 +420,6 @@ def read_values(
     report.num_good = len(collector.rows)
     settle(report, config.bad_rows, known=0)
     return collector.rows, report
-
-
-def _sample(rows: list[Row], files: Sequence[SourceFile], report: DataReport) -> list[Row]:
-    """Apply num_samples of a dataset_info.json entry: keep that many rows, by smallest hash."""
-    kept = rows
-    for file in files:
-        if file.num_samples is None:
-            continue
-        mine = [row for row in kept if row.place.startswith(f"{file.path}, ")]
-        chosen = {row.id for row in sorted(mine, key=lambda row: row.id)[: file.num_samples]}
-        left_out = {row.id for row in mine} - chosen
-        report.num_not_sampled += len(left_out)
-        kept = [row for row in kept if row.id not in left_out]
-    return kept
 
 
 def settle(report: DataReport, policy: str, known: int) -> None:

@@ -3,14 +3,23 @@
 The same columns as in TRL and axolotl, from a file (`data/formats.py`) or in memory
 (`data/examples.py`). Padding (`attention_mask` 0) is removed. Without labels, a token is trained on
 where all given masks are 1, as in TRL. Raises ValueError, KeyError or TypeError for a row that is
-something else. Not part of Algorithm 1.
+something else.
+
+A `TokenFile` keeps the tokens of a pool on disk: batches read their rows from it, so that memory
+does not grow with the number of tokens. Not part of Algorithm 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from io import BufferedRandom
 from itertools import compress, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+
+from dualsft.system.paths import RunPath
 
 IGNORE = -100
 """The label of a token outside the responses."""
@@ -62,3 +71,81 @@ def whole_numbers(what: str, values: Any) -> list[int]:
     if not all(isinstance(value, int) for value in found):
         raise TypeError(f"{what} must be whole numbers")
     return list(map(int, found))
+
+
+# --- tokens on disk -----------------------------------------------------------------------------
+
+HELD_BYTES = 16 << 20
+"""Most bytes of a `TokenFile` in memory: a smaller pool needs no file."""
+
+
+class TokenFile:
+    """Ids and labels of many rows, 8 bytes a token: the last ones in memory, the others in a
+    file without a name in `folder`, whose space is freed with the object."""
+
+    def __init__(self, folder: RunPath) -> None:
+        self._folder = folder
+        self._file: BufferedRandom | None = None
+        self._written = 0
+        self._tail = bytearray()
+
+    def add(self, ids: Sequence[int], labels: Sequence[int]) -> tuple[StoredTokens, StoredTokens]:
+        """Store a row; what is returned reads it when it is used."""
+        if len(self._tail) > HELD_BYTES:
+            self._file = self._file or self._folder.scratch()
+            self._file.write(self._tail)
+            self._file.flush()
+            self._written += len(self._tail)
+            self._tail = bytearray()
+        at = self._written + len(self._tail)
+        for part in (ids, labels):
+            self._tail += np.asarray(part, np.int32).tobytes()
+        return StoredTokens(self, at, len(ids)), StoredTokens(self, at + 4 * len(ids), len(labels))
+
+    def read(self, at: int, count: int) -> np.ndarray:
+        """`count` numbers from byte `at` on."""
+        size, start = 4 * count, at - self._written
+        content = bytearray(self._tail[start : start + size] if start >= 0 else b"")
+        while self._file is not None and len(content) < size:
+            more = os.pread(self._file.fileno(), size - len(content), at + len(content))
+            if not more:
+                raise OSError(f"{self._folder}: the temporary file of tokens ends too early")
+            content += more
+        return np.frombuffer(content, np.int32)
+
+
+class StoredTokens(Sequence[int]):
+    """Numbers in a `TokenFile`, as a sequence that is read when it is used."""
+
+    __slots__ = ("_at", "_count", "_file")
+
+    def __init__(self, file: TokenFile, at: int, count: int) -> None:
+        self._file, self._at, self._count = file, at, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self._file.read(self._at, self._count).astype(dtype or np.int32, copy=bool(copy))
+
+    def tolist(self) -> list[int]:
+        return self._file.read(self._at, self._count).tolist()
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self.tolist()[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self.tolist() == list(other)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self.tolist(),)
+
+    def __repr__(self) -> str:
+        return repr(self.tolist())

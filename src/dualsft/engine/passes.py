@@ -220,7 +220,7 @@ def plans_for(
 def _with_labels(example: Example, count: int) -> Example:
     """The same tokens with the last `count` of them as labels."""
     first = max(1, example.num_tokens - count)
-    return replace(example, labels=[IGNORE] * first + example.input_ids[first:])
+    return replace(example, labels=[*[IGNORE] * first, *example.input_ids[first:]])
 
 
 def measure(

@@ -373,6 +373,16 @@ class RunPath:
         with self.open("wb") as file:
             pq.write_table(table, file, **options)
 
+    def write_batches(self, tables: Iterator[pa.Table], **options: Any) -> None:
+        """Write a Parquet file of at least one table, each as row groups of its own."""
+        import pyarrow.parquet as pq
+
+        first = next(tables)
+        with self.open("wb") as file, pq.ParquetWriter(file, first.schema, **options) as writer:
+            writer.write_table(first)
+            for table in tables:
+                writer.write_table(table)
+
     def replace_bytes(self, content: bytes) -> None:
         """Replace the content atomically: readers and crashes see the old or the new content."""
         temporary = self.with_name(f".{self.name}.{os.getpid()}.tmp")

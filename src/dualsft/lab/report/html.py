@@ -74,6 +74,13 @@ FILTERS = (number, percent, duration, peak_gib, rows.texts, without_home)
 """What the templates can call."""
 
 
+def _shown(value: Any) -> Any:
+    """A text without control characters and those that turn the direction of what follows."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return escaped(value.replace("\r\n", "\n"))
+    return value
+
+
 @cache
 def _environment() -> Environment:
     loader = PackageLoader("dualsft.lab.report", "pages")
@@ -83,6 +90,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        finalize=_shown,
     )
     style, script = (loader.get_source(env, f"report.{kind}")[0] for kind in ("css", "js"))
     digest = hashlib.sha256(script.encode("utf-8")).digest()

@@ -8,16 +8,19 @@ of the files; `read_split` reads them back.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
 from dualsft.algorithm.split import ROLES, Split, divide
 from dualsft.data.examples import IGNORE, Example, tokenize
-from dualsft.data.rows import DataReport, read_rows, source_problem
+from dualsft.data.rows import DataReport, source_problem, stream_rows
 from dualsft.data.sources import source_hash
+from dualsft.data.tokens import TokenFile
 from dualsft.errors import ConfigError
 from dualsft.model.resolve import code_hash, tokenizer_hash
 from dualsft.runs.preflight import reading
@@ -31,6 +34,9 @@ FOREIGN = {"data.val_path": "val-", "data.anchor_path": "anchor-"}
 
 LONG_ROWS = 20_000
 """With fewer rows, no progress is shown while reading and tokenising."""
+
+WRITTEN_ROWS = 10_000
+"""Rows of a row group of tokens.parquet."""
 
 
 def settings(ctx: RunContext) -> Settings:
@@ -70,9 +76,10 @@ def check_vocabulary(ctx: RunContext, examples: Sequence[Example]) -> None:
     """Raise for token ids without an embedding; later errors would not name the row."""
     width = getattr(ctx.model_config, "vocab_size", None)
     for example in examples:
-        if width is not None and max(example.input_ids) >= width:
+        largest = int(np.max(np.asarray(example.input_ids)))
+        if width is not None and largest >= width:
             raise ConfigError(
-                f"model.path: row {example.index + 1} has token {max(example.input_ids)}, but the "
+                f"model.path: row {example.index + 1} has token {largest}, but the "
                 f"model's vocabulary has {width}; the tokenizer is not this model's, or its added "
                 "tokens were never given embeddings (resize_token_embeddings)"
             )
@@ -81,26 +88,33 @@ def check_vocabulary(ctx: RunContext, examples: Sequence[Example]) -> None:
 def load_examples(
     ctx: RunContext, path: str, key: str = "data.path"
 ) -> tuple[list[Example], DataReport]:
-    """Read and tokenise the data source that the setting `key` names."""
-    with ctx.reporter.track(f"reading {key}", 100, "% of the bytes") as reading:
+    """Read and tokenise the data source that the setting `key` names; the tokens are kept in a
+    `TokenFile`, so that neither they nor the rows are all in memory."""
+    report, file = DataReport(path=ctx.data_path(path)), TokenFile(ctx.rundir.path)
+    with ctx.reporter.track(f"reading {key}", 100, "% of the bytes") as progress:
+        share = 0.0
 
-        def read(share: float, num_rows: int) -> None:
-            if num_rows >= LONG_ROWS:
-                reading.advance(int(100 * share) - reading.done)
+        def read(now: float, _: int) -> None:
+            nonlocal share
+            share = now
 
-        rows, report = read_rows(ctx.data_path(path), ctx.config.data, key=key, progress=read)
-    if len(report.files) > 1:
-        ctx.reporter.say(f"{key}: {len(report.files)} files: {', '.join(report.files)}")
-    with ctx.reporter.track(f"tokenising {key}", len(rows), "rows") as tokenising:
-        return tokenize(
-            rows,
+        def tokenised(_: int, num_tokens: int) -> None:
+            if report.num_rows >= LONG_ROWS:
+                progress.advance(int(100 * share) - progress.done, num_tokens)
+
+        examples, report = tokenize(
+            stream_rows(report, ctx.config.data, key=key, progress=read),
             ctx.tokenizer,
             ctx.config.data,
             report,
             max_positions=ctx.max_positions,
             model_type=ctx.model_type,
-            progress=tokenising.advance if len(rows) >= LONG_ROWS else None,
+            file=file,
+            progress=tokenised,
         )
+    if len(report.files) > 1:
+        ctx.reporter.say(f"{key}: {len(report.files)} files: {', '.join(report.files)}")
+    return examples, report
 
 
 def load_foreign(ctx: RunContext, key: str) -> list[Example]:
@@ -133,14 +147,8 @@ def write_split(
     own: dict[str, Any] = {"index": pa.array([row.index for row in rows], pa.int64())}
     if any(row.source for row in rows):
         own["source"] = pa.array([row.source or None for row in rows], pa.string())
-    tokens = pa.list_(pa.int32())
-    input_ids = pa.array([row.input_ids for row in rows], tokens)
-    labels = pa.array([row.labels for row in rows], tokens)
-    for name, columns in (
-        ("split.parquet", shared | own),
-        ("tokens.parquet", {**shared, "input_ids": input_ids, "labels": labels}),
-    ):
-        (folder / name).write_table(pa.table(columns), compression="zstd")
+    (folder / "split.parquet").write_table(pa.table(shared | own), compression="zstd")
+    (folder / "tokens.parquet").write_batches(_token_tables(rows, shared), compression="zstd")
     summary = {
         "num_examples": len(rows),
         "num_full": num_full,
@@ -156,27 +164,51 @@ def write_split(
     (folder / "summary.json").write_json(summary, ensure_ascii=False)
 
 
+def _token_tables(rows: Sequence[Example], shared: Mapping[str, list[str]]) -> Iterator[pa.Table]:
+    """The columns of tokens.parquet, `WRITTEN_ROWS` rows at a time."""
+    for start in range(0, len(rows), WRITTEN_ROWS):
+        part = slice(start, start + WRITTEN_ROWS)
+        columns = {name: values[part] for name, values in shared.items()}
+        for name in ("input_ids", "labels"):
+            parts = [np.asarray(getattr(row, name), np.int32) for row in rows[part]]
+            ends = np.cumsum([0, *map(len, parts)], dtype=np.int32)
+            columns[name] = pa.ListArray.from_arrays(ends, np.concatenate(parts))
+        yield pa.table(columns)
+
+
 def read_split(folder: RunPath, vocabulary: int | None = None) -> dict[str, list[Example]]:
-    """The examples of every role, in source order; refuses token ids beyond the vocabulary."""
+    """The examples of every role, in source order, with their tokens in a `TokenFile`; refuses
+    token ids beyond the vocabulary."""
     with reading(folder):
         index = (folder / "split.parquet").read_table()
-        tokens = (folder / "tokens.parquet").read_table()
-        if not index.select(["id", "role"]).equals(tokens.select(["id", "role"])):
-            raise ValueError("split.parquet and tokens.parquet are not of one split")
         by_role: dict[str, list[Example]] = {role: [] for role in ROLES}
-        for row_id, role, row_index, source, input_ids, labels in zip(
-            index["id"].to_pylist(),
-            index["role"].to_pylist(),
-            index["index"].to_pylist(),
-            _sources(index),
-            _lists(tokens["input_ids"], vocabulary),
-            _lists(tokens["labels"], vocabulary, IGNORE),
-            strict=True,
-        ):
-            if len(input_ids) != len(labels):
-                raise ValueError(f"{row_id} has {len(input_ids)} ids but {len(labels)} labels")
-            by_role[role].append(Example(row_id, row_index, input_ids, labels, source=source))
+        sources, done = _sources(index), 0
+        file = TokenFile(folder.parent)
+        for tokens in (folder / "tokens.parquet").read_batches(WRITTEN_ROWS):
+            rows = index.slice(done, len(tokens))
+            same = ["id", "role"]
+            if not rows.select(same).equals(pa.Table.from_batches([tokens]).select(same)):
+                raise ValueError(_TWO_SPLITS)
+            for row_id, role, row_index, source, input_ids, labels in zip(
+                rows["id"].to_pylist(),
+                rows["role"].to_pylist(),
+                rows["index"].to_pylist(),
+                sources[done : done + len(tokens)],
+                _lists(tokens["input_ids"], vocabulary),
+                _lists(tokens["labels"], vocabulary, IGNORE),
+                strict=True,
+            ):
+                if len(input_ids) != len(labels):
+                    raise ValueError(f"{row_id} has {len(input_ids)} ids but {len(labels)} labels")
+                example = Example(row_id, row_index, input_ids, labels, source=source)
+                by_role[role].append(example.stored(file))
+            done += len(tokens)
+        if done != len(index):
+            raise ValueError(_TWO_SPLITS)
         return by_role
+
+
+_TWO_SPLITS = "split.parquet and tokens.parquet are not of one split"
 
 
 def _sources(index: pa.Table) -> list[str]:
@@ -191,15 +223,11 @@ def _sources(index: pa.Table) -> list[str]:
 
 
 def _lists(
-    column: pa.ChunkedArray, vocabulary: int | None, ignored: int | None = None
-) -> list[list[int]]:
-    """Python lists of a list column, via numpy: to_pylist is an order of magnitude slower."""
-    result: list[list[int]] = []
-    for chunk in column.chunks:
-        offsets, values = chunk.offsets.to_numpy(), chunk.values.to_numpy()
-        used = values if ignored is None else values[values != ignored]
-        if len(used) and not 0 <= used.min() <= used.max() < (vocabulary or math.inf):
-            raise ValueError(f"a token outside the model's vocabulary of {vocabulary}")
-        bounds = zip(offsets[:-1], offsets[1:], strict=True)
-        result += [values[start:end].tolist() for start, end in bounds]
-    return result
+    column: pa.ListArray, vocabulary: int | None, ignored: int | None = None
+) -> list[np.ndarray]:
+    """The lists of a column as arrays of numbers, all of them within the vocabulary."""
+    offsets, values = column.offsets.to_numpy(), column.values.to_numpy()
+    used = values if ignored is None else values[values != ignored]
+    if len(used) and not 0 <= used.min() <= used.max() < (vocabulary or math.inf):
+        raise ValueError(f"a token outside the model's vocabulary of {vocabulary}")
+    return [values[start:end] for start, end in pairwise(offsets)]

@@ -3,7 +3,7 @@
     python -m benchmarks.pool_size --rows 10000,100000 --out FILE.json [--set KEY=VALUE ...]
 
 Synthetic rows with the prompt and response lengths of real ones (`benchmarks/lengths.json`), a
-byte-level tokenizer and a Llama of one layer, so that the work per row which is not the model's
+tokenizer of words and a Llama of one layer, so that the work per row which is not the model's
 counts most. Each N is `dualsft run recommended` in a process of its own. Per stage: seconds, the
 resident peak that the manifest states, and the peak of the memory that is not backed by a file
 (mapped sketches count in the first only). Between the smallest N and each larger one: the ratio of
@@ -13,9 +13,9 @@ the peaks, and the exponent of time, log(t₂/t₁) / log(N₂/N₁).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
-import random
 import subprocess
 import sys
 import tempfile
@@ -24,9 +24,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.measuring import machine, versions
@@ -34,20 +35,18 @@ from benchmarks.workload import LENGTHS
 from dualsft.runs.preflight import FOLDERS
 from dualsft.storage.manifest import MANIFEST
 
-COMMON = "the of to and in is that for it as was with be by on not he his but at are this"
+NUM_WORDS = 2_048
 SETTINGS = (
     *("data.template=plain", "data.max_length=1024", "split.val=200", "split.warm=200"),
-    *("warmup.min_steps=4", "score.sketch_dim=256", "select.data_budget=500"),
+    *("score.sketch_dim=256", "select.data_budget=500"),
 )
 
 
 def make_model(folder: Path) -> None:
-    """A Llama of one layer and 20,000 entries, and a tokenizer of bytes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *alphabet])}
-    tokenizer = Tokenizer(BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    """A Llama of one layer, and a tokenizer of whole words."""
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *words()])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
     fast.save_pretrained(folder)
     config = LlamaConfig(
@@ -61,24 +60,25 @@ def make_model(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
+def words() -> list[str]:
+    """Words of three syllables."""
+    syllables = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aeiou"]
+    ways = itertools.product(syllables, repeat=3)
+    return ["".join(way) for way in itertools.islice(ways, 0, None, 105)][:NUM_WORDS]
+
+
 def write_rows(path: Path, count: int) -> None:
-    """Rows of random words; half as long as GSM8K's, half as long as rows of code, in tokens."""
-    rng, lengths = random.Random(0), json.loads(LENGTHS.read_text())
-    kinds = [lengths["gsm8k_train"], lengths["code_sft"]]
+    """Rows of random words, a few of which are frequent; half as long as GSM8K's, half as long as
+    rows of code, in tokens."""
+    rng, lengths = np.random.default_rng(0), json.loads(LENGTHS.read_text())
+    kinds, known = [lengths["gsm8k_train"], lengths["code_sft"]], words()
     with path.open("w", encoding="utf-8") as file:
         for i in range(count):
-            sides = [_text(rng, length) for length in rng.choice(kinds[i % 2])]
-            row = dict(zip(("prompt", "response"), sides, strict=True))
+            sides = kinds[i % 2][rng.integers(len(kinds[i % 2]))]
+            drawn = [rng.zipf(1.3, min(length, 400)) % NUM_WORDS for length in sides]
+            texts = [" ".join(known[at] for at in side) for side in drawn]
+            row = dict(zip(("prompt", "response"), texts, strict=True))
             file.write(json.dumps(row) + "\n")
-
-
-def _text(rng: random.Random, length: int) -> str:
-    said: list[str] = []
-    common, left = COMMON.split(), min(length, 400)
-    while left > 0:
-        said.append(rng.choice(common) if rng.random() < 0.8 else f"{rng.randrange(10**6)}")
-        left -= len(said[-1]) + 1
-    return " ".join(said)
 
 
 def measure(model: Path, folder: Path, count: int, extra: list[str]) -> dict[str, Any]:

@@ -282,7 +282,7 @@ def test_a_sample_of_the_rows_has_the_longest_and_the_mean(
     monkeypatch.setattr("dualsft.lab.estimate.workload.SAMPLE", 30)
     monkeypatch.setattr("dualsft.lab.estimate.workload.LONGEST", 5)
     some = survey(ctx)
-    assert len(some.lengths.sample) == 30 < len(whole.lengths.sample)
+    assert 30 <= len(some.lengths.sample) <= 60 < len(whole.lengths.sample)
     assert some.of("warm") is some.lengths
     assert some.counts == whole.counts
     assert some.longest.num_tokens == whole.longest.num_tokens

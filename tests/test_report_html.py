@@ -436,9 +436,7 @@ def test_no_text_of_a_run_is_markup_in_markdown(finished: Path, tmp_path: Path) 
         assert "<img" not in text and "](javascript" not in text, page
 
 
-def test_no_text_of_a_run_controls_a_terminal_or_a_page(
-    finished: Path, tmp_path: Path
-) -> None:
+def test_no_text_of_a_run_controls_a_terminal_or_a_page(finished: Path, tmp_path: Path) -> None:
     run, odd = copy(finished, tmp_path), "a\u202eb\x1b[31m\u200fc"
     config = run / "config.yaml"
     settings = yaml.safe_load(config.read_text())

@@ -86,32 +86,42 @@ class TokenFile:
     def __init__(self, folder: RunPath) -> None:
         self._folder = folder
         self._file: BufferedRandom | None = None
-        self._written = 0
-        self._tail = bytearray()
+        self._written = 0  # numbers in the file
+        self._tail = np.empty(HELD_BYTES // 4, np.int32)  # its pages exist when they are used
+        self._held = 0
 
     def add(self, ids: Sequence[int], labels: Sequence[int]) -> tuple[StoredTokens, StoredTokens]:
         """Store a row; what is returned reads it when it is used."""
-        if len(self._tail) > HELD_BYTES:
-            self._file = self._file or self._folder.scratch()
-            self._file.write(self._tail)
-            self._file.flush()
-            self._written += len(self._tail)
-            self._tail = bytearray()
-        at = self._written + len(self._tail)
-        for part in (ids, labels):
-            self._tail += np.asarray(part, np.int32).tobytes()
-        return StoredTokens(self, at, len(ids)), StoredTokens(self, at + 4 * len(ids), len(labels))
+        row = np.concatenate([np.asarray(part, np.int32) for part in (ids, labels)])
+        if self._held + len(row) > len(self._tail):
+            self._write(self._tail[: self._held])
+            self._held = 0
+        at = self._written + self._held
+        if len(row) > len(self._tail):
+            self._write(row)
+        else:
+            self._tail[self._held : self._held + len(row)] = row
+            self._held += len(row)
+        return StoredTokens(self, at, len(ids)), StoredTokens(self, at + len(ids), len(labels))
 
     def read(self, at: int, count: int) -> np.ndarray:
-        """`count` numbers from byte `at` on."""
-        size, start = 4 * count, at - self._written
-        content = bytearray(self._tail[start : start + size] if start >= 0 else b"")
-        while self._file is not None and len(content) < size:
-            more = os.pread(self._file.fileno(), size - len(content), at + len(content))
+        """`count` numbers from the given one on."""
+        if at >= self._written:
+            return self._tail[at - self._written :][:count].copy()
+        assert self._file is not None
+        content = bytearray()
+        while len(content) < 4 * count:
+            more = os.pread(self._file.fileno(), 4 * count - len(content), 4 * at + len(content))
             if not more:
                 raise OSError(f"{self._folder}: the temporary file of tokens ends too early")
             content += more
         return np.frombuffer(content, np.int32)
+
+    def _write(self, numbers: np.ndarray) -> None:
+        self._file = self._file or self._folder.scratch()
+        self._file.write(numbers.tobytes())
+        self._file.flush()
+        self._written += len(numbers)
 
 
 class StoredTokens(Sequence[int]):

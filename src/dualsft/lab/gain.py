@@ -35,7 +35,7 @@ from dualsft.data.examples import digest
 from dualsft.data.rows import Row, read_rows
 from dualsft.errors import ConfigError, DataError
 from dualsft.lab.diagnostics.ranking import Bootstrap, jaccard, spearman
-from dualsft.lab.estimate.workload import stubs
+from dualsft.lab.estimate.workload import stub
 from dualsft.runs import pipeline
 from dualsft.runs.context import RunContext
 from dualsft.runs.folder import RunDir
@@ -407,7 +407,8 @@ def _roles(ctx: RunContext) -> tuple[dict[str, Row], dict[str, list[str]]]:
     trusted: list[Row] = []
     if data.val_path is not None:
         trusted, _ = read_rows(ctx.data_path(data.val_path), data, key="data.val_path")
-    examples, split = divide(stubs(corpus), stubs(trusted), ctx.config.seed, ctx.config.split)
+    given, held = list(map(stub, corpus)), list(map(stub, trusted))
+    examples, split = divide(given, held, ctx.config.seed, ctx.config.split)
     rows = {row.id: row for row in corpus}
     roles: dict[str, list[str]] = {role: [] for role in ROLES}
     first_trusted = len(examples) - len(trusted)

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappush, heappushpop
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +25,8 @@ import torch
 
 from dualsft.algorithm.split import divide, full_size
 from dualsft.data.examples import Example, tokenize
-from dualsft.data.rows import Row, read_rows
+from dualsft.data.rows import DataReport, Row, stream_rows
+from dualsft.data.tokens import HELD_BYTES
 from dualsft.engine.passes import MOST_OF_FREE
 from dualsft.memory.plans import GIB, HEADROOM
 from dualsft.runs.context import RunContext
@@ -38,11 +39,13 @@ if TYPE_CHECKING:
     from dualsft.lab.estimate.probe import Memory, Probe
 
 SAMPLE = 1_000
-"""Number of rows to tokenise, evenly spaced. A smaller corpus is tokenised whole."""
+"""Number of rows to tokenise, evenly spaced, at least; twice as many at most. A smaller corpus is
+tokenised whole."""
 LONGEST = 50
 """Number of longest rows, by bytes, to tokenise in addition."""
-BYTES_PER_TOKEN = 80
-"""Host memory per token of a tokenised row: an id and a label, each an int object in a list."""
+BYTES_PER_ROW = 2_000
+"""Host memory per row of the pool, whose tokens are on disk: its id, key, loss and the like
+(docs/performance.md, "Large pools")."""
 OFFLOAD_PARTS = 3
 """Parts of an offloaded optimizer state that are on the device at a time."""
 TAUGHT = 4 / 3
@@ -119,7 +122,7 @@ class Workload:
     @property
     def host_bytes(self) -> int:
         """Host memory of the tokenised corpus."""
-        return self.num_tokens * BYTES_PER_TOKEN
+        return HELD_BYTES + sum(self.counts.values()) * BYTES_PER_ROW
 
     def of(self, role: str) -> Lengths:
         """Lengths of one role, or of the whole corpus if only a sample was tokenised."""
@@ -129,31 +132,25 @@ class Workload:
 def survey(ctx: RunContext) -> Workload:
     """Count the rows, tokenise a sample, and assign roles as the split stage does."""
     data, started = ctx.config.data, time.perf_counter()
-    rows, _ = read_rows(ctx.data_path(data.path), data)
+    corpus, picked, spaced, num_bytes = _sampled(ctx)
     reading = time.perf_counter() - started
-    spaced = range(len(rows))
-    if len(rows) > SAMPLE:
-        spaced = np.linspace(0, len(rows) - 1, SAMPLE).astype(int)
-    longest_rows = np.argsort([len(row.raw) for row in rows], kind="stable")[-LONGEST:]
-    picked = sorted({*map(int, spaced), *map(int, longest_rows)})
     started = time.perf_counter()
     examples, _ = tokenize(
-        [rows[i] for i in picked],
+        picked,
         ctx.tokenizer,
         data,
         max_positions=ctx.max_positions,
         model_type=ctx.model_type,
     )
-    tokenising = (time.perf_counter() - started) * len(rows) / len(picked)
+    tokenising = (time.perf_counter() - started) * len(corpus) / len(picked)
     foreign: dict[str, list[Example]] = {}
     for key in FOREIGN:
         path = ctx.pick(key)[key]
-        found = [] if path is None else read_rows(ctx.data_path(path), data, key=key)[0]
-        foreign[key] = stubs(found)
-    whole = len(picked) == len(rows)  # then the split is exactly that of the run
-    corpus = examples if whole else stubs(rows)
+        report = DataReport(path=ctx.data_path(path or ""))
+        foreign[key] = [] if path is None else list(map(stub, stream_rows(report, data, key=key)))
+    whole = len(picked) == len(corpus)  # then the split is exactly that of the run
     divided, split = divide(
-        corpus,
+        examples if whole else corpus,
         foreign["data.val_path"],
         ctx.config.seed,
         ctx.config.split,
@@ -162,8 +159,7 @@ def survey(ctx: RunContext) -> Workload:
     by_role: dict[str, list[int]] = defaultdict(list)
     for example, role in zip(divided, split.roles, strict=True):
         by_role[role].append(example.num_tokens)
-    sampled = {rows[i].id for i in spaced}
-    ordered = sorted((e for e in examples if e.id in sampled), key=lambda e: e.num_tokens)
+    ordered = sorted((e for e in examples if e.id in spaced), key=lambda e: e.num_tokens)
     longest = max(examples, key=lambda e: e.num_tokens)
     return Workload(
         counts=split.counts,
@@ -174,13 +170,35 @@ def survey(ctx: RunContext) -> Workload:
         longest=longest,
         typical=ordered[len(ordered) // 2],
         split_seconds=reading + tokenising,
-        num_bytes=sum(len(row.raw) for row in rows),
+        num_bytes=num_bytes,
     )
 
 
-def stubs(rows: Sequence[Row]) -> list[Example]:
-    """Examples without tokens. The split only needs their ids and content keys."""
-    return [Example(row.id, row.index, [], [], key=row.id.rpartition("-")[0]) for row in rows]
+def _sampled(ctx: RunContext) -> tuple[list[Example], list[Row], set[str], int]:
+    """(the corpus without tokens, rows to tokenise, ids of the evenly spaced ones, its bytes)."""
+    data = ctx.config.data
+    corpus: list[Example] = []
+    spaced: dict[int, Row] = {}
+    longest: list[tuple[int, int, Row]] = []
+    step = 1
+    num_bytes = 0
+    for i, row in enumerate(stream_rows(DataReport(path=ctx.data_path(data.path)), data)):
+        corpus.append(stub(row))
+        num_bytes += len(row.raw)
+        if i % step == 0:
+            spaced[i] = row
+        if len(spaced) > 2 * SAMPLE:
+            step *= 2
+            spaced = {at: row for at, row in spaced.items() if at % step == 0}
+        (heappush if len(longest) < LONGEST else heappushpop)(longest, (len(row.raw), i, row))
+    picked = spaced | {i: row for _, i, row in longest}
+    rows = [picked[i] for i in sorted(picked)]
+    return corpus, rows, {row.id for row in spaced.values()}, num_bytes
+
+
+def stub(row: Row) -> Example:
+    """An example without tokens. The split only needs its id and content key."""
+    return Example(row.id, row.index, [], [], key=row.id.rpartition("-")[0])
 
 
 # --- training -------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ FOREIGN = {"data.val_path": "val-", "data.anchor_path": "anchor-"}
 LONG_ROWS = 20_000
 """With fewer rows, no progress is shown while reading and tokenising."""
 
-WRITTEN_ROWS = 10_000
+WRITTEN_ROWS = 1_000
 """Rows of a row group of tokens.parquet."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import random
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def test_the_watch_sees_what_no_input_may_do(
 ) -> None:
     monkeypatch.setattr(fuzzing, "MAX_SECONDS", 0.1)
     monkeypatch.setattr(fuzzing, "MAX_GROWTH", 128 << 20)
-    held: list[bytes] = []
+    held: list[mmap.mmap] = []
 
     def check(data: bytes) -> None:
         if data == b"raise":
@@ -50,7 +51,8 @@ def test_the_watch_sees_what_no_input_may_do(
         if data == b"loop":
             sum(range(20_000_000))
         if data == b"grow":
-            held.append(random.randbytes(1 << 20) * 256)
+            held.append(mmap.mmap(-1, 256 << 20))  # new memory, not what the tests before freed
+            held[-1].write(b"1" * (256 << 20))
         if data == b"refuse":
             raise ValueError(data)
 

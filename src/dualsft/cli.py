@@ -847,6 +847,9 @@ def main() -> None:
     sys.stdout, sys.stderr = _unbroken(sys.stdout), _unbroken(sys.stderr)
     if sys.stderr is None or not sys.stderr.isatty():  # None: closed
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries in a log
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # read when torch is imported: its threads spin a little, then sleep (benchmarks/threads.py)
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     handler = logging.StreamHandler(sys.stderr)
     verbose = "%(asctime)s %(name)s: " if "--verbose" in given else ""
     handler.setFormatter(_Escaped(f"{verbose}%(message)s"))
@@ -857,4 +860,5 @@ def main() -> None:
     try:
         raise SystemExit(_guarded(app, "--debug" in given))
     finally:
+        library.removeHandler(handler)
         atexit.register(interrupt.release)  # a second Ctrl-C while Python ends is no traceback

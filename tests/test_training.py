@@ -57,6 +57,9 @@ def test_steps_and_floor() -> None:
     assert tiny_plan().num_steps(10) == 6
     assert tiny_plan(epochs=1, min_steps=11).num_steps(10) == 11
     assert tiny_plan(epochs=0, min_steps=11).num_steps(10) == 0
+    assert tiny_plan(epochs=1, min_steps=11, max_epochs=2).num_steps(10) == 6
+    assert tiny_plan(epochs=1, min_steps=5, max_epochs=2).num_steps(10) == 5
+    assert tiny_plan(epochs=3, min_steps=11, max_epochs=2).num_steps(10) == 9, "epochs stay"
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,9 @@ class WarmupConfig:
     warmup examples."""
     min_steps: Whole = 0
     """Minimum number of optimizer steps; epochs are repeated to reach it."""
+    max_epochs: Count | None = None
+    """Most passes that min_steps may ask for: with few examples, more of them learn their mistakes
+    by heart. null: no limit."""
     trainable: Literal["all", "candidates"] = "all"
     """Parameters that the warmup trains: all, or only the candidates (score.candidates)."""
     moments: Moments = "float32"
@@ -521,7 +524,13 @@ def idle_options(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
         names = ("domain", "data_dir", "limit_tasks", "task_batch_size", "backend")
         idle("evaluation.tasks=null", *(f"evaluation.{name}" for name in names))
     if values["warmup.epochs"] == 0:
-        idle("warmup.epochs=0", "warmup.lr", "warmup.batch_size", "warmup.min_steps")
+        idle(
+            "warmup.epochs=0",
+            "warmup.lr",
+            "warmup.batch_size",
+            "warmup.min_steps",
+            "warmup.max_epochs",
+        )
         at_start = "with warmup.epochs=0 (theta_bar = theta_old)"
         if preservation != "none":
             found.append(f"score.preservation={preservation} is exactly zero {at_start}")

@@ -58,16 +58,22 @@ class TrainingPlan:
     pad_id: int
     padding_side: str
     min_steps: int = 0
+    max_epochs: int | None = None
+    """Most epochs that `min_steps` may ask for."""
     max_steps: int | None = None
     checkpointing: bool | None = None
     """Whether backward recomputes activations; None: off until the first out-of-memory."""
 
     def num_steps(self, num_examples: int) -> int:
-        """Number of optimizer steps: all epochs, at least `min_steps`, at most `max_steps`."""
+        """Number of optimizer steps: all epochs, at least `min_steps` (or `max_epochs`), at most
+        `max_steps`."""
         per_epoch = math.ceil(num_examples / self.batch_size)
         if self.epochs == 0:
             return 0
-        steps = max(self.epochs * per_epoch, self.min_steps)
+        least = self.min_steps
+        if self.max_epochs is not None:
+            least = min(least, self.max_epochs * per_epoch)
+        steps = max(self.epochs * per_epoch, least)
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
 

@@ -198,10 +198,8 @@ def sketch_bytes(dim: int, counts: Mapping[str, int]) -> int:
 
 def disk_bytes(ctx: RunContext) -> int:
     """Bytes that this stage writes."""
-    sketches = 0
-    if sketches_wanted(ctx):
-        counts = {role: len(rows) for role, rows in ctx.roles().items()}
-        sketches = sketch_bytes(ctx.config.score.sketch_dim, counts)
+    dim = ctx.config.score.sketch_dim
+    sketches = sketch_bytes(dim, ctx.counts) if sketches_wanted(ctx) else 0
     return (3 * ctx.vector_bytes if vectors_wanted(ctx) else 0) + sketches
 
 

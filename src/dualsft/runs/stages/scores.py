@@ -160,7 +160,7 @@ def _calibrated(
     """(facts for the summary with the checks, scores of the calibrated form, their quantiles)."""
     sketch = sketch_for(ctx, engine)
     assert sketch is not None
-    counts = {role: len(rows) for role, rows in ctx.roles().items()}
+    counts = ctx.counts | {"pool": len(pool)}
     rows = read_sketches(ctx.folder("gradients") / SKETCHES, counts, sketch.dim)
     grad_sum, val_grad = None, None
     if has_vectors(ctx):  # needed, or reused from a run that needed them

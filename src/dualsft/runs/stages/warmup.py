@@ -42,6 +42,8 @@ def settings(ctx: RunContext) -> Settings:
     keys = ("finetune.warmup_ratio", "finetune.micro_batch_size", "score.candidates")
     chosen = ctx.pick("warmup.*", *keys)
     del chosen["warmup.offload"]  # location of the optimizer state: no effect on results
+    if chosen["warmup.max_epochs"] is None:  # a warmup of an earlier version stays valid
+        del chosen["warmup.max_epochs"]
     plan = warmup_plan(ctx)
     chosen |= {"warmup.lr": plan.lr, "warmup.batch_size": plan.batch_size}
     return chosen | ctx.training_settings() | ctx.weight_hashes()
@@ -130,4 +132,5 @@ def warmup_plan(ctx: RunContext) -> TrainingPlan:
         batch_size=warmup.batch_size or plan.batch_size,
         max_grad_norm=0.0,
         min_steps=warmup.min_steps,
+        max_epochs=warmup.max_epochs,
     )

@@ -227,6 +227,7 @@ def settings_of(pool: Pool, seed: int, model: str, extra: Sequence[str]) -> Conf
             f"seed={seed}",
             "warmup.lr=1e-4",
             "warmup.batch_size=16",
+            "warmup.max_epochs=null",
             "finetune.lr=5e-4",
             "finetune.batch_size=16",
             "finetune.epochs=3",

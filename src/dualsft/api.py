@@ -98,7 +98,7 @@ def warmup(
     batch_size: int = 16,
     epochs: int = 1,
     min_steps: int = 64,
-    max_epochs: int | None = 7,
+    max_epochs: int | None = 4,
     candidates: str = "block_linear",
     batch_tokens: int = 1024,
     seed: int = 42,
@@ -108,7 +108,8 @@ def warmup(
 
     All parameters are trained with AdamW as in the warmup of `dualsft run`: mean loss of the
     examples of a batch, cosine schedule, no clipping. There are at least `min_steps`
-    optimizer steps, for which the examples are repeated up to `max_epochs` times. `candidates` names the parameters of ĉ, as the setting score.candidates.
+    optimizer steps, for which the examples are repeated up to `max_epochs` times (None: without
+    limit). `candidates` names the parameters of ĉ, as the setting score.candidates.
     `batch_tokens` limits a forward pass; `seed` orders the examples.
     """
     rows = _examples("examples", examples, model)

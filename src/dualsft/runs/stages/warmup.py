@@ -62,9 +62,12 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
         save_tuned(ctx, ctx.theta_old(), part / "theta_bar")
         return {"steps": 0, "examples": 0}
     if num_steps < FEW_STEPS:
+        cure = "raise split.warm, lower warmup.batch_size, or set warmup.min_steps"
+        if num_steps < plan.min_steps:  # warmup.max_epochs passes were not enough
+            cure = f"raise split.warm; warmup.max_epochs is {plan.max_epochs}"
         ctx.reporter.warn(
             f"the warmup has only {num_steps} steps over {len(examples)} examples; ĉ and θ̄ are "
-            "rough (raise split.warm, lower warmup.batch_size, or set warmup.min_steps)",
+            f"rough ({cure})",
             code="short_warmup",
         )
     model = ctx.theta_old()

@@ -43,7 +43,7 @@ SAMPLE = 1_000
 tokenised whole."""
 LONGEST = 50
 """Number of longest rows, by bytes, to tokenise in addition."""
-BYTES_PER_ROW = 2_000
+BYTES_PER_ROW = 3_000
 """Host memory per row of the pool, whose tokens are on disk: its id, key, loss and the like
 (docs/performance.md, "Large pools")."""
 OFFLOAD_PARTS = 3

@@ -66,12 +66,23 @@ def panels(
 
 def save(figure: Any, path: RunPath) -> list[RunPath]:
     """Save as SVG and PNG without timestamps, so that the same numbers give the same bytes."""
+    _plain_ticks(figure)
     files = _files(path)
     silent = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     for file, metadata in zip(files, (silent, None), strict=True):
         with file.open("wb") as out:
             figure.savefig(out, format=file.suffix[1:], dpi=150, metadata=metadata)
     return files
+
+
+def _plain_ticks(figure: Any) -> None:
+    """Labels such as 1e-03 on log axes: matplotlib's own are TeX, which `panels` turns off."""
+    from matplotlib.ticker import LogFormatter, LogFormatterMathtext
+
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        for which in ("major", "minor"):
+            if isinstance(getattr(axis, f"get_{which}_formatter")(), LogFormatterMathtext):
+                getattr(axis, f"set_{which}_formatter")(LogFormatter())
 
 
 def _files(path: RunPath) -> list[RunPath]:

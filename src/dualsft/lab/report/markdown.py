@@ -54,6 +54,7 @@ def write_report(run: RunPath, out: RunPath | None = None) -> RunPath:
         write_html(run, facts, out)
         write_cards(run, facts, out)
         values = {"name": run.name, "facts": facts, "methods": methods_of(facts)}
+        values["concerns"] = concerns(facts)
         atomic_write_text(path, render("report.md", table=table, run=run, **values))
     return path
 

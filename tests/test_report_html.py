@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from huggingface_hub import ModelCard
 from conftest import corpus_rows, write_jsonl
+from huggingface_hub import ModelCard
 from places import place
 from report_pages import ARABIC, EMOJI, HOSTILE, copy, hostile_run, read_page, replaced, seal
 from safetensors.numpy import load_file
@@ -533,6 +533,15 @@ def test_runs_side_by_side(make_run: Callable[..., Path], tmp_path: Path) -> Non
         write_reports([a, a], None)
     with pytest.raises(ConfigError, match="one of the runs"):
         write_reports([a, b], a)
+
+
+def test_a_method_that_was_not_named_has_its_name_side_by_side(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    a, b = make_run(out="a"), make_run("method.data=random", out="b")
+    write_reports([a, b], tmp_path / "both")
+    text = (tmp_path / "both/report.md").read_text()
+    assert '| method.data | "dualsft" | "random" |' in text and "| method.params |" not in text
 
 
 def test_masks_side_by_side(make_run: Callable[..., Path], tmp_path: Path) -> None:

@@ -108,7 +108,8 @@ def warmup(
 
     All parameters are trained with AdamW as in the warmup of `dualsft run`: mean loss of the
     examples of a batch, cosine schedule, no clipping. There are at least `min_steps`
-    optimizer steps, for which the examples are repeated up to `max_epochs` times. `candidates` names the parameters of ĉ, as the setting score.candidates.
+    optimizer steps, for which the examples are repeated up to `max_epochs` times. `candidates`
+    names the parameters of ĉ, as the setting score.candidates.
     `batch_tokens` limits a forward pass; `seed` orders the examples.
     """
     rows = _examples("examples", examples, model)

@@ -146,7 +146,7 @@ def signed_axis(axes: Any, which: str, values: Sequence[float], scale: float) ->
     places = {scale * math.sinh(part * end) for end in (low, high) for part in (0.6, 1.0)}
     rounded = {float(f"{place:.0e}") for place in places}  # put ticks at the value of their label
     ticks = sorted({0.0, *rounded} if low < 0 < high else rounded)
-    labels = ["0" if t == 0 else f"{t:.0e}".replace("e-0", "e-") for t in ticks]
+    labels = [f"{t:.1g}".replace("e-0", "e-") for t in ticks]
     getattr(axes, f"set_{which}scale")("asinh", linear_width=scale)
     getattr(axes, f"set_{which}ticks")(ticks, labels, fontsize=7)
     axes.minorticks_off()

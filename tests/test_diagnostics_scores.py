@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import oracle
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import small_run
@@ -337,6 +338,68 @@ def test_histograms(lab: Lab) -> None:
         assert moved <= 0.01 * len(scores) + 4  # what lies within rounding of an edge
         inside = (scores >= edges[len(edges) // 2]).sum()
         assert abs(sum(mine["counts"][len(edges) // 2 :]) - inside) <= 3
+
+
+LITERAL, CALIBRATED = "predicted loss decrease (nats)", "calibrated score"
+
+
+@pytest.mark.parametrize(
+    ("words", "unit", "data", "params"),
+    [
+        (["method.params=random"], LITERAL, None, "method.params=random"),
+        (["method.data=random"], LITERAL, "method.data=random", None),
+        (["select.lengths=balanced"], LITERAL, "select.lengths", None),
+        (["select.duplicates=exact", "score.mode=two_pass"], LITERAL, None, None),
+        (["score.form=calibrated", "score.sketch_dim=64"], CALIBRATED, None, None),
+    ],
+)
+def test_a_cut_off_is_that_of_the_run(
+    words: list[str],
+    unit: str,
+    data: str | None,
+    params: str | None,
+    make_run: Callable[..., Path],
+) -> None:
+    run = make_run(*words)
+    files = diagnose(run, Wanted.of(["histograms", "heatmap"], []), Reporter(lambda _: None))
+    found = {f.stem: json.loads(f.read_text())["result"] for f in files if f.suffix == ".json"}
+    picture = (run / "diagnostics/histograms.svg").read_text()
+    for side, rule in (("examples", data), ("params", params)):
+        facts = found["histograms"][side]
+        assert facts["chosen_by"] == rule and (facts["cutoff"] is None) == (rule is not None)
+        assert rule is None or f"the run selected by {rule}," in picture
+    assert picture.count("<!-- cut-off: ") == (data is None) + (params is None)
+    assert f"<!-- {unit} -->" in picture
+    if data is None:
+        table = pq.read_table(run / "4_scores/examples.parquet").to_pydict()
+        scores = dict(zip(table["id"], table["score"], strict=True))
+        again = pq.read_table(run / "5_selection/rescored.parquet").to_pydict()
+        scores |= dict(zip(again["id"], again["score"], strict=True))
+        chosen = json.loads((run / "5_selection/ids.json").read_text())
+        facts = found["histograms"]["examples"]
+        assert facts["cutoff"] == min(scores[name] for name in chosen)
+    assert found["heatmap"]["chosen_by"] == params
+    picture = (run / "diagnostics/heatmap.svg").read_text()
+    assert (f"<!-- selected by {params}," in picture) == (params is not None)
+
+
+def test_a_run_without_vectors_computes_them_once_and_only_on_request(
+    make_run: Callable[..., Path],
+) -> None:
+    words = ("score.form=calibrated", "score.sketch_dim=64", "method.params=random")
+    run, said = make_run(*words), list[str]()
+    cheap = Wanted.of([], [])
+    files = diagnose(run, cheap, Reporter(said.append))
+    assert {f.stem for f in files} == {"param_statistics"}
+    assert not any("computing them" in line for line in said)
+    lines = dict(line.split(maxsplit=1) for line in [*others(run, cheap)][1:])
+    words = "first, once per command, G, v_new and v_prior, which the run does not have"
+    assert all(words in lines[name] for name in ("data_statistics", "heatmap", "histograms"))
+    diagnose(run, Wanted.of(["heatmap", "histograms"], []), Reporter(said.append))
+    assert sum("computing them" in line for line in said) == 1
+    assert sum("started: " in line and words in line for line in said) == 2
+    manifests, one = read_manifests(RunPath(run))[0], registry()["heatmap"]
+    assert seconds(one, one.options(), manifests) == manifests["gradients"]["seconds"]
 
 
 def test_preservation(lab: Lab) -> None:

@@ -117,7 +117,8 @@ def test_queries_through_the_engine(architecture: str) -> None:
     engine = GhostEngine(model, find_candidates(model, "block_linear"))
     sketch = Sketch(64, seed=3, purpose="calibrated")
     passes = PassSettings(batch_tokens=64, pad_id=0, padding_side="right")
-    silent = Reporter(lambda _: None)
+    said: list[str] = []
+    silent = Reporter(said.append)
     stored = pool_gradient(engine, pool, passes, silent, sketch=sketch)[1].sketches
     assert stored is not None
 
@@ -125,6 +126,8 @@ def test_queries_through_the_engine(architecture: str) -> None:
         return sketch_queries(engine, sketch, queries, stored, pool, 0, passes, silent)
 
     made, losses, checked = ask(sketch)
+    label = "queries (4) and pool examples again, as a check (3)"
+    assert any(line.startswith(f"{label}: 7/7 examples (100 %)") for line in said)
     names = list(engine.candidates)
 
     def expected(examples: list[Example]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from places import place
 
-from dualsft.lab.plots import draw_comparison
+from dualsft.lab.plots import draw_comparison, panels, save
 
 LEARNS = {"loss.new": 0.5, "kl.new": 2.0, "kl.old": 0.01, "kl.code": 0.03}
 FORGETS = {"loss.new": 1.5, "kl.new": 0.1, "kl.old": 1.0, "kl.code": 3.0}
@@ -93,3 +93,18 @@ def test_planes_need_no_resource_table_and_titles_keep_their_files(tmp_path: Pat
         ]
         frontiers = [n for n in names if n.startswith("frontier")]
         assert frontiers == (["frontier_time_a___b"] if len(tables) == 4 else [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "label"),
+    [("log", [1e-3, 1e3], "1e−03"), ("log", [2.0, 5.0], "3"), ("symlog", [0, 50], "10")],
+)
+def test_no_tick_label_is_tex(kind: str, values: list[float], label: str, tmp_path: Path) -> None:
+    figure, (axes,) = panels()
+    axes.plot(values, values)
+    axes.set_xscale(kind)
+    axes.set_yscale(kind)
+    axes.set_title("costs $5")
+    text = save(figure, place(tmp_path) / "ticks")[0].read_text()
+    assert "mathdefault" not in text and text.count(f"<!-- {label} -->") == 2
+    assert "<!-- costs $5 -->" in text

@@ -56,7 +56,11 @@ def test_summary_lines(
     monkeypatch.setenv("DUALSFT_CACHE", str(tmp_path / "cache"))
     overrides = [f"model.path={model_folder('llama')}", "data.max_length=200"]
     config = settings.load("quickstart", overrides)
-    lines = list(run_quickstart(config, tmp_path / "run", Reporter(lambda _: None)))
+    said: list[str] = []
+    lines = list(run_quickstart(config, tmp_path / "run", Reporter(said.append)))
+    (told,) = [i for i, line in enumerate(said) if line.startswith("for comparison, ")]
+    assert re.search(r"one more pass over the pool, about \d+:\d\d; not in the table", said[told])
+    assert next(i for i, line in enumerate(said) if "absolute λ, for comparison" in line) > told
     text = "\n".join(lines)
     parts = [
         "new skill",

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from conftest import corpus_rows, write_jsonl
 from huggingface_hub import ModelCard
 from places import place
 from report_pages import ARABIC, EMOJI, HOSTILE, copy, hostile_run, read_page, replaced, seal
@@ -290,6 +291,7 @@ LOSSES = {"validation": {"before": {"loss": 2.0}, "after": {"loss": 1.0}}}
         ({"num_nonpositive_examples": 3}, "Negative scores among the selected examples"),
         ({"num_nonpositive_params": 3}, "Negative scores among the selected entries"),
         ({"near_ties": 2}, "Ties at the boundary"),
+        ({"near_ties": 2, "dtype": "bfloat16"}, "Ties at the boundary"),
         ({"response_tokens_selected": 160.0}, "Length drift"),
         ({"response_tokens_selected": 60.0}, "Length drift"),
         ({"code": "short_warmup"}, "Short warmup"),
@@ -302,11 +304,12 @@ LOSSES = {"validation": {"before": {"loss": 2.0}, "after": {"loss": 1.0}}}
     ],
 )
 def test_each_warning_has_meaning_and_cure(change: dict[str, Any], title: str | None) -> None:
-    after = {"loss": change.get("loss", 1.0)}
+    after, dtype = {"loss": change.get("loss", 1.0)}, change.get("dtype", "float32")
     facts = {
         "warnings": {"warmup": ["what was said"] if "code" in change else []},
         "warning_codes": {"warmup": [change["code"]] if change.get("code") else []},
         "outdated": change.get("outdated", []),
+        "manifests": {"gradients": {"fingerprint": {"settings": {"dtype": dtype}}}},
         "scores": SCORES | {k: v for k, v in change.items() if k in SCORES},
         "selection": CHOSEN | {k: v for k, v in change.items() if k in CHOSEN},
         "evaluation": {"files": {"validation": LOSSES["validation"] | {"after": after}}},
@@ -314,6 +317,7 @@ def test_each_warning_has_meaning_and_cure(change: dict[str, Any], title: str | 
     found = concerns(facts)
     assert [c.title for c in found] == ([title] if title else [])
     assert all(len(c.meaning) > 30 and len(c.cure) > 5 for c in found)
+    assert any("model.dtype=float32" in c.cure for c in found) == (dtype == "bfloat16")
     if "code" in change and title is not None:
         assert "what was said" in found[0].found
 
@@ -338,6 +342,16 @@ def test_every_code_that_the_package_warns_with_is_known_to_the_report() -> None
         if word.arg == "code" and isinstance(word.value, ast.Constant)
     }
     assert given == {*known_warnings(), *COUNTED}
+
+
+def test_both_reports_have_the_same_warnings(finished: Path) -> None:
+    found = concerns(load_summaries(place(finished)))
+    assert len(found) > 2
+    text, page = (finished / "report.md").read_text(), read_page(finished)[0]
+    listed = text.partition("## Warnings\n")[2].partition("\nSettings:")[0]
+    assert re.findall(r"^- \*\*(.*?)\.\*\* ", listed, re.M) == [c.title for c in found]
+    assert page.count('<div class="warning">') == len(found)
+    assert all(c.cure in listed and c.meaning in listed for c in found)
 
 
 def test_loss_and_perplexity_are_told_apart(finished: Path) -> None:
@@ -411,6 +425,31 @@ def test_the_cut_off_of_a_reversed_selection(make_run: Callable[..., Path]) -> N
     assert f">cut-off {(max(chosen) + min(rest)) / 2:.3g}</span>" in part
     assert ">predicted decrease of the validation loss (nats)</p>" in part
     assert ">examples per bin</figcaption>" in part and part.count('class="cut"') == 1
+
+
+@pytest.mark.parametrize("method", ["dualsft", "dualsft_reversed"])
+def test_repeats_that_were_passed_over_hide_no_cut_off(
+    method: str, make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    rows = corpus_rows()
+    rows += [dict(row) for row in rows[:60]]  # copies of good and of bad rows
+    words = ["select.duplicates=exact", "score.mode=two_pass", f"method.data={method}"]
+    file = write_jsonl(tmp_path / "copies.jsonl", rows)
+    page, data = read_page(make_run(f"data.path={file}", *words))
+    columns, sign = unpack(data["examples-data"]), 1 if method == "dualsft" else -1
+    both = list(zip(columns["score"], columns["state"], strict=True))
+    chosen, rest = ([sign * x for x, s in both if s == state] for state in (0, 1))
+    better = [x for x in rest if x > min(chosen)]
+    cut = sign * (min(chosen) + max(x for x in rest if x <= min(chosen))) / 2
+    part = scores_part(page)
+    assert better and f">cut-off {cut:.3g}</span>" in part
+    words = f"; {len(better)} of the rejected score better and were passed over because they repeat"
+    assert words in part and "no cut-off" not in part
+
+
+def test_quotas_that_overlap_are_not_taken_for_repeats(make_run: Callable[..., Path]) -> None:
+    run = make_run("select.duplicates=exact", "score.mode=two_pass", "select.lengths=balanced")
+    assert "there is no cut-off" in scores_part(read_page(run)[0])
 
 
 def test_scores_of_another_method_have_their_own_unit(make_run: Callable[..., Path]) -> None:
@@ -494,6 +533,15 @@ def test_runs_side_by_side(make_run: Callable[..., Path], tmp_path: Path) -> Non
         write_reports([a, a], None)
     with pytest.raises(ConfigError, match="one of the runs"):
         write_reports([a, b], a)
+
+
+def test_a_method_that_was_not_named_has_its_name_side_by_side(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    a, b = make_run(out="a"), make_run("method.data=random", out="b")
+    write_reports([a, b], tmp_path / "both")
+    text = (tmp_path / "both/report.md").read_text()
+    assert '| method.data | "dualsft" | "random" |' in text and "| method.params |" not in text
 
 
 def test_masks_side_by_side(make_run: Callable[..., Path], tmp_path: Path) -> None:

@@ -111,8 +111,8 @@ def sketch_queries(
     sketches, these are of another model, seed or split, and the scores would mean nothing; `where`
     names them in the error.
     """
-    label = "queries"
     probes = np.random.default_rng([seed, 22]).permutation(len(examples))[:NUM_PROBES]
+    label = f"queries ({len(queries):,}) and pool examples again, as a check ({len(probes):,})"
     rows = [*queries, *(examples[i] for i in probes)]
     with precise(passes.precision, "directions", label, reporter.warn, engine.model) as (wide,):
         at = engine.on(wide)

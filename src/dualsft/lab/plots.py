@@ -66,12 +66,23 @@ def panels(
 
 def save(figure: Any, path: RunPath) -> list[RunPath]:
     """Save as SVG and PNG without timestamps, so that the same numbers give the same bytes."""
+    _plain_ticks(figure)
     files = _files(path)
     silent = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     for file, metadata in zip(files, (silent, None), strict=True):
         with file.open("wb") as out:
             figure.savefig(out, format=file.suffix[1:], dpi=150, metadata=metadata)
     return files
+
+
+def _plain_ticks(figure: Any) -> None:
+    """Labels such as 1e-03 on log axes: matplotlib's own are TeX, which `panels` turns off."""
+    from matplotlib.ticker import LogFormatter, LogFormatterMathtext
+
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        for which in ("major", "minor"):
+            if isinstance(getattr(axis, f"get_{which}_formatter")(), LogFormatterMathtext):
+                getattr(axis, f"set_{which}_formatter")(LogFormatter())
 
 
 def _files(path: RunPath) -> list[RunPath]:
@@ -135,7 +146,7 @@ def signed_axis(axes: Any, which: str, values: Sequence[float], scale: float) ->
     places = {scale * math.sinh(part * end) for end in (low, high) for part in (0.6, 1.0)}
     rounded = {float(f"{place:.0e}") for place in places}  # put ticks at the value of their label
     ticks = sorted({0.0, *rounded} if low < 0 < high else rounded)
-    labels = ["0" if t == 0 else f"{t:.0e}".replace("e-0", "e-") for t in ticks]
+    labels = [f"{t:.1g}".replace("e-0", "e-") for t in ticks]
     getattr(axes, f"set_{which}scale")("asinh", linear_width=scale)
     getattr(axes, f"set_{which}ticks")(ticks, labels, fontsize=7)
     axes.minorticks_off()

@@ -49,7 +49,7 @@ from dualsft.runs.preflight import FOLDERS, reading, shown_files
 from dualsft.runs.stages.split import read_split
 from dualsft.storage.manifest import damage, read_stage_manifest, sha256_file
 from dualsft.storage.resume import Pieces
-from dualsft.storage.vectors import LazyVector, accumulation_dtype
+from dualsft.storage.vectors import LazyVector, Vector, accumulation_dtype
 from dualsft.system.paths import Place, RunPath
 from dualsft.system.progress import Reporter
 from dualsft.system.usage import cache_root, limit_memory
@@ -76,6 +76,8 @@ class RunContext:
     """Memory plan of each walk of the current stage, by label."""
     split_counts: dict[str, int] | None = None
     """Rows by role, for tools that run no stage; None: as the split stage wrote them."""
+    vectors: tuple[Vector, Vector, Vector] | None = None
+    """v_new, v_prior and G of a run that has not stored them, once computed (`vectors_now`)."""
 
     def folder(self, stage: str) -> RunPath:
         return self.rundir.path / FOLDERS[stage]

@@ -157,6 +157,8 @@ class Diagnostic:
     options: type = NoOptions
     cheap: bool = False
     """Whether `dualsft diagnose RUN` without names runs it: about a pass over the pool at most."""
+    vectors: bool = True
+    """Whether it reads G, v_new and v_prior, which are computed first for a run without them."""
     needs: tuple[str, ...] = ("scores", "selection")
     """Stages of the run that it reads; earlier stages are then available too."""
     reports: tuple[str, ...] = ()
@@ -196,6 +198,7 @@ _DIAGNOSTICS = (
         paper="Table selected_param_stats_app; appendix selection_statistics",
         cost="reads the mask",
         cheap=True,
+        vectors=False,
     ),
     Diagnostic(
         "heatmap",
@@ -328,6 +331,8 @@ class Wanted:
 
     diagnostics: list[Diagnostic]
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    named: bool = True
+    """False: the cheap ones, so those that are not cheap for a run are left out."""
 
     @classmethod
     def of(cls, names: list[str], words: list[str]) -> Wanted:
@@ -335,7 +340,8 @@ class Wanted:
 
         Reports all problems with the names, or with the words, at once.
         """
-        known, available = registry(), f"available: all, {', '.join(registry())}"
+        known, named = registry(), bool(names)
+        available = f"available: all, {', '.join(registry())}"
         problems = [
             f"{name}: no such diagnostic; {did_you_mean(name, [ALL, *known], available)}"
             for name in names
@@ -364,7 +370,7 @@ class Wanted:
                 problems += problem.problems
         if problems:
             raise ConfigError(problems)
-        return cls([*chosen.values()], options)
+        return cls([*chosen.values()], options, named)
 
 
 # --- hashes of the results -----------------------------------------------------------------------

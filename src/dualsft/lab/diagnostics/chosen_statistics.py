@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from dualsft.memory.placement import at_hand
 from dualsft.model.load import locate
 from dualsft.runs.context import pass_settings
 from dualsft.runs.stages.gradients import read_pool
+from dualsft.runs.stages.scores import read_scores
 from dualsft.storage.vectors import reduction_dtype
 
 TOP_LAYERS = 5
@@ -265,6 +266,7 @@ def heatmap(job: DiagnosticJob) -> dict[str, Any]:
         "modules": modules,
         "mean_abs_score": table(0),
         "selected_share": None if mask is None else table(2),
+        "chosen_by": other_rule(job, "params"),
     }
 
 
@@ -287,29 +289,57 @@ def draw_heatmap(result: Result) -> Figures:
         one.set_yticks(range(0, len(layers), every), layers[::every], fontsize=8)
         one.set_ylabel("layer")
         figure.colorbar(image, ax=one, label=label)
+    if len(axes) > 1 and (rule := result.get("chosen_by")):
+        axes[1].set_title(f"selected by {rule},\nnot by these scores", fontsize=8)
     return {"": figure}
 
 
+def other_rule(job: DiagnosticJob, axis: Literal["data", "params"]) -> str | None:
+    """What the run selected by on this axis in place of the largest scores; None if by these."""
+    select, entry = job.ctx.config.select, job.ctx.methods.entries[axis]
+    assert entry is not None
+    if entry.name != "dualsft":
+        return f"method.{axis}={entry.name}"
+    if select.rounds:
+        return "select.rounds"
+    if axis == "data" and select.per_source is not None:
+        return "select.per_source"
+    if axis == "data" and select.lengths != "any":
+        return "select.lengths"
+    return None
+
+
 def histograms(job: DiagnosticJob) -> dict[str, Any]:
-    """Counts of both scores in bins that are equally spaced in asinh(score / median |score|)."""
+    """Counts of both scores in bins that are equally spaced in asinh(score / median |score|).
+
+    The cut-off is that of the run; None if the run did not select the largest of these scores.
+    """
     k, b = job.budgets
-    at = warm_surrogate(job)
-    scores, cutoff = at.scores(), at.mask(k).threshold
+    at, rules = warm_surrogate(job), {axis: other_rule(job, axis) for axis in ("data", "params")}
+    scores = at.scores()
+    cutoff = None if rules["params"] else at.mask(k).threshold
     (sample,), _ = sampled([scores], SCALE_SAMPLE, job.rng("histogram"))
     params = _histogram(lambda: (part for _, part in chunks(scores)), sample, cutoff)
     known, bound = job.known_scores()
-    if known is None:
+    unit = plots.SCORE
+    if known is None and (found := read_scores(job.ctx.folder("scores"), job.scoring.pool)):
+        known, unit = found[0], "calibrated score"
+    elif known is None:
         known = at.pool_scores() * at.eta_sc
-    cutoff, values = float(known[at.best(known, b)].min()), torch.from_numpy(known)
+    cutoff, ids = None, job.selected_ids
+    if ids is not None and not rules["data"]:
+        cutoff = float(known[[e.id in ids for e in job.scoring.pool]].min())
+    values = torch.from_numpy(known)
     examples = _histogram(lambda: [values], known, cutoff)
+    examples |= {"selected": b, "largest_bound": float(bound.max()), "unit": unit}
     return {
-        "params": params | {"selected": k},
-        "examples": examples | {"selected": b, "largest_bound": float(bound.max())},
+        "params": params | {"selected": k, "chosen_by": rules["params"]},
+        "examples": examples | {"chosen_by": rules["data"]},
     }
 
 
 def _histogram(
-    parts: Callable[[], Iterable[Tensor]], sample: np.ndarray, cutoff: float
+    parts: Callable[[], Iterable[Tensor]], sample: np.ndarray, cutoff: float | None
 ) -> dict[str, Any]:
     """Histogram of the values in `parts`, which is read twice; `sample` sets the scale."""
     extremes = [(float(part.min()), float(part.max()), part.numel()) for part in parts()]
@@ -340,19 +370,22 @@ def _histogram(
 
 
 def draw_histograms(result: Result) -> Figures:
-    """Histograms of both scores on log-like axes, with the cut-off."""
+    """Histograms of both scores on log-like axes, with the run's cut-off if it has one."""
     figure, axes = plots.panels(1, 2)
     for one, (side, title) in zip(axes, SIDES.items(), strict=True):
         facts = result[side]
         one.stairs(
             facts["counts"], facts["edges"], fill=True, color=COLOURS[5], edgecolor=COLOURS[0]
         )
-        label = f"cut-off: {facts['selected']:,} of {facts['total']:,} selected"
-        one.axvline(facts["cutoff"], color=COLOURS[1], linestyle="--", label=label)
+        if facts["cutoff"] is not None:
+            label = f"cut-off: {facts['selected']:,} of {facts['total']:,} selected"
+            one.axvline(facts["cutoff"], color=COLOURS[1], linestyle="--", label=label)
+            plots.legend_above(one)
+        if rule := facts.get("chosen_by"):
+            one.set_title(f"the run selected by {rule},\nnot the largest of these", fontsize=8)
         plots.signed_axis(one, "x", facts["edges"], facts["scale"])
         one.set_yscale("symlog", linthresh=1)
         one.set_ylim(0, 2 * max(facts["counts"]))
-        one.set_xlabel(plots.SCORE)
+        one.set_xlabel(facts.get("unit", plots.SCORE))
         one.set_ylabel(f"{title} per bin")
-        plots.legend_above(one)
     return {"": figure}

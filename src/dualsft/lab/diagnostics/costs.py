@@ -81,6 +81,12 @@ STEPS: dict[str, Count] = {
 }
 
 
+def lacks_vectors(one: Diagnostic, manifests: Mapping[str, Any]) -> bool:
+    """Whether it reads G, v_new and v_prior, and the run has none (`recommended`)."""
+    files = manifests.get("gradients", {}).get("files", {"grad_sum.safetensors": None})
+    return one.vectors and "grad_sum.safetensors" not in files
+
+
 def seconds(one: Diagnostic, options: Any, manifests: Mapping[str, Any]) -> float | None:
     """Rough seconds of a diagnostic; None if the run did not measure what it needs."""
     counts = manifests["split"]["facts"]["counts"]
@@ -88,12 +94,15 @@ def seconds(one: Diagnostic, options: Any, manifests: Mapping[str, Any]) -> floa
     steps = int(tuned.get("facts", {}).get("steps", 0))
     sizes = Work(counts["val"], counts["anchor"], counts["pool"], steps)
     examples, training = EXAMPLES.get(one.name), STEPS.get(one.name)
-    total = 0.0
+    passed = sizes.val + 2 * sizes.anchor + sizes.pool
+    walked = passed if lacks_vectors(one, manifests) else 0
     if examples is not None:
         if "gradients" not in manifests:
             return None
-        passed = sizes.val + 2 * sizes.anchor + sizes.pool
-        total += examples(options, sizes) * manifests["gradients"]["seconds"] / max(1, passed)
+        walked += examples(options, sizes)
+    total = 0.0
+    if walked:
+        total += walked * manifests["gradients"]["seconds"] / max(1, passed)
     if training is not None:
         if not steps:
             return None
@@ -106,6 +115,10 @@ def told(one: Diagnostic, options: Any, manifests: Mapping[str, Any]) -> str:
     time = None
     with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # reported when it runs
         time = seconds(one, options, manifests)
+    cost = one.cost
+    if lacks_vectors(one, manifests):
+        cost += "; first, once per command, G, v_new and v_prior, which the run does not have: a "
+        cost += "pass over validation, anchors and pool"
     if time is None:
-        return one.cost
-    return f"{one.cost}; {'seconds' if time < 10 else f'roughly {clock(time)}'}"
+        return cost
+    return f"{cost}; {'seconds' if time < 10 else f'roughly {clock(time)}'}"

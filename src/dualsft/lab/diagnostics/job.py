@@ -49,7 +49,7 @@ from dualsft.lab.diagnostics import (
     registry,
     seal,
 )
-from dualsft.lab.diagnostics.costs import told
+from dualsft.lab.diagnostics.costs import lacks_vectors, told
 from dualsft.lab.plots import save
 from dualsft.memory.placement import at_hand, blank
 from dualsft.model.load import text_parameters
@@ -98,7 +98,7 @@ def diagnose(
     files: list[RunPath] = []
     with ctx.rundir.lock():
         out.mkdir(exist_ok=True)
-        for one in wanted.diagnostics:
+        for one in _affordable(wanted, manifests):
             absent = [s for s in one.needs if s not in manifests or s in stale]
             if absent:
                 raise RunError(
@@ -118,12 +118,19 @@ def diagnose(
 def others(folder: Place, wanted: Wanted) -> Iterator[str]:
     """What `dualsft diagnose` left out, one line each, with the cost on this run."""
     manifests = read_manifests(run_path(folder))[0]
-    left = [one for one in registry().values() if one not in wanted.diagnostics]
+    done = _affordable(wanted, manifests)
+    left = [one for one in registry().values() if one not in done]
     if left:
         yield "not run; name them, or give all:"
     width = max((len(one.name) for one in left), default=0)
     for one in left:
         yield f"  {one.name:<{width}}  {told(one, one.options(), manifests)}"
+
+
+def _affordable(wanted: Wanted, manifests: Mapping[str, Any]) -> list[Diagnostic]:
+    """The diagnostics to run: those named, or those that are cheap for this run."""
+    every = wanted.diagnostics
+    return [one for one in every if wanted.named or not lacks_vectors(one, manifests)]
 
 
 def _inputs(one: Diagnostic, options: Any, manifests: Mapping[str, Any]) -> dict[str, Any]:

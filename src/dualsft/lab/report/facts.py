@@ -350,7 +350,9 @@ def concerns(facts: Facts) -> list[Concern]:
     if "scores" in facts:
         found += _of_scores(facts["scores"])
     if "selection" in facts:
-        found += _of_selection(facts["selection"])
+        read = facts.get("manifests", {}).get("gradients", {})
+        dtype = read.get("fingerprint", {}).get("settings", {}).get("dtype", "")
+        found += _of_selection(facts["selection"], dtype in ("bfloat16", "float16"))
     if "evaluation" in facts:
         found += _of_evaluation(facts["evaluation"])
     return [*found, *few, *notes]
@@ -403,7 +405,7 @@ def _times(a: float, b: float) -> str:
     return f"{a / b:.1f} times" if b > 0 else "far above"
 
 
-def _of_selection(chosen: Mapping[str, Any]) -> Iterator[Concern]:
+def _of_selection(chosen: Mapping[str, Any], half: bool) -> Iterator[Concern]:
     for key, budget, what, total in (
         ("num_nonpositive_examples", "select.data_budget", "examples", chosen.get("b")),
         ("num_nonpositive_params", "select.param_budget", "entries", chosen.get("k")),
@@ -422,7 +424,9 @@ def _of_selection(chosen: Mapping[str, Any]) -> Iterator[Concern]:
             f"{chosen['near_ties']:,} examples lie within rounding of the cut-off.",
             "Which of them are in and which are out is chance; the rest of the selection is not "
             "touched by it.",
-            "Nothing, unless they are many; then score with model.dtype=float32.",
+            "Nothing, unless they are many; then score with model.dtype=float32."
+            if half
+            else "Nothing needs to be done.",
         )
     if "response_tokens_pool" not in chosen:
         return

@@ -365,14 +365,41 @@ def _histogram(facts: Facts, examples: Examples) -> dict[str, Any] | None:
     chosen, rest = (score[known & examples.in_state(x)] for x in ("selected", "rejected"))
     if not len(chosen):
         return None
+    repeats = _better_repeats(facts, examples, chosen, rest)
+    note = "dashed: the cut-off"
+    if count := int(repeats.sum()):
+        note += (
+            f"; {count:,} of the rejected score better and were passed over because they repeat "
+            "others (select.duplicates)"
+        )
     unit = "predicted decrease of the validation loss (nats)"
     if "baseline_scores.parquet" in facts["manifests"]["selection"]["files"]:
         unit = f"score of {facts['selection']['methods']['data']}, larger is better"
-    return histogram(chosen, rest, cut_off(chosen, rest), unit)
+    return histogram(chosen, rest, cut_off(chosen, rest[~repeats]), unit, note)
+
+
+def _better_repeats(
+    facts: Facts, examples: Examples, chosen: np.ndarray, rest: np.ndarray
+) -> np.ndarray:
+    """Which of `rest` were passed over as repeats of others though they score better than the last
+    of `chosen`. None where quotas or inexact scores leave other reasons."""
+    found = facts["selection"]
+    asked = facts["manifests"]["selection"]["fingerprint"]["settings"]  # names what is not usual
+    repeated = "select.duplicates" in asked and "score_threshold" in found
+    quotas = "select.per_source" in asked or "select.lengths" in asked
+    if not repeated or quotas or np.nan_to_num(examples.numbers("bound")).any():
+        return np.zeros(len(rest), bool)
+    if found["methods"]["data"] == "dualsft_reversed":
+        return rest < chosen.max()
+    return rest > chosen.min()
 
 
 def histogram(
-    chosen: np.ndarray, rest: np.ndarray, cut: float | None, label: str
+    chosen: np.ndarray,
+    rest: np.ndarray,
+    cut: float | None,
+    label: str,
+    note: str = "dashed: the cut-off",
 ) -> dict[str, Any] | None:
     """Stacked histogram of the scores of selected and rejected examples, with the cut-off.
 
@@ -409,9 +436,10 @@ def histogram(
         near = {low: zero < CLOSE, high: 100 - zero < CLOSE}
         ticks = {edge: anchor for edge, anchor in ticks.items() if not near[edge]} | {0: "middle"}
         lines.append((zero, "axis"))
-    note, cut_label = "the two overlap, so there is no cut-off", None
-    if cut is not None:
-        note = "dashed: the cut-off"
+    cut_label = None
+    if cut is None:
+        note = "the two overlap, so there is no cut-off"
+    else:
         lines.append((across(cut), "cut"))
         cut_label = (min(max(across(cut), CLOSE / 2), 100 - CLOSE / 2), f"cut-off {cut:.3g}")
     return {

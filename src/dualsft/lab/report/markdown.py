@@ -54,6 +54,7 @@ def write_report(run: RunPath, out: RunPath | None = None) -> RunPath:
         write_html(run, facts, out)
         write_cards(run, facts, out)
         values = {"name": run.name, "facts": facts, "methods": methods_of(facts)}
+        values["concerns"] = concerns(facts)
         atomic_write_text(path, render("report.md", table=table, run=run, **values))
     return path
 
@@ -99,7 +100,7 @@ def _side_by_side(facts: Mapping[RunPath, Facts], out: RunPath) -> list[RunPath]
         "Results": _results(found),
         "Agreement of the selections": _agreement(runs, found, names),
         "Warnings": [["warnings", *map(_titles, found)]],
-        "Settings that differ": _differences([dict(flat(one["config"])) for one in found]),
+        "Settings that differ": _differences([_settings(one) for one in found]),
     }
     values = {
         "title": f"{len(names)} runs side by side",
@@ -247,6 +248,15 @@ def _jaccard(a: set[str], b: set[str]) -> float:
 
 def _titles(facts: Facts) -> str:
     return "; ".join(dict.fromkeys(c.title for c in concerns(facts))) or "none"
+
+
+def _settings(facts: Facts) -> dict[str, Any]:
+    """The settings by key; methods by the names that select.variant stands for."""
+    found = dict(flat(facts["config"]))
+    for axis, name in methods_of(facts).items():
+        if found.get(key := f"method.{axis}", name) is None:
+            found[key] = name
+    return found
 
 
 def _differences(configs: Sequence[Mapping[str, Any]]) -> Rows:

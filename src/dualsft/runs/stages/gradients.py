@@ -176,14 +176,18 @@ def some_layers(ctx: RunContext) -> bool:
 
 
 def vectors_now(ctx: RunContext, engine: GhostEngine) -> tuple[Vector, Vector, Vector]:
-    """(v_new, v_prior, G), for a run whose gradients stage did not need them."""
+    """(v_new, v_prior, G), for a run whose gradients stage did not need them; computed once."""
+    if ctx.vectors is not None:
+        return ctx.vectors
     ctx.reporter.say(
         "the run needed no G, v_new and v_prior; computing them (score.keep saves them)"
     )
     roles, passes = ctx.roles(), pass_settings(ctx)
     val_grad = validation_gradient(engine, roles["val"], passes, ctx.reporter)[0].held()
     prior_grad = prior_of(ctx, engine, roles["anchor"], passes)[0].held()
-    return val_grad, prior_grad, pool_gradient(engine, roles["pool"], passes, ctx.reporter)[0]
+    grad_sum = pool_gradient(engine, roles["pool"], passes, ctx.reporter)[0]
+    ctx.vectors = (val_grad, prior_grad, grad_sum)
+    return ctx.vectors
 
 
 def has_vectors(ctx: RunContext) -> bool:

@@ -3,6 +3,9 @@
 Your arguments, chat template, columns and callbacks stay; the lines with `dualsft` are ours.
 
     python examples/trl_sft.py MODEL_FOLDER ROWS.jsonl OUT
+
+ROWS.jsonl needs the columns of TRL: `prompt` and `completion`, or `messages`. From a finished run,
+`dualsft export data RUN ROWS.jsonl --format trl` writes its selected rows so.
 """
 
 import sys

@@ -25,6 +25,8 @@ from dualsft.integrations.peft import write_adapter
 from dualsft.model.delta import COMPACT, Delta, compact, merge
 from dualsft.model.resolve import weights_hash
 from dualsft.storage.gaps import to_gaps
+from dualsft.storage.manifest import FORMAT_VERSION, seal
+from dualsft.system.paths import RunPath
 
 Folders = Callable[[str], Path]
 IDS = torch.arange(3, 15).view(1, -1)
@@ -257,6 +259,30 @@ def test_a_malformed_compact_delta_is_refused(
     tensors |= {} if gaps is None else {f"{UP}.gap": gaps}
     with pytest.raises(ConfigError, match="gap must be"):
         Delta.load(resaved(tmp_path / "bad", tensors))
+
+
+def test_a_delta_that_is_missing_is_not_called_damaged(base: Path, tmp_path: Path) -> None:
+    """Neither is a folder, nor a fine-tuning without a delta; no cure removes a folder."""
+    cure = "give the delta.safetensors of a run folder"
+    stage = RunPath(tmp_path, "6_finetune")
+    (stage / "model").mkdir(parents=True)
+    for name, said in (("x/d", "no such file"), ("6_finetune", "is a folder")):
+        with pytest.raises(ConfigError) as refused:
+            merge(str(base), [tmp_path / name], tmp_path / "out")
+        assert str(refused.value) == f"{tmp_path / name}: {said}; {cure}"
+    body = {"format_version": FORMAT_VERSION, "stage": "finetune", "seconds": 1}
+    body |= {"finished": "", "facts": {}, "fingerprint": {"hash": "", "settings": {}, "reads": {}}}
+    seal(stage, body | {"peak_memory": {"rss_bytes": 1, "cuda_bytes": None}})
+    path = tmp_path / "6_finetune/delta.safetensors"
+    with pytest.raises(ConfigError) as refused:
+        merge(str(base), [path], tmp_path / "out")
+    said = f"this fine-tuning wrote no delta: use its merged model, {stage / 'model'}, or make"
+    assert str(refused.value).startswith(f"{path}: no such file; {said}")
+    path = tmp_path / "short.safetensors"
+    path.write_bytes(b"{")
+    with pytest.raises(ConfigError) as refused:
+        Delta.load(path)
+    assert str(refused.value).count(str(path)) == 1 and "remove" not in str(refused.value)
 
 
 def test_a_compact_delta_outside_the_model_is_refused(base: Path, tmp_path: Path) -> None:

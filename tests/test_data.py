@@ -90,7 +90,7 @@ def test_long_rows_lose_prompt_tokens_after_the_bos(
     cut = "abcdef" not in kept
     assert report.num_truncated == cut
     assert report.max_length == max_length
-    assert ("1 of 1 rows lost prompt tokens" in "".join(report.notes())) == cut
+    assert ("1 of 1 row lost prompt tokens" in "".join(report.notes())) == cut
 
 
 @pytest.mark.parametrize(
@@ -122,11 +122,11 @@ def test_an_empty_prompt_needs_a_bos() -> None:
     [made], report = encode([row("", "r")], byte_tokenizer("$A"), add_bos="always")
     assert made.input_ids == [BOS, *text_ids("r"), EOS]
     assert report.num_empty_prompts == 1
-    assert "1 of 1 rows have an empty prompt" in report.notes()[0]
+    assert "1 of 1 row has an empty prompt" in report.notes()[0]
 
 
 def test_nothing_left_is_an_error_even_when_skipping() -> None:
-    with pytest.raises(DataError, match="1 of 1 rows of corpus.jsonl are bad .*no row is left"):
+    with pytest.raises(DataError, match="1 of 1 row of corpus.jsonl is bad .*no row is left"):
         encode([row("a", "xyz")], max_length=2, bad_rows="skip")
     with pytest.raises(DataError, match="no row to tokenize"):
         encode([])
@@ -172,7 +172,7 @@ def test_long_conversations_are_cut_from_the_left(max_length: int, expected: str
     [made], report = encode([talk("ab", "cd", "ef", "gh")], max_length=max_length)
     assert labelled(made) == expected
     assert (report.num_truncated, report.num_cut_responses) == (int(max_length < 11), cut)
-    said = "1 of 1 rows lost tokens of an earlier response in that cut"
+    said = "1 of 1 row lost tokens of an earlier response in that cut"
     assert (said in "".join(report.notes())) == bool(cut)
 
 
@@ -213,8 +213,8 @@ def test_changed_rows_are_counted_and_said() -> None:
     _, report = encode(rows, tokenizer)
     assert (report.num_split_borders, report.num_special_text) == (1, 1)
     said = "".join(report.notes())
-    assert "1 of 3 rows have a token across the border" in said
-    assert "1 of 3 rows hold the text of a special token" in said
+    assert "1 of 3 rows has a token across the border" in said
+    assert "1 of 3 rows holds the text of a special token" in said
 
 
 def test_progress_is_reported_per_chunk() -> None:

@@ -144,6 +144,12 @@ def test_the_adapter_of_lora(shared_run: Runner, tmp_path: Path) -> None:
         export_hub(run, tmp_path / "delta", "delta")
 
 
+def test_a_folder_that_does_not_exist_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere: not a run folder"):
+        export_hub(place(tmp_path / "nowhere"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_run_without_a_model(make_run: Runner, tmp_path: Path) -> None:
     run = make_run(until="split")
     with pytest.raises(RunError, match="no finished, up-to-date stage finetune; run"):

@@ -89,7 +89,8 @@ def check_bad_row(path: Path, place: str, words: Sequence[str], total: int, **da
     """One bad row: named under both policies, and the only one left out."""
     problem, cure = problems(path, **data)
     check_message(problem, path, place, words)
-    assert cure.startswith(f"1 of {total} rows of {path} are bad") and "data.bad_rows=skip" in cure
+    rows_read = "1 row" if total == 1 else f"{total} rows"
+    assert cure.startswith(f"1 of {rows_read} of {path} is bad") and "data.bad_rows=skip" in cure
     rows, report = read(path, bad_rows="skip", **data)
     assert (report.num_rows, report.num_bad, report.num_good) == (total, 1, total - 1)
     assert len(rows) == total - 1
@@ -153,6 +154,9 @@ LINES: dict[str, tuple[bytes, str]] = {
     "cut": (GOOD[:20], "JSON"),
     "cut_before_brace": (GOOD[:-1], "JSON"),
     "missing_comma": (b'{"prompt": "ask" "response": "tell"}', "column 18: Expecting"),
+    "comma_at_end": (GOOD[:-1] + b", }", "a comma before the closing '}'; remove it"),
+    "comma_in_list": (GOOD[:-1] + b', "x": [1,]}', "a comma before the closing ']'; remove it"),
+    "comma_twice": (GOOD[:-1] + b',, "x": 1}', "two commas side by side; remove one"),
     "raw_tab": (b'{"prompt": "a\tb", "response": "tell"}', "column 14: Invalid control"),
     "raw_escape": (b'{"prompt": "a\x1b[31mb", "response": "tell"}', "JSON"),
     "nan": (b'{"prompt": "ask", "response": NaN}', "NaN is not valid JSON; remove"),
@@ -256,6 +260,12 @@ JSON_FILES = {
     "two_objects": one_bad(
         "c.jsonl", GOOD + b"\n" + GOOD * 2, 2, "line 2", "column 38: Extra data"
     ),
+    "comma_after": one_bad(
+        "c.jsonl", GOOD + b", \n" + GOOD, 2, "line 1", "column 38: a comma after the row; remove it"
+    ),
+    "comma_between": one_bad(
+        "c.jsonl", GOOD + b"\n" + GOOD + b", " + GOOD, 2, "line 2", "one complete JSON object"
+    ),
     "empty_array": refused("c.json", b"[]", "no row"),
     "only_open": refused("c.json", b"[", at="line 1"),
     "unclosed": refused("c.json", b"[\n" + GOOD + b",\n" + GOOD + b"\n", at="line 4"),
@@ -321,8 +331,17 @@ CSV_FILES = {
     ),
     "empty_header": refused("c.csv", b"prompt,,response\na,b,c\n", "column 2", at="line 1"),
     "blank_response": one_bad("c.csv", ROW + b'ask,"  "\n', 2, "line 3", "response"),
-    "short_record": one_bad("c.csv", ROW + b"ask\n", 2, "line 3", "1", "2"),
-    "long_record": one_bad("c.csv", ROW + b"a,b,c\nask,tell\n", 3, "line 3", "3"),
+    "short_record": one_bad(
+        "c.csv",
+        ROW + b"ask\n",
+        2,
+        "line 3",
+        "has 1 field and the header 2, delimited by ','; add the missing one",
+    ),
+    "short_semicolons": one_bad("c.csv", b"prompt;response\na;b\nask,x\n", 2, "line 3", "by ';'"),
+    "long_record": one_bad(
+        "c.csv", ROW + b"a,b,c\nask,tell\n", 3, "line 3", "3 fields", "by ','; quote a field"
+    ),
     "after_long": one_bad("c.csv", HEAD + b'"a\nb\nc",tell\nask,\n', 2, "line 5", "response"),
     "open_quote": refused("c.csv", ROW + b'"ask,tell\nask,tell\n', "quote", at="line 3"),
     "after_a_quote": one_bad("c.csv", ROW + b'"ask"x,tell\n', 2, "line 3", "quote"),

@@ -91,7 +91,7 @@ def test_no_output_reveals_who_made_it(tmp_path: Path, method: str | None) -> No
     alone(home, lines)
     out = home / "out"
     assert (out / "run/report.html").is_file() and len(list(out.rglob("*"))) > 50
-    assert "1 of 49 rows are bad" in (out / "run/report.md").read_text()
+    assert "1 of 49 rows is bad" in (out / "run/report.md").read_text()
     assert revealing(out) == {"run/config.yaml"}, (out / "run/report.md").read_text()
 
 

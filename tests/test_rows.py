@@ -80,7 +80,34 @@ def test_the_first_complete_row_shows_the_format(corpus: Path) -> None:
     assert [message.split(": ")[0].split()[-1] for message in report.bad] == ["1", "2", "4"]
     assert "field 'response' missing (the row has 'prompt')" in report.bad[0]
     assert "fields 'prompt', 'response' missing (the row has 'x')" in report.bad[1]
-    assert "has 'instruction', 'output'); name your fields" in report.bad[2]
+    cure = "give this row the fields of the other rows, or remove it"
+    assert f"has 'instruction', 'output'); {cure}" in report.bad[2]
+    assert all(message.endswith(cure) for message in report.bad)
+
+
+def test_the_cure_of_a_missing_field_depends_on_the_other_rows(corpus: Path) -> None:
+    """With a format that no row has shown, the setting may be wrong; else the row is."""
+    lines, given = [b'{"q": "p"}', GOOD, b"{}"], {"prompt_field": "prompt"}
+    for config in ({}, {**given, "response_field": "response"}):
+        _, report = read(corpus, b"\n".join(lines), bad_rows="skip", **config)
+        assert ("name your fields" in report.bad[0]) == bool(config)
+        assert report.bad[1].endswith(
+            "(the row has no fields); give this row the fields of the other rows, or remove it"
+        )
+    with pytest.raises(DataError, match="line 2: the fields 'q' match no known format"):
+        read(corpus, b'{}\n{"q": "p"}')
+    with pytest.raises(DataError, match="line 1: the row has no fields, nor has any later row; "):
+        read(corpus, b"{}\n{}")
+
+
+def test_notes_say_how_many_bad_rows_they_leave_out(corpus: Path) -> None:
+    for num_bad, last in ((3, "line 4: "), (4, "and 1 more bad row; L"), (6, "3 more bad rows; L")):
+        _, report = read(corpus, b"\n".join([GOOD, *[b"{"] * num_bad]), bad_rows="skip")
+        notes = report.notes("L")
+        assert f"{num_bad} of {num_bad + 1} rows are bad" in notes[0] and last in notes[-1]
+        assert len(notes) == 1 + min(num_bad, 4)
+    _, report = read(corpus, GOOD + b"\n{", bad_rows="skip")
+    assert "1 of 2 rows is bad and left out" in report.notes()[0]
 
 
 # --- rows and files that cannot be used (each kind: test_malformed.py) ---------------------------

@@ -66,6 +66,11 @@ def test_a_small_corpus_is_said_aloud() -> None:
     assert "split.anchor: 41 examples instead of the paper's 2,048" in split.notes[1]
 
 
+def test_counts_of_one_are_singular() -> None:
+    split = assign_roles(corpus(list(range(5))), seed=42)
+    assert "split.val: 1 example instead of the paper's 1,024" in split.notes[0]
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.integers(0, 15), min_size=4, max_size=60),
@@ -240,8 +245,8 @@ def test_a_text_of_both_files_stays_in_val() -> None:
     assert len(everything) == 48 + 4 and len({e.key for e in everything}) == len(everything)
     notes = "\n".join(split.notes)
     assert "2 rows of data.anchor_path have the text of a row of data.val_path" in notes
-    assert "1 rows of data.path have the text of a row of data.anchor_path" in notes
-    assert "1 rows of data.path have the text of a row of data.val_path" in notes
+    assert "1 row of data.path has the text of a row of data.anchor_path" in notes
+    assert "1 row of data.path has the text of a row of data.val_path" in notes
     with pytest.raises(ConfigError, match="data.anchor_path: every row has the text of"):
         divide(examples, trusted, 0, SplitConfig(warm=5), corpus([100, 3]))
 
@@ -273,4 +278,4 @@ def test_a_run_with_anchors_of_its_own(make_run: Runner, tmp_path: Path) -> None
     assert summary["fractions"]["val"] == 12 / num_full
     chosen = json.loads((run / "5_selection/summary.json").read_text())
     assert (chosen["num_full"], chosen["b"]) == (num_full, 13)
-    assert any("1 rows of data.path have the text of a row of data.anchor_path" in s for s in said)
+    assert any("1 row of data.path has the text of a row of data.anchor_path" in s for s in said)

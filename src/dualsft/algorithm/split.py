@@ -15,6 +15,7 @@ from decimal import Decimal
 
 from dualsft.config.settings import DataConfig, SplitConfig
 from dualsft.data.examples import Example, digest
+from dualsft.data.layouts import counted
 from dualsft.errors import ConfigError
 
 ROLES = ("val", "anchor", "warm", "pool")
@@ -80,9 +81,11 @@ def divide(
         texts = {example.key for example in owners}
         kept = [example for example in rows if example.key not in texts]
         if len(kept) < len(rows):
+            count = len(rows) - len(kept)
+            have, are = ("has", "is") if count == 1 else ("have", "are")
             notes.append(
-                f"{len(rows) - len(kept):,} rows of {key} have the text of a row of {owner} and "
-                "are left out"
+                f"{counted(count, 'row')} of {key} {have} the text of a row of {owner} and {are} "
+                "left out"
             )
         return kept
 
@@ -145,8 +148,8 @@ def assign_roles(
         order = passed_over
         if left:
             notes.append(
-                f"split.{role}: {count - left:,} of {count:,} examples, because identical texts "
-                "stay together and no group of them fits the rest"
+                f"split.{role}: {count - left:,} of {counted(count, 'example')}, because "
+                "identical texts stay together and no group of them fits the rest"
             )
     counts = {role: roles.count(role) for role in ROLES}
     _check_filled(counts, wanted, len(groups))
@@ -158,8 +161,8 @@ def _default_count(role: str, total: int, notes: list[str]) -> int:
     count = min(paper, max(1, int(share * total)))
     if count < paper:
         notes.append(
-            f"split.{role}: {count:,} examples instead of the paper's {paper:,}: at most "
-            f"{share:.0%} of the {total:,} usable rows"
+            f"split.{role}: {counted(count, 'example')} instead of the paper's {paper:,}: at most "
+            f"{share:.0%} of the {counted(total, 'usable row')}"
         )
     return count
 
@@ -170,8 +173,9 @@ def _check_counts(wanted: dict[str, int], total: int, has_val: bool) -> None:
         raise ConfigError("split.val: 0 leaves nothing to take v_new from; use 1 or more")
     if sum(wanted.values()) >= total:
         raise ConfigError(
-            f"{asked}: together {sum(wanted.values()):,} of {total:,} usable rows, which leaves no "
-            "pool to select from; lower split.val, split.anchor or split.warm, or bring more data"
+            f"{asked}: together {sum(wanted.values()):,} of {counted(total, 'usable row')}, which "
+            "leaves no pool to select from; lower split.val, split.anchor or split.warm, or bring "
+            "more data"
         )
 
 

@@ -25,6 +25,7 @@ OWN_NAMES = (
     "name your fields with data.prompt_field=... and data.response_field=..., with "
     "data.messages_field=... or with data.text_field=..."
 )
+_AS_OTHERS = "give this row the fields of the other rows, or remove it"
 
 PROMPTS = ("prompt", "question", "instruction", "query", "problem")
 PROMPTS += ("input", "inputs", "user", "human")
@@ -134,6 +135,8 @@ class Recogniser:
         self.accepted = layouts_of(config) if layout is None else [layout]
         self.layout: Layout | None = self.accepted[0] if len(self.accepted) == 1 else None
         self.known = {name for layout in self.accepted for name in layout.needed}
+        self.shown = False
+        """Whether a row has all fields of the layout."""
         self.waiting: list[tuple[int, str, list[str]]] = []
         """(index, place, fields) of rows before the first that shows the format."""
 
@@ -147,17 +150,19 @@ class Recogniser:
             if len(self.waiting) >= _UNRECOGNISED_ROWS:
                 self.settle()
         elif missing := self.layout.missing(values):
-            raise BadRow(_missing(missing, list(values)))
+            raise BadRow(_missing(missing, list(values), _AS_OTHERS if self.shown else OWN_NAMES))
+        else:
+            self.shown = True
         return self.layout
 
     def settle(self) -> list[tuple[int, str, str]]:
         """(index, place, problem) of the waiting rows; an error if no format was detected."""
         if self.layout is None and self.waiting:
-            _, place, names = self.waiting[0]
+            _, place, names = next((row for row in self.waiting if row[2]), self.waiting[0])
             raise DataError(f"{place}: {self._unknown(names)}")
         waited, self.waiting = self.waiting, []
         return [
-            (index, place, _missing(self.layout.missing(names), names))
+            (index, place, _missing(self.layout.missing(names), names, _AS_OTHERS))
             for index, place, names in waited
             if self.layout
         ]
@@ -165,7 +170,7 @@ class Recogniser:
     def _unknown(self, names: list[str]) -> str:
         own = [n for n in (self.config.prompt_field, self.config.response_field) if n]
         if not self.accepted and (absent := [name for name in own if name not in names]):
-            return f"{_missing(absent, names)}; no later row has it either"
+            return f"{_missing(absent, names, OWN_NAMES)}; no later row has it either"
         prompts, responses = self._pair_names(names)
         if (prompts or responses) and self.config.format == "auto":
             have, lack = ("prompt", "response") if prompts else ("response", "prompt")
@@ -176,8 +181,9 @@ class Recogniser:
                 f" {lack}, or {OWN_NAMES}"
             )
         accepted = "; ".join(str(layout) for layout in self.accepted)
+        found = f"the fields {listed(names)} match no known format, nor do those of any later row"
         return (
-            f"the fields {listed(names)} match no known format, nor do those of any later row; "
+            f"{found if names else 'the row has no fields, nor has any later row'}; "
             f"{OWN_NAMES}; recognised without that: {accepted}; one of {', '.join(PROMPTS)} with "
             f"one of {', '.join(RESPONSES)}"
         )
@@ -297,15 +303,20 @@ def _by_keys(layout: Layout, values: Mapping[str, Any]) -> Layout:
     return replace(layout, format="sharegpt")
 
 
-def _missing(missing: list[str], names: list[str]) -> str:
+def _missing(missing: list[str], names: list[str], cure: str) -> str:
     plural = "field" if len(missing) == 1 else "fields"
-    return f"{plural} {listed(missing)} missing (the row has {listed(names)}); {OWN_NAMES}"
+    return f"{plural} {listed(missing)} missing (the row has {listed(names)}); {cure}"
 
 
 def listed(names: Sequence[str]) -> str:
     """Format names for a message, at most SHOWN_NAMES."""
     shown = ", ".join(ascii_safe(name) for name in names[:SHOWN_NAMES]) or "no fields"
     return shown + (", ..." if len(names) > SHOWN_NAMES else "")
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun; the plural has an s."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def ascii_safe(name: object) -> str:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
+from dualsft.data.layouts import counted
 from dualsft.errors import DataError
 from dualsft.system.bounds import FREE_BYTES, RAISE, ROW_BYTES, TIMES, check_json
 
@@ -383,7 +384,8 @@ class CsvReader(Reader):
         self._began, self._pulled, self._ended = 1, 0, False
         before = csv.field_size_limit(self.limits.max_line_bytes)
         try:
-            rows = csv.reader(self._text(), delimiter=self._delimiter(), strict=True)
+            self._found_delimiter = self._delimiter()
+            rows = csv.reader(self._text(), delimiter=self._found_delimiter, strict=True)
             names: list[str] = []
             while (cells := self._next(rows)) is not None:
                 if isinstance(cells, str) or (cells and names):
@@ -460,9 +462,12 @@ class CsvReader(Reader):
         if isinstance(cells, str):
             record.problem = cells
         elif len(cells) != len(names):
+            cure = "add the missing one, empty if it has no text"
+            if len(cells) > len(names):
+                cure = "quote a field that holds the delimiter, a quote or a newline"
             record.problem = (
-                f"the row has {len(cells):,} fields and the header {len(names):,}; quote a field "
-                "that holds the delimiter, a quote or a newline"
+                f"the row has {counted(len(cells), 'field')} and the header {len(names):,}, "
+                f"delimited by {self._found_delimiter!r}; {cure}"
             )
         else:
             record.values = dict(zip(names, cells, strict=True))

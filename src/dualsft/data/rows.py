@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualsft.data.formats import Piece, Turn, conversation
-from dualsft.data.layouts import BadRow, Recogniser, ascii_safe, kind, listed
+from dualsft.data.layouts import BadRow, Recogniser, ascii_safe, counted, kind, listed
 from dualsft.data.readers import (
     CHUNK_BYTES,
     Limits,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 SHOWN_PROBLEMS = 20
 KEPT_PROBLEMS = 10_000
+_NOTED_PROBLEMS = 3
 _PROGRESS_ROWS = 1_000
 _LOST = {
     "left": "prompt tokens from the left",
@@ -109,16 +110,16 @@ class DataReport:
         if len(self.problems) < KEPT_PROBLEMS:
             self.problems.append((index, f"{place}: {problem}"))
 
-    def notes(self) -> list[str]:
-        """Warnings about rows that were left out or changed."""
+    def notes(self, where: str = "data.bad_rows=error shows up to 20") -> list[str]:
+        """Warnings about rows that were left out or changed; `where` lists the other bad ones."""
         split = (
-            "have a token across the border of prompt and response; their parts were encoded apart"
+            "have a token across the border of prompt and response; the parts were encoded apart"
         )
         special = (
             "hold the text of a special token (such as an end token), which becomes that token"
         )
         cut = "a" if self.truncation == "right" else "an earlier"
-        counted = (
+        counts = (
             (self.num_bad, "are bad and left out (data.bad_rows=skip)"),
             (self.num_truncated, f"lost {_LOST[self.truncation]} to fit {self.max_length}"),
             (self.num_cut_responses, f"lost tokens of {cut} response in that cut"),
@@ -130,17 +131,27 @@ class DataReport:
             (self.num_not_sampled, "are left out by num_samples of dataset_info.json"),
         )
         lines = [
-            f"{self.path}: {number:,} of {self.num_rows:,} rows {what}"
-            for number, what in counted
+            f"{self.path}: {number:,} of {counted(self.num_rows, 'row')} {_agreed(number, what)}"
+            for number, what in counts
             if number
         ]
-        return lines + self.bad[:3] if self.num_bad else lines
+        lines += self.bad[:_NOTED_PROBLEMS]
+        if (rest := self.num_bad - _NOTED_PROBLEMS) > 0:
+            lines.append(f"{self.path}: and {counted(rest, 'more bad row')}; {where}")
+        return lines
 
     def numbers(self) -> dict[str, Any]:
         """All fields except the messages, for a summary file."""
         numbers = {name: value for name, value in asdict(self).items() if name != "problems"}
         files = [without_home(file) for file in self.files]
         return numbers | {"path": without_home(self.path), "files": files}
+
+
+def _agreed(number: int, what: str) -> str:
+    """A phrase that begins with a plural verb, in the singular if the number is 1."""
+    verb, _, rest = what.partition(" ")
+    one = {"are": "is", "have": "has", "hold": "holds"} if number == 1 else {}
+    return f"{one.get(verb, verb)} {rest}"
 
 
 # --- records -----------------------------------------------------------------------------------
@@ -211,8 +222,8 @@ def _parse(raw: bytes, limits: Limits) -> dict[str, Any]:
         row = json.loads(text, parse_constant=no_constant, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as problem:
         raise BadRow(
-            f"not valid JSON at column {problem.colno}: {problem.msg}; "
-            "each line must be one complete JSON object"
+            f"not valid JSON at column {problem.colno}: "
+            f"{_comma(problem) or f'{problem.msg}; each line must be one complete JSON object'}"
         ) from None
     except RecursionError:
         raise BadRow("the JSON is nested too deeply; flatten the row") from None
@@ -226,6 +237,21 @@ def _parse(raw: bytes, limits: Limits) -> dict[str, Any]:
             "(jq -c '.[]' converts a file with one list to JSON Lines)"
         )
     return row
+
+
+def _comma(problem: json.JSONDecodeError) -> str:
+    """The comma that is the cause, and the cure; empty if another thing is."""
+    before, after = problem.doc[: problem.pos].rstrip(), problem.doc[problem.pos :].strip()
+    if problem.msg == "Extra data":
+        return "" if after.strip(", ") else "a comma after the row; remove it"
+    if problem.msg.startswith("Illegal trailing comma"):  # Python 3.13: at the comma
+        before, after = f"{before},", after[1:].lstrip()
+    if not before.endswith(",") or after[:1] not in ("}", "]", ","):
+        return ""
+    what = (
+        "two commas side by side" if after[0] == "," else f"a comma before the closing {after[0]!r}"
+    )
+    return f"{what}; remove {'one' if after[0] == ',' else 'it'}"
 
 
 def _row_id(values: dict[str, Any], raw: bytes, index: int) -> str:
@@ -427,7 +453,8 @@ def settle(report: DataReport, policy: str, known: int) -> None:
     if report.num_bad == known:
         return
     shown = report.bad[:SHOWN_PROBLEMS]
-    total = f"{report.num_bad:,} of {report.num_rows:,} rows of {report.path} are bad"
+    total = f"{report.num_bad:,} of {counted(report.num_rows, 'row')} of {report.path} "
+    total += _agreed(report.num_bad, "are bad")
     if policy != "skip":
         cure = "repair them, or leave them out with data.bad_rows=skip"
         raise DataError([*shown, f"{total} ({len(shown)} shown); {cure}"])

@@ -27,7 +27,7 @@ from dualsft.runs.folder import RunDir
 from dualsft.runs.method import Job
 from dualsft.runs.stages.finetune import describe_plan, finetune_plan, warn_of_little
 from dualsft.runs.stages.selection import denominator, num_trained, param_budget
-from dualsft.runs.stages.split import load_examples, load_foreign
+from dualsft.runs.stages.split import ALL_BAD, load_examples, load_foreign
 from dualsft.runs.stages.warmup import warmup_plan
 from dualsft.storage.vectors import ParamVector
 from dualsft.system.progress import Reporter, silent
@@ -61,7 +61,7 @@ def _data(ctx: RunContext) -> list[Example]:
         f"corpus: {report.num_rows:,} rows, format {report.format}, {report.num_bad:,} bad, "
         f"{report.num_truncated:,} truncated; {sum(e.num_tokens for e in examples):,} tokens"
     )
-    for note in [*report.notes(), *split.notes]:
+    for note in [*report.notes(ALL_BAD), *split.notes]:
         ctx.reporter.warn(note)
     say("split: " + ", ".join(f"{role} {count:,}" for role, count in split.counts.items()))
     ctx.split_counts = split.counts

@@ -60,6 +60,9 @@ _PROCESSOR_FILES = (
 )
 """Files of a multimodal checkpoint beside weights and tokenizer; copied with the weights."""
 _CPU = torch.device("cpu")
+_NAME = "delta.safetensors"
+_GIVE = f"give the {_NAME} of a run folder"
+_AGAIN = "copy it again, or run `dualsft finetune` on its run folder again"
 
 
 @dataclass(frozen=True)
@@ -107,12 +110,17 @@ class Delta:
     def load(cls, path: Place) -> Delta:
         """Read and check a delta file; an error names every parameter that is invalid."""
         try:
-            file = TensorFile(_place(path))
+            place = _place(path)
+            if not place.is_file():
+                raise ConfigError(_no_file(place))
+            file = TensorFile(place, _AGAIN)
             header, tensors = dict(file.metadata), file.tensors()
-        except (OSError, RunError) as problem:
-            raise ConfigError(f"{path}: cannot be read as a delta: {problem}") from problem
+        except OSError as problem:
+            raise ConfigError(f"{path}: cannot be read: {problem.strerror}; {_AGAIN}") from problem
+        except RunError as problem:
+            raise ConfigError(str(problem)) from problem
         if (stated := header.get("format")) not in (FORMAT, UNHASHED, COMPACT):
-            cure = "give the delta.safetensors of a run folder"
+            cure = _GIVE
             if re.fullmatch(r"dualsft-delta-\d+", str(stated)):
                 cure = f"newer than {COMPACT!r}, the last that this dualsft reads: upgrade dualsft"
             raise ConfigError(
@@ -122,7 +130,7 @@ class Delta:
         if header["format"] != UNHASHED and stated != _content_hash(ParamVector(tensors), header):
             raise ConfigError(
                 f"{path}: its content does not match the hash in its header: the file is "
-                "damaged; copy it again, or run `dualsft finetune` on its run folder again"
+                f"damaged; {_AGAIN}"
             )
         added_in = header.get("added_in", "")
         if added_in and (header["format"] != COMPACT or added_in not in DTYPES):
@@ -179,6 +187,20 @@ def _place(path: Place) -> RunPath:
     stage = not read_stage_manifest(path.parent)[1]
     real = path if stage else path.resolve()
     return RunPath(real.parent, real.name)
+
+
+def _no_file(path: RunPath) -> str:
+    """Why there is no delta at `path`, and what to give instead."""
+    if path.is_dir():
+        return f"{path}: is a folder; {_GIVE}"
+    stage = read_stage_manifest(path.parent)[0]
+    if stage.get("stage") != "finetune" or path.name in stage["files"] or _NAME in stage["files"]:
+        return f"{path}: no such file; {_GIVE}"
+    merged = path.with_name("model")
+    return (
+        f"{path}: no such file; this fine-tuning wrote no delta: use its merged model, {merged}, "
+        "or make a delta of it with `dualsft export extract`"
+    )
 
 
 def _content_hash(tensors: Vector, header: Mapping[str, str]) -> str:

@@ -114,11 +114,14 @@ def write_tensors(
         raise
 
 
+CURE = "copy it again, or remove its folder and run the same command again"
+
+
 class TensorFile:
     """Tensors of a file, read in flat chunks; the file is not kept open."""
 
-    def __init__(self, path: Place) -> None:
-        self.path = path
+    def __init__(self, path: Place, cure: str = CURE) -> None:
+        self.path, self.cure = path, cure
         self.forms: dict[str, Form] = {}
         self.metadata: dict[str, str] = {}
         self._offsets: dict[str, int] = {}
@@ -160,10 +163,8 @@ class TensorFile:
             AttributeError,
             RecursionError,
         ) as problem:
-            raise RunError(
-                f"{path}: cannot be read as safetensors: {problem}; copy it again, or remove its "
-                "folder and run the same command again"
-            ) from problem
+            why = getattr(problem, "strerror", None) or problem
+            raise RunError(f"{path}: cannot be read as safetensors: {why}; {cure}") from problem
 
     def piece(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
         """Read the flat entries from start to stop onto a device."""
@@ -212,7 +213,6 @@ class TensorFile:
                 count = file.readinto(wanted[done:])
                 if not count:
                     raise RunError(
-                        f"{self.path}: ends within {name}: the file is damaged; copy it again, or "
-                        "remove its folder and run the same command again"
+                        f"{self.path}: ends within {name}: the file is damaged; {self.cure}"
                     )
                 done += count

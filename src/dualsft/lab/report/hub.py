@@ -28,7 +28,7 @@ from dualsft.lab.report.facts import Facts
 from dualsft.model.delta import check_target, written_whole
 from dualsft.model.resolve import HUB_ID
 from dualsft.model.safety import check_folder, weight_files
-from dualsft.runs.preflight import FOLDERS, load_summaries, reading
+from dualsft.runs.preflight import FOLDERS, check_run_folder, load_summaries, reading
 from dualsft.storage.manifest import sha256_file
 from dualsft.system.paths import Place, RunPath, run_path
 
@@ -97,6 +97,7 @@ def _check_made(run: RunPath, facts: Facts, part: str) -> None:
     if part in made:
         return
     if not made:
+        check_run_folder(run)
         raise RunError(
             f"{run}: has no finished, up-to-date stage finetune; run `dualsft finetune {run}` first"
         )

@@ -32,6 +32,9 @@ if TYPE_CHECKING:  # `context.py` imports `read_split`
 FOREIGN = {"data.val_path": "val-", "data.anchor_path": "anchor-"}
 """Prefix of the ids of rows from these sources, whose indices count from 0 again."""
 
+ALL_BAD = "1_split/summary.json of a run lists them"
+"""For `DataReport.notes` of data.path."""
+
 LONG_ROWS = 20_000
 """With fewer rows, no progress is shown while reading and tokenising."""
 
@@ -61,7 +64,7 @@ def run(ctx: RunContext, part: RunPath) -> dict[str, Any]:
     trusted = load_foreign(ctx, "data.val_path")
     anchors = load_foreign(ctx, "data.anchor_path")
     examples, split = divide(examples, trusted, config.seed, config.split, anchors)
-    for note in report.notes():
+    for note in report.notes(ALL_BAD):
         ctx.reporter.warn(note)
     for note in split.notes:
         ctx.reporter.warn(note, code="small_corpus")

@@ -186,7 +186,7 @@ def read_split(folder: RunPath, vocabulary: int | None = None) -> dict[str, list
         index = (folder / "split.parquet").read_table()
         by_role: dict[str, list[Example]] = {role: [] for role in ROLES}
         sources, done = _sources(index), 0
-        file = TokenFile(folder.parent)
+        file = TokenFile(RunPath(folder.root))
         for tokens in (folder / "tokens.parquet").read_batches(WRITTEN_ROWS):
             rows = index.slice(done, len(tokens))
             same = ["id", "role"]

@@ -119,12 +119,12 @@ def planted(clean: Roles) -> tuple[Roles, np.ndarray]:
 
 def _response(example: Example) -> list[int]:
     first = next(t for t, label in enumerate(example.labels) if label != IGNORE)
-    return example.input_ids[first:]
+    return list(example.input_ids[first:])
 
 
 def _answered(example: Example, response: list[int]) -> Example:
     """The prompt of an example with another response."""
-    prompt = example.input_ids[: len(example.input_ids) - len(_response(example))]
+    prompt = list(example.input_ids[: len(example.input_ids) - len(_response(example))])
     labels = [IGNORE] * len(prompt) + response
     return Example(example.id, example.index, prompt + response, labels)
 

@@ -6,8 +6,9 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def corpus_rows(count: int = 120, seed: int = 0) -> list[dict[str, str]]:
     return [*rows, rows[3], rows[7]]
 
 
-def write_jsonl(path: Path, rows: Sequence[dict[str, str]]) -> Path:
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 

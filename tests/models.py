@@ -64,8 +64,8 @@ class TinyExample:
 
     id: str
     index: int
-    input_ids: list[int]
-    labels: list[int]
+    input_ids: Sequence[int]
+    labels: Sequence[int]
 
     @property
     def num_tokens(self) -> int:

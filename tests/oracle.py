@@ -26,9 +26,9 @@ class ExampleLike(Protocol):
     """What the oracle needs of an example: tokens, and labels that are -100 off the response."""
 
     @property
-    def input_ids(self) -> list[int]: ...
+    def input_ids(self) -> Sequence[int]: ...
     @property
-    def labels(self) -> list[int]: ...
+    def labels(self) -> Sequence[int]: ...
 
 
 # ---------------------------------------------------------------- gradients of the example loss
@@ -39,13 +39,13 @@ def response_positions(labels: Sequence[int]) -> list[int]:
     return [t for t in range(len(labels) - 1) if labels[t + 1] != -100]
 
 
-def response_logits(model: Any, input_ids: list[int], labels: list[int]) -> Tensor:
+def response_logits(model: Any, input_ids: Sequence[int], labels: Sequence[int]) -> Tensor:
     """Logits that predict the response tokens of one unpadded example, one row a token."""
     logits = model(input_ids=torch.tensor([input_ids])).logits[0]
     return logits[response_positions(labels)]
 
 
-def example_loss(model: Any, input_ids: list[int], labels: list[int]) -> Tensor:
+def example_loss(model: Any, input_ids: Sequence[int], labels: Sequence[int]) -> Tensor:
     """Mean cross-entropy over the example's own response tokens."""
     targets = torch.tensor([labels[t + 1] for t in response_positions(labels)])
     log_probs = torch.log_softmax(response_logits(model, input_ids, labels), dim=-1)
@@ -59,7 +59,9 @@ def gradient_of(loss: Tensor, model: Any, names: Sequence[str]) -> Vector:
     return dict(zip(names, grads, strict=True))
 
 
-def example_gradient(model: Any, ids: list[int], labels: list[int], names: Sequence[str]) -> Vector:
+def example_gradient(
+    model: Any, ids: Sequence[int], labels: Sequence[int], names: Sequence[str]
+) -> Vector:
     """g_n: gradient of one example's loss, in eval mode."""
     model.eval()
     return gradient_of(example_loss(model, ids, labels), model, names)

@@ -51,8 +51,8 @@ class RunExample:
     id: str
     role: str
     index: int
-    input_ids: list[int]
-    labels: list[int]
+    input_ids: Sequence[int]
+    labels: Sequence[int]
 
 
 @dataclass(frozen=True)

@@ -201,8 +201,8 @@ def batched(rows: list[Example]) -> list[dict[str, torch.Tensor]]:
         longest = max(e.num_tokens for e in part)
         pad = [longest - e.num_tokens for e in part]
         columns = {
-            "input_ids": [[0] * n + e.input_ids for n, e in zip(pad, part, strict=True)],
-            "labels": [[-100] * n + e.labels for n, e in zip(pad, part, strict=True)],
+            "input_ids": [[*[0] * n, *e.input_ids] for n, e in zip(pad, part, strict=True)],
+            "labels": [[*[-100] * n, *e.labels] for n, e in zip(pad, part, strict=True)],
             "attention_mask": [
                 [0] * n + [1] * e.num_tokens for n, e in zip(pad, part, strict=True)
             ],

@@ -91,7 +91,7 @@ def test_planted_rows_have_the_answers_of_others() -> None:
     for before, after, swapped in zip(roles.pool, made.pool, wrong, strict=True):
         prompt = before.num_tokens - before.num_response_tokens
         assert before.input_ids[:prompt] == after.input_ids[:prompt]
-        assert after.labels == [-100] * prompt + after.input_ids[prompt:]
+        assert after.labels == [*[-100] * prompt, *after.input_ids[prompt:]]
         assert (before.input_ids[prompt:] != after.input_ids[prompt:]) == swapped
     answers = [
         sorted(map(tuple, map(microscope._response, rows))) for rows in (roles.pool, made.pool)

@@ -220,7 +220,7 @@ def test_llamafactory_reads_its_folder(
     config = DataConfig(path=str(out), dataset=NAME)
     rows, report = read_rows(out, config)
     examples, _ = tokenize(rows, load_tokenizer(model_folder("llama")), config, report)
-    same([(e.input_ids, e.labels) for e in examples], chosen_tokens(run))
+    same([(list(e.input_ids), list(e.labels)) for e in examples], chosen_tokens(run))
     training = yaml.safe_load((out / "train.yaml").read_text())
     assert (training["dataset"], training["dataset_dir"], training["stage"]) == (NAME, ".", "sft")
     assert training["model_name_or_path"] == str(model_folder("llama").resolve())

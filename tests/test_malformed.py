@@ -60,7 +60,7 @@ def texts(path: Path, **data: str) -> list[tuple[str, str]]:
         None, ["model.path=m", f"data.path={path}", "data.max_length=1000000"]
     ).data
     examples, _ = tokenize(rows, BYTES, config, report)
-    return [(decode(e.input_ids), decode([i for i in e.labels if i >= 0])) for e in examples]
+    return [(decode(list(e.input_ids)), decode([i for i in e.labels if i >= 0])) for e in examples]
 
 
 def decode(ids: list[int]) -> str:

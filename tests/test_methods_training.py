@@ -168,7 +168,8 @@ def stm_masks(model: Any, rows: list[Example], threshold: float, ends: set[int])
 @pytest.mark.parametrize("keep_ends", [False, True])
 def test_stm_is_its_formula(make_job: Maker, model: Any, keep_ends: bool) -> None:
     rows = tiny_rows(8, 1)
-    rows[0].labels[-1] = rows[0].input_ids[-1] = 1  # the tokenizer's end token
+    last = {"input_ids": [*rows[0].input_ids[:-1], 1], "labels": [*rows[0].labels[:-1], 1]}
+    rows[0] = replace(rows[0], **last)  # 1 is the tokenizer's end token
     job = make_job(
         "weights",
         rows,

@@ -88,7 +88,8 @@ def test_the_first_complete_row_shows_the_format(corpus: Path) -> None:
 def test_the_cure_of_a_missing_field_depends_on_the_other_rows(corpus: Path) -> None:
     """With a format that no row has shown, the setting may be wrong; else the row is."""
     lines, given = [b'{"q": "p"}', GOOD, b"{}"], {"prompt_field": "prompt"}
-    for config in ({}, {**given, "response_field": "response"}):
+    configs: list[dict[str, Any]] = [{}, {**given, "response_field": "response"}]
+    for config in configs:
         _, report = read(corpus, b"\n".join(lines), bad_rows="skip", **config)
         assert ("name your fields" in report.bad[0]) == bool(config)
         assert report.bad[1].endswith(

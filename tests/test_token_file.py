@@ -6,6 +6,7 @@ import pickle
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -86,11 +87,11 @@ def test_rows_are_tokenised_while_they_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["error", "skip"])
 def test_a_bad_row_ends_tokenising_but_not_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Literal["error", "skip"]
 ) -> None:
     """With `error` the other problems of the file are still told; nothing is tokenised in vain."""
     path, encoded, encode = tmp_path / "c.jsonl", list[int](), examples_module._encode
-    rows = [{"prompt": "q", "response": "a"}] * 5_000
+    rows: list[dict[str, Any]] = [{"prompt": "q", "response": "a"}] * 5_000
     write_jsonl(path, [*rows[:1_500], {"prompt": 1, "response": "a"}, *rows, {"prompt": "q"}])
     config = DataConfig(path=str(path), template="plain", bad_rows=policy)
     report = DataReport(path=str(path))

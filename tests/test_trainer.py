@@ -198,7 +198,8 @@ def test_score_select_and_train_inside_sft_trainer(tmp_path: Path, kind: Any) ->
 
 
 def token_rows(count: int, seed: int) -> list[dict[str, list[int]]]:
-    return [{"input_ids": e.input_ids, "labels": e.labels} for e in tiny_rows(count, seed)]
+    rows = tiny_rows(count, seed)
+    return [{"input_ids": list(e.input_ids), "labels": list(e.labels)} for e in rows]
 
 
 def plain(folder: Path, model: Any = None, **changes: Any) -> Any:

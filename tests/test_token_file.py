@@ -110,3 +110,12 @@ def test_a_bad_row_ends_tokenising_but_not_reading(
     told = problem.value.problems
     assert "line 1501: field 'prompt' is a number" in told[0] and "line 6502" in told[1]
     assert encoded == [1_000]
+
+
+def test_progress_of_a_long_file_ends_at_its_end(
+    make_run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(split, "LONG_ROWS", 10)
+    make_run(until="split", said=said)
+    assert any("reading data.path: 100/100 % of the bytes" in line for line in said)

@@ -115,6 +115,8 @@ def load_examples(
             file=file,
             progress=tokenised,
         )
+        if report.num_rows >= LONG_ROWS:
+            progress.advance(100 - progress.done)
     if len(report.files) > 1:
         ctx.reporter.say(f"{key}: {len(report.files)} files: {', '.join(report.files)}")
     return examples, report

@@ -7,9 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dualsft.algorithm.duplicates import Duplicates, repeated_texts
+from dualsft.algorithm.duplicates import Duplicates, _Index, repeated_texts
 from dualsft.algorithm.selection import choose_examples
 from dualsft.data.examples import Example
+from dualsft.errors import ConfigError
 
 
 def example(i: int, ids: list[int]) -> Example:
@@ -127,3 +128,8 @@ def test_looking_up_finds_what_comparing_all_finds() -> None:
         (passed if any(index(j) >= 0.2 for j in kept) else kept).append(i)
     found = repeated_texts("near", rows, scores, np.arange(len(rows)))
     assert 100 < len(passed) < 240 and found.tolist() == passed
+
+
+def test_more_texts_than_can_be_compared_are_refused_with_the_cure() -> None:
+    with pytest.raises(ConfigError, match=r"16,777,216 texts, .*; use select\.duplicates=exact"):
+        _Index(iter(()), 1 << 24)

@@ -111,16 +111,21 @@ def test_a_configuration_of_a_far_larger_model_is_refused_before_it_is_built(
         load_model(folder, torch.float32, torch.device("cpu"))
 
 
+def write_gguf_with(key: str, value: int, model: Path, path: Path) -> None:
+    """A GGUF file of a model with another value in its metadata."""
+    write_gguf(model, path)
+    reader = GGUFReader(path, "r+")
+    field = reader.fields[f"llama.{key}"]
+    field.parts[field.data[0]][0] = value
+    reader.data.flush()
+
+
 @pytest.mark.parametrize(("key", "value"), [("block_count", 10**7), ("embedding_length", 1 << 30)])
 def test_metadata_of_a_gguf_file_is_held_against_its_tensors(
     key: str, value: int, model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DUALSFT_CACHE", str(tmp_path / "cache"))
-    write_gguf(model_folder("llama"), tmp_path / "m.gguf")
-    reader = GGUFReader(tmp_path / "m.gguf", "r+")
-    field = reader.fields[f"llama.{key}"]
-    field.parts[field.data[0]][0] = value
-    reader.data.flush()
+    write_gguf_with(key, value, model_folder("llama"), tmp_path / "m.gguf")
     with pytest.raises(ConfigError, match=rf"m\.gguf: llama\.{key} is {value:,}, and its tensors"):
         pretrained.resolve_model(str(tmp_path / "m.gguf"))
 
@@ -138,11 +143,7 @@ def test_metadata_of_a_gguf_file_that_its_tensors_do_not_fit(
     key: str, value: int, model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DUALSFT_CACHE", str(tmp_path / "cache"))
-    write_gguf(model_folder("llama"), tmp_path / "m.gguf")
-    reader = GGUFReader(tmp_path / "m.gguf", "r+")
-    field = reader.fields[f"llama.{key}"]
-    field.parts[field.data[0]][0] = value
-    reader.data.flush()
+    write_gguf_with(key, value, model_folder("llama"), tmp_path / "m.gguf")
     with pytest.raises(
         ConfigError, match=r"m\.gguf cannot be converted .*; download it again"
     ) as e:

@@ -32,6 +32,7 @@ from typing import Literal
 import numpy as np
 
 from dualsft.data.examples import Example
+from dualsft.errors import ConfigError
 
 SIMILAR = 0.2
 SAMPLE = 2_000  # texts from which the rarity of token pairs is estimated
@@ -97,7 +98,11 @@ class _Index:
     256 bytes a text. Two pairs with the same 40 bits only lead to one comparison more."""
 
     def __init__(self, rarest: Iterable[np.ndarray], count: int) -> None:
-        assert count < 1 << 24, f"{count:,} texts: at most 2^24 can be compared"
+        if count >> 24:
+            raise ConfigError(
+                f"select.duplicates=near: {count:,} texts, of which {1 << 24:,} can be compared; "
+                "use select.duplicates=exact"
+            )
         self.is_kept = np.zeros(count, bool)
         words, end = np.empty(count * RAREST, np.uint64), 0
         for rank, pairs in enumerate(rarest):
